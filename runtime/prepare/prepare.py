@@ -28,6 +28,7 @@ from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, check_parameters, kind_of_loss
 from .tied_parameters import (
     Ties,
+    check_memory,
     check_shared,
     first_names,
     give_copies,
@@ -204,6 +205,8 @@ def prepare(
         PreparedStage(piece, other, specs[n])
         for piece, other, n in zip(chosen, evaluated, samples, strict=True)
     ]
+    if not pipeline.variant.flushes:
+        check_memory([model, *(module for stage in stages for module in stage.modules)])
     ties = give_copies([stage.modules for stage in stages], pipeline.placement)
     check_shared(ties.shared, plan)
     size = training_samples(plan, settings, task.data("train"))

@@ -8,14 +8,17 @@ parameter, the first one updates it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan
-from ...profiles.errors import PlanError
+from ...profiles.autograd.boundary import storage_bytes, storage_key
+from ...profiles.errors import PlanError, TargetError
 from ...profiles.tracing.graph import fetch_attribute
 
 
@@ -138,6 +141,36 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
         ),
         tuple(OnOneDevice(held, tuple(names)) for held, names in shared_by.items()),
     )
+
+
+def check_memory(modules: Iterable[nn.Module]) -> None:
+    """Raise TargetError where a trained parameter has memory in common with another tensor of the
+    model, which doesn't follow where a stage runs on other versions of its parameters.
+
+    Parameters may be views of one tensor, side by side, and of each other as a whole.
+
+    Args:
+        modules: the model, and its pieces, which may have tensors that they found in its lists.
+    """
+    sharing: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for path, module in (found for root in modules for found in root.named_modules()):
+        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            # What torch's spectral_norm puts there is computed anew from that one.
+            computed = f"{key}_orig" in module._parameters
+            if isinstance(value, Tensor) and value.layout == torch.strided and not computed:
+                named = f"{path}.{key}".lstrip("."), value
+                sharing.setdefault(storage_key(value), {}).setdefault(id(value), named)
+    for named_tensors in sharing.values():
+        names, tensors = zip(*named_tensors.values(), strict=True)
+        there = storage_bytes(tensors[0])
+        tied = all(isinstance(t, nn.Parameter) and t.nbytes == there for t in tensors)
+        trained = any(t.requires_grad for t in tensors)
+        if trained and not tied and sum(t.nbytes for t in tensors) > there:
+            raise TargetError(
+                f"the model's {shorten(', '.join(names), 120, placeholder=' …')} have memory in "
+                "common, and systems that don't flush have other versions of parameters alone: "
+                "give each memory of its own (.clone()), or plan with one that flushes (gpipe)"
+            )
 
 
 def treat_alike(parameter: nn.Parameter, copied: nn.Parameter) -> None:

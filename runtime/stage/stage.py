@@ -31,7 +31,7 @@ from ..weights.outside import OutsideRules
 from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
-from ..weights.stash import WeightVersions
+from ..weights.stash import WeightVersions, give_own_memory
 from ..weights.tied_weights import StageTies, TiedWeights
 from .batch_norm import DeferredBatchNorm
 from .compiled import forward_of
@@ -102,6 +102,8 @@ class Stage:
         self._borrowed = model.updated_elsewhere(s)
         named = model.updated_by(s)
         self.updated = [p for _, p in named]
+        if not self.variant.flushes:
+            give_own_memory(self.updated)
         # Where losses have weights of their own, each mini-batch's gradients are divided by its.
         together = 1 if model.loss.weighted else plan.update_every
         owned = [one for one in model.ties.shared_on(s) if one.owner == s]

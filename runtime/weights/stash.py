@@ -14,7 +14,7 @@ that goes through them is at the forward's weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,14 @@ from torch import Tensor, nn
 
 from ...profiles.autograd.boundary import storage_bytes, storage_key
 from ...profiles.errors import TargetError
+
+
+def give_own_memory(parameters: Iterable[nn.Parameter]) -> None:
+    """Take parameters that are views of one tensor out of its memory: what autograd saves is told
+    by whose memory it has, and found again in copies that are laid out alike."""
+    for p in parameters:
+        if storage_bytes(p) != p.nbytes:
+            p.data = p.data.clone()
 
 
 class _Reference(NamedTuple):

@@ -71,6 +71,14 @@ def test_weight_decay(variant, stages, n, optimizer, mlp_profile, mlp_target, tm
     train(plan, mlp_target, optimizer, tmp_path / "run")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
+def test_parameters_that_are_views(variant, stages, n, mlp_profile, mlp_target, tmp_path):
+    """Of one tensor; backwards on other versions find their own."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    train(plan, mlp_target.replace("MLPTask", "FlatTask"), "momentum", tmp_path / "run")
+
+
 @pytest.mark.choice(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((4,), (4,)))
@@ -249,6 +257,13 @@ def test_processes_equal_inline_and_the_oracle(
         assert (weight - inline[name]).abs().max() <= 1e-10, name
     predicted = [stage.version_difference for stage in plan.predicted.stages]
     assert [max(report.version_differences) for report in summary.stages] == predicted
+
+
+@pytest.mark.processes
+def test_parameters_that_are_views_in_processes(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 3, 4)
+    target = mlp_target.replace("MLPTask", "FlatTask")
+    train(plan, target, "momentum", tmp_path / "run", inline=False)
 
 
 @pytest.mark.processes

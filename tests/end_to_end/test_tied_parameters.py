@@ -11,20 +11,21 @@ from helpers.paths import TESTS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
+from mlp_task import MLPTask
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from timeprest.planner.plan import check_against_profile, pipeline_of
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import PlanError
+from timeprest.profiles.errors import PlanError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.pieces import cut
 from timeprest.runtime.checkpoint.export import export
 from timeprest.runtime.prepare.prepare import prepare
-from timeprest.runtime.prepare.tied_parameters import give_copies
+from timeprest.runtime.prepare.tied_parameters import check_memory, give_copies
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.recording import measured
 from timeprest.runtime.records.run_dir import load_weights
@@ -32,6 +33,7 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training import loop
 from timeprest.runtime.verify.check import check
+from torch import nn
 
 FILE = TESTS / "tasks/variety_tasks.py"
 ORDERS = [(v, s) for v in ("gpipe", "pipedream-flush") for s in (2, 3, 4)] + [("zb-h1", 3)]
@@ -75,6 +77,57 @@ def test_copies_train_as_one_parameter_does(name, stages, variant, tmp_path):
     assert torch.equal(*copies)
     if name == "TiedTask":
         assert torch.equal(*copies_of(tmp_path / "run", stages, "head.weight"))
+
+
+# Memory in common -------------------------------------------------------------------------------
+
+
+def two_views(one, two):
+    net = nn.Module()
+    net.one, net.two = nn.Parameter(one), nn.Parameter(two)
+    return net
+
+
+def test_parameters_lie_side_by_side_and_in_no_other_tensor():
+    flat = torch.zeros(4, 6)
+    check_memory([two_views(*flat.chunk(2)), two_views(*torch.zeros(4, 6).chunk(2, dim=1))])
+    beside = two_views(torch.zeros(2), flat[1:])
+    beside.register_buffer("flat", flat)
+    with pytest.raises(TargetError, match="model's two, flat have memory in common"):
+        check_memory([beside])
+    with pytest.raises(TargetError, match="model's one, two have memory in common"):
+        check_memory([two_views(flat[:3], flat[1:])])
+    tied = two_views(flat, flat)
+    check_memory([tied])
+    tied.flat = flat
+    with pytest.raises(TargetError, match="model's flat, one, two have memory in common"):
+        check_memory([tied])
+    check_memory([tied.requires_grad_(False)])
+
+
+class ReadsFlat(MLPTask):
+    """What its parameters are views of goes into the result."""
+
+    def model(self):
+        class Net(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x) + self.flat.mean()
+
+        net = Net(*super().model())
+        net.flat = nn.utils.parameters_to_vector(net.parameters()).detach()
+        nn.utils.vector_to_parameters(net.flat, net.parameters())
+        return net
+
+
+def test_a_forward_that_reads_what_parameters_are_views_of_is_refused(tmp_path):
+    name = f"{__file__}:ReadsFlat"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[4], seconds=0)
+    plan = plan_by_hand(with_times(profile), "timeprest", 1, 2)
+    with pytest.raises(TargetError, match=r"model's flat, 0.weight, .* have memory in common"):
+        run(plan, RunSettings(task=name, steps=1), tmp_path / "run", inline=True)
+
+
+# Runs -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [0, 2])

@@ -41,6 +41,18 @@ class MLPTask:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+class FlatTask(MLPTask):
+    """The same, where a layer's parameters are views of one tensor, the weight behind the bias."""
+
+    def model(self):
+        model = super().model()
+        for layer in model:
+            if found := [*layer.parameters()][::-1]:
+                flat = nn.utils.parameters_to_vector(found).detach()
+                nn.utils.vector_to_parameters(flat, found)
+        return model
+
+
 class ShortEpochs(MLPTask):
     """The same on 42 samples: five mini-batches of 8 in an epoch, and 2 samples left."""
 
