@@ -8,20 +8,12 @@ then all are copied, and only those after that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ...profiles.autograd.boundary import storage_key
-from ...profiles.errors import RunError
-
-
-class Watched(NamedTuple):
-    """An argument of a run that is under way."""
-
-    name: str
-    tensor: Tensor
-    version: int
+from ..weights.in_place import ChangedInPlace
 
 
 class HandedOver:
@@ -34,39 +26,29 @@ class HandedOver:
                 keeps for its backward.
         """
         self._makers = makers or {}
-        self._changed: set[str] | None = None
+        self._changed = ChangedInPlace[str](
+            "{!r} is changed in place, and wasn't in the first run: another stage of this device "
+            "may need it as it was; make the operation one that isn't in place, or plan with "
+            "--stages-per-device 1"
+        )
 
     def safe(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Values for a first run of the piece, with copies of what it may change."""
         if not self._makers:
             return values
-        copied = self._makers.keys() if self._changed is None else self._changed
+        copied = {name for name in self._makers if name in self._changed}
         return {name: v.clone() if name in copied else v for name, v in values.items()}
 
-    def watch(self, names: Iterable[str], arguments: Iterable[Any]) -> list[Watched]:
-        """Before the piece gets these arguments."""
-        if not self._makers:
-            return []
+    def watch(self, names: Iterable[str], arguments: Iterable[Any]) -> dict[str, Tensor]:
+        """Before the piece gets these arguments. Returns those that are handed over."""
         pairs = zip(names, arguments, strict=True)
-        return [
-            Watched(name, found, found._version)
-            for name, found in pairs
-            if name in self._makers and isinstance(found, Tensor)
-        ]
+        watched = {n: v for n, v in pairs if n in self._makers and isinstance(v, Tensor)}
+        self._changed.begin(watched.items())
+        return watched
 
-    def check(self, watched: Iterable[Watched]) -> None:
+    def check(self) -> None:
         """The piece has run. Raises RunError where it has changed what it hadn't before."""
-        if not self._makers:
-            return
-        changed = {each.name for each in watched if each.tensor._version != each.version}
-        if self._changed is None:
-            self._changed = changed
-        elif changed - self._changed:
-            raise RunError(
-                f"{min(changed - self._changed)!r} is changed in place, and wasn't in the first "
-                "run: another stage of this device may need it as it was; make the operation one "
-                "that isn't in place, or plan with --stages-per-device 1"
-            )
+        self._changed.end()
 
     def kept_elsewhere(self, names: Iterable[str]) -> set[str]:
         """Of these inputs, those whose memory the stage that made them keeps anyway."""
@@ -75,10 +57,9 @@ class HandedOver:
             for name in names
             if name in self._makers
             and name in self._makers[name]()
-            and name not in (self._changed or ())
+            and name not in (self._changed.known or ())
         }
 
-    def storages_kept_elsewhere(self, watched: Iterable[Watched]) -> set[int]:
+    def storages_kept_elsewhere(self, watched: Mapping[str, Tensor]) -> set[int]:
         """Their memory, by key."""
-        by_name = {each.name: each.tensor for each in watched}
-        return {storage_key(by_name[name]) for name in self.kept_elsewhere(by_name)}
+        return {storage_key(watched[name]) for name in self.kept_elsewhere(watched)}

@@ -27,7 +27,7 @@ from ...profiles.tracing.graph import fetch_attribute
 from ...profiles.tracing.pieces import LAYER, Piece
 from ..prepare.data import MicroBatchPart
 from ..prepare.devices import CPU, random_state, set_random_state
-from ..weights.buffers import BufferCopies, ChangedBuffers, put_back
+from ..weights.in_place import BufferCopies, ChangedBuffers, ChangedInPlace, put_back
 from .batch_norm import only_updated
 
 
@@ -62,8 +62,12 @@ class Recomputation:
         self._device = device
         self._buffers = list(module.buffers())
         self._changed = ChangedBuffers(self._buffers, only_updated(module))
-        self._overwritten: set[str] | None = None
-        self._given: dict[str, tuple[Tensor, int]] = {}
+        self._overwritten = ChangedInPlace[str](
+            "{!r}, which a stage's forward is computed again from, is changed in place, and wasn't "
+            "in the first run; make the operation one that isn't in place, or plan without "
+            "--recompute"
+        )
+        self._given: Mapping[str, Tensor] = {}
 
     def keep(
         self,
@@ -73,12 +77,9 @@ class Recomputation:
         part: MicroBatchPart,
     ) -> ForwardInputs:
         """Before a forward gets these values. Call `kept` after it."""
-        overwritten = self._overwritten
-        copies = {
-            name: v.clone() if overwritten is None or name in overwritten else v
-            for name, v in values.items()
-        }
-        self._given = {name: (v, v._version) for name, v in values.items()}
+        copies = {n: v.clone() if n in self._overwritten else v for n, v in values.items()}
+        self._given = values
+        self._overwritten.begin(values.items())
         nbytes = sum(values[name].nbytes for name in received)
         self._changed.begin()
         buffers = self._changed.copies()
@@ -87,17 +88,13 @@ class Recomputation:
     def kept(self, found: ForwardInputs) -> None:
         """The forward is done: inputs and buffers that it left as they were need no copy.
 
-        Raises RunError as `ChangedBuffers.end`.
+        Raises RunError where it has changed others than the first one did.
         """
         self._changed.end()
         found.buffers = self._changed.among(found.buffers)
         found.nbytes += sum(copy.nbytes for _, copy in found.buffers)
-        if self._overwritten is None:
-            changed = {name for name, (v, before) in self._given.items() if v._version != before}
-            self._overwritten = changed
-            for name, (v, _) in self._given.items():
-                if name not in changed:
-                    found.values[name] = v
+        self._overwritten.end()
+        found.values |= {n: v for n, v in self._given.items() if n not in self._overwritten}
         self._given = {}
 
     @contextmanager
@@ -251,9 +248,9 @@ class Remade:
         if not isinstance(value, Tensor):
             return _Kept(value)
         key, tensor, version = storage_key(value), value.detach(), value._version
-        changing = self._layers.overwritten
-        copied = changing is None or len(self._values) in changing or self._has_weights(value)
-        if not self._layers.is_data(len(self._values)):
+        number = len(self._values)
+        copied = number in self._layers.overwritten or self._has_weights(value)
+        if not self._layers.is_data(number):
             self._own.add(key)
         kept = _Kept(tensor, value.requires_grad, tensor, version, version, copied)
         if copied:
@@ -321,7 +318,7 @@ class Remade:
     def finish(self) -> None:
         """The first run is done.
 
-        Raises RunError as `SelectedLayers.note_overwritten` and `ChangedBuffers.end`.
+        Raises RunError where it has changed others than the first one did.
         """
         self._layers.changed.end()
         self._buffers = [self._layers.changed.among(copies) for copies in self._buffers]
@@ -343,7 +340,7 @@ class Remade:
                 kept.value, kept.copied = tensor, False
             if not self._layers.is_data(number):
                 self.kept_bytes[storage_key(kept.value)] = kept.value.untyped_storage().nbytes()
-        self._layers.note_overwritten(changed)
+        self._layers.overwritten.note(changed)
 
     def recompute(self) -> int:
         """Compute the layers again. Returns the bytes that there are now and weren't kept.
@@ -458,8 +455,7 @@ class SelectedLayers:
         buffers: those that they may change.
         buffers_of: per run of them, those that it may read or change.
         changed: those that the stage's forward changes.
-        overwritten: of the values that they take, which the forward changes in place; None: it
-            hasn't run yet.
+        overwritten: of the values that they take, which the forward changes in place.
     """
 
     def __init__(
@@ -475,7 +471,10 @@ class SelectedLayers:
             data: of its inputs, those that are the model's own.
         """
         self.device = device
-        self.overwritten: set[int] | None = None
+        self.overwritten = ChangedInPlace[int](
+            "a tensor that layers are computed again from is changed in place, and wasn't in the "
+            "first run; make the operation one that isn't in place, or plan with --recompute on"
+        )
         graph = piece.module.graph
         holders = [node for node in graph.nodes if node.op == "placeholder"]
         own = {node for node, name in zip(holders, piece.inputs, strict=True) if name in data}
@@ -491,17 +490,6 @@ class SelectedLayers:
     def is_data(self, number: int) -> bool:
         """Whether a value is an input of the model, which is there anyway."""
         return self._data[number]
-
-    def note_overwritten(self, changed: set[int]) -> None:
-        """Which values a forward has changed. Raises RunError for others than the first one did."""
-        if self.overwritten is None:
-            self.overwritten = changed
-        elif changed - self.overwritten:
-            raise RunError(
-                "a tensor that layers are computed again from is changed in place, and wasn't in "
-                "the first run; make the operation one that isn't in place, or plan with "
-                "--recompute on"
-            )
 
 
 @dataclass

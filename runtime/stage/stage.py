@@ -26,7 +26,7 @@ from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
-from ..weights.buffers import unchanged
+from ..weights.in_place import unchanged
 from ..weights.outside import OutsideRules
 from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
 from ..weights.prediction import Predictor
@@ -402,9 +402,9 @@ class Stage:
                     else values[name]
                     for name in self.piece.inputs
                 ]
-                watched = self.evaluation_handed_over.watch(self.piece.inputs, arguments)
+                self.evaluation_handed_over.watch(self.piece.inputs, arguments)
                 out = module(*arguments)
-                self.evaluation_handed_over.check(watched)
+                self.evaluation_handed_over.check()
         finally:
             self._modes.set(self.module, training=True)
         return self._outputs(out), out[-1] if self.piece.has_result else None
@@ -459,7 +459,7 @@ class Stage:
         for name, tensor in outputs.items():
             if tensor.requires_grad:
                 micro.outlets[name] = get_gradient_edge(tensor)
-        self.handed_over.check(watched)
+        self.handed_over.check()
         if remade is not None:
             remade.finish()
             self.weights.saved |= remade.kept_bytes

@@ -204,7 +204,7 @@ def test_what_is_handed_over_is_copied_where_a_piece_changes_it():
     assert first["x"] is not x
     assert first["y"] is x
     watched = handed.watch(["x", "y"], [first["x"], first["y"]])
-    handed.check(watched)
+    handed.check()
     # It is left as it was: the next one is the maker's own, which keeps it anyway.
     again = handed.safe({"x": x})["x"]
     assert again is x
@@ -212,13 +212,13 @@ def test_what_is_handed_over_is_copied_where_a_piece_changes_it():
     assert handed.storages_kept_elsewhere(watched) == {storage_key(x)}
     again.add_(1)
     with pytest.raises(RunError, match="'x' is changed in place, and wasn't in the first run"):
-        handed.check(watched)
+        handed.check()
     changing = HandedOver({"x": lambda: {"x"}})
     for _ in range(2):
         copy = changing.safe({"x": x})["x"]
         watched = changing.watch(["x"], [copy])
         copy.zero_()
-        changing.check(watched)
+        changing.check()
         assert copy is not x
         assert not changing.storages_kept_elsewhere(watched)
 

@@ -24,7 +24,7 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.stage.batch_norm import only_updated
 from timeprest.runtime.stage.recompute import Recomputation
-from timeprest.runtime.weights.buffers import ChangedBuffers
+from timeprest.runtime.weights.in_place import ChangedBuffers
 from torch import fx, nn
 
 FILE = Path(__file__)
@@ -431,6 +431,17 @@ def test_a_buffer_that_only_later_forwards_change_ends_the_run():
     module.mean.add_(1)
     with pytest.raises(RunError, match="is changed, and wasn't in the first one"):
         changed.end()
+
+
+def test_an_input_that_only_later_forwards_change_ends_the_run():
+    """It isn't copied any more by then."""
+    recomputation, x = Recomputation(fx.symbolic_trace(nn.Identity())), torch.randn(4, 8)
+    part = MicroBatchPart(4, 4, 1.0, 1.0)
+    recomputation.kept(recomputation.keep({"x": x}, set(), None, part))
+    found = recomputation.keep({"x": x}, set(), None, part)
+    x.mul_(2)
+    with pytest.raises(RunError, match="'x', which a stage's forward is computed again from, is"):
+        recomputation.kept(found)
 
 
 def test_what_is_kept_of_buffers_counts():

@@ -1,0 +1,112 @@
+"""What a stage's forward changes in place, as buffers: a second run must find it as the first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Set
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...profiles.errors import RunError
+
+_Key = TypeVar("_Key", int, str)
+
+
+class ChangedInPlace(Generic[_Key]):
+    """Which of its tensors a forward changes shows in the first run. Until then all are taken for
+    such; another one that a later run changes is an error, since nobody has a copy of it.
+
+    Attributes:
+        known: keys of those that are changed; None: it hasn't run yet.
+    """
+
+    def __init__(self, error: str) -> None:
+        """`error`: what to say of such another one; ``{!r}`` there is its key."""
+        self._error = error
+        self.known: Set[_Key] | None = None
+        self._before: list[tuple[_Key, Tensor, int]] = []
+
+    def __contains__(self, key: _Key) -> bool:
+        return self.known is None or key in self.known
+
+    def begin(self, tensors: Iterable[tuple[_Key, Tensor]]) -> None:
+        """A run gets these."""
+        self._before = [(key, tensor, tensor._version) for key, tensor in tensors]
+
+    def end(self, also: Set[_Key] = frozenset()) -> None:
+        """It is done. Raises as `note`. `also`: changed without a new version."""
+        before, self._before = self._before, []
+        self.note({key for key, tensor, version in before if tensor._version != version} | also)
+
+    def note(self, changed: Set[_Key]) -> None:
+        """A run has changed these. Raises RunError where the first one left one of them alone."""
+        if self.known is None:
+            self.known = changed
+        elif changed - self.known:
+            raise RunError(self._error.format(min(changed - self.known)))
+
+
+BufferCopies = list[tuple[Tensor, Tensor]]
+"""Buffers, each with a copy of it."""
+
+
+class ChangedBuffers:
+    """Those of a stage. Which they are shows in the first forward; until then all are copied, and
+    only those after that."""
+
+    def __init__(self, buffers: Iterable[Tensor], updated: Collection[int] = ()) -> None:
+        """
+        Args:
+            buffers: the stage's.
+            updated: ids of those that its forward changes and doesn't read; they aren't copied.
+        """
+        self._buffers = [b for b in buffers if id(b) not in updated]
+        self._changed = ChangedInPlace[int](
+            "a buffer that a stage's forward is computed again from is changed, and wasn't in "
+            "the first one; change it in every forward, or plan without --recompute"
+        )
+        self._first: BufferCopies = []
+
+    def begin(self) -> None:
+        """The first run of a forward is about to begin."""
+        self._changed.begin((id(buffer), buffer) for buffer in self._buffers)
+        self._first = self.copies() if self._changed.known is None else []
+
+    def copies(self, of: Iterable[Tensor] | None = None) -> BufferCopies:
+        """What they are now. `of`: of these buffers alone."""
+        among = None if of is None else {id(buffer) for buffer in of}
+        return [
+            (buffer, buffer.detach().clone())
+            for buffer in self._buffers
+            if id(buffer) in self._changed and (among is None or id(buffer) in among)
+        ]
+
+    def end(self) -> None:
+        """It is done. Raises RunError where it has changed others than the first forward did."""
+        # What is written through `.data` counts no version.
+        self._changed.end({id(b) for b, before in self._first if not torch.equal(b, before)})
+        self._first = []
+
+    def among(self, copies: BufferCopies) -> BufferCopies:
+        """Of copies that the first forward made, those that are needed."""
+        return [(buffer, copy) for buffer, copy in copies if id(buffer) in self._changed]
+
+
+def put_back(copies: BufferCopies) -> None:
+    """Have buffers be what they were when they were copied."""
+    with torch.no_grad():
+        for buffer, before in copies:
+            buffer.copy_(before)
+
+
+@contextmanager
+def unchanged(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards, buffers are what they were before."""
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    yield
+    for buffer, before in copies:
+        # Graphs of forwards before keep running statistics, and would take this for a change that
+        # their backward mustn't follow. Batch norms' own updates they don't see, either.
+        buffer.data.copy_(before)
