@@ -134,8 +134,8 @@ def capture(
         tensors[_BUFFERS + name] = buffer
     optimizer = stage.optimizer
     names: dict[Any, str] = {p: name for name, p in known_parameters(stage).items()}
-    if stage.drift is not None:
-        for key, means in stage.drift.kept.items():
+    if stage.rules is not None:
+        for key, means in stage.rules.kept.items():
             tensors |= {_kept_as(key) + names[p]: mean for p, mean in means.items()}
     kept, groups = None, None
     if optimizer is not None:
@@ -188,8 +188,8 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
         give_kept(stage, unpack(state.kept, tensors))
     if stage.scheduler is not None:
         stage.scheduler.restore(unpack(state.scheduler, tensors))
-    if stage.drift is not None:
-        for key, means in stage.drift.kept.items():
+    if stage.rules is not None:
+        for key, means in stage.rules.kept.items():
             for name, p in named.items():
                 if p in means:
                     means[p].copy_(tensors[_kept_as(key) + name])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from ...planner.systems.outside import StageContext, call_plugin
+from ...planner.systems.outside import StageContext, StageRules, call_plugin
 from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import made_without_compiler
 from ...profiles.errors import PluginError, RunError, TargetError, TaskWarning, UserError
@@ -39,7 +39,7 @@ from ..prepare.prepare import Prepared
 from ..settings import OptimizerChoice, RunSettings
 from ..weights.drift import Drift
 from ..weights.muon import MuonWithAdamW, has_muon
-from ..weights.outside import OutsideRules, context_of, outside_rules
+from ..weights.outside import context_of, outside_rules
 from .delays import delay_of
 
 ParameterGroups = list[dict[str, Any]]
@@ -381,15 +381,13 @@ def context_at(prepared: Prepared, s: int) -> StageContext:
     return context_of(prepared.plan, s, updates)
 
 
-def drift_of(
-    prepared: Prepared, s: int, parameters: Sequence[nn.Parameter]
-) -> Drift | OutsideRules | None:
+def rules_of(prepared: Prepared, s: int, parameters: Sequence[nn.Parameter]) -> StageRules | None:
     """What a stage's weights are corrected by, or made by from outside; None: they aren't."""
     variant, settings = prepared.pipeline.variant, prepared.settings
-    delay = delay_of(prepared.plan, s)
+    delay, context = delay_of(prepared.plan, s), context_at(prepared, s)
     if variant.backward_weights == "corrected" and settings.discrepancy_correction and delay:
-        return Drift(parameters, settings.discrepancy_decay ** (1 / delay))
-    return outside_rules(variant, context_at(prepared, s), parameters)
+        return Drift(context, parameters, settings.discrepancy_decay ** (1 / delay))
+    return outside_rules(variant, context, parameters)
 
 
 MOST_MOMENTUM = 0.99

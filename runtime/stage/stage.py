@@ -22,12 +22,11 @@ from ...profiles.tasks.hooks import call_hook, check_depends
 from ...profiles.tasks.task import Loss
 from ...profiles.tracing.pieces import decode, encode
 from ..prepare.data import DIVIDE, DROP, MicroBatchPart, real_part
-from ..prepare.devices import CPU, forward_context, move, put
+from ..prepare.devices import CPU, dense_bytes, forward_context, move, put
 from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..weights.in_place import unchanged
-from ..weights.outside import OutsideRules
 from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
@@ -39,7 +38,7 @@ from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
 from .micro_batch import InputShapes, MicroBatch, collect, input_shapes, shaped_as_profiled
-from .optimizer import drift_of, make_optimizer, make_scheduler, step_optimizer, system_optimizer
+from .optimizer import make_optimizer, make_scheduler, rules_of, step_optimizer, system_optimizer
 from .recompute import Recomputation, Remade, SelectedLayers, running
 
 
@@ -56,8 +55,8 @@ class Stage:
             use, the ones that this stage updates.
         ties: those of several stages.
         predictor: of systems that predict weights, where there is something to train.
-        drift: of systems that correct weights, where updates come between forward and backward; or
-            the rules of a system from outside.
+        rules: of systems that correct weights, where updates come between forward and backward, and
+            of those from outside.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
         handed_over, evaluation_handed_over: inputs from other stages of the worker.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
@@ -118,8 +117,8 @@ class Stage:
         self.scheduler = make_scheduler(self.task, settings, self.optimizer, prepared.length)
         self.lr: float | None = None
         self._fused = False
-        self.drift = None if self.optimizer is None else drift_of(prepared, s, self.updated)
-        more = self.drift.rate if isinstance(self.drift, OutsideRules) else None
+        self.rules = None if self.optimizer is None else rules_of(prepared, s, self.updated)
+        more = None if self.rules is None else self.rules.rate
         self._rescheduling = Rescheduling(delay_of(plan, s), settings.lr_rescheduling, more)
         self.predictor = (
             Predictor(
@@ -132,7 +131,7 @@ class Stage:
         )
         self._decay = partial(DECAYS[settings.decay], settings.decay_rate)
         self.policy = WeightPolicies(
-            WeightPolicy(self.variant, self.weights, self.predictor, self._decay, self.drift)
+            WeightPolicy(self.variant, self.weights, self.predictor, self._decay, self.rules)
         )
         self._use(self.ties.updated, self)
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
@@ -158,7 +157,7 @@ class Stage:
         """Run operations on these parameters too. `owner`: the stage that updates them."""
         for tied in ties:
             policy = WeightPolicy(
-                self.variant, tied.versions, owner.predictor, self._decay, owner.drift
+                self.variant, tied.versions, owner.predictor, self._decay, owner.rules
             )
             self.ties.use(tied, policy)
             self.policy.shared.append(policy)
@@ -368,8 +367,8 @@ class Stage:
         self.ties.before_update()
         if self.predictor is not None and steps:
             self.predictor.before_step()
-        if self.drift is not None:
-            self.drift.before_update()
+        if self.rules is not None:
+            self.rules.before_update()
         if self.optimizer is not None:
             with self._rescheduling.at(self.walk.latest, self.optimizer):
                 lr = self.optimizer.param_groups[0].get("lr")
@@ -377,8 +376,8 @@ class Stage:
                 if steps:
                     self._fused = self._fused or fuse(self.optimizer)
                     step_optimizer(self.optimizer)
-        if self.drift is not None:
-            self.drift.after_update()
+        if self.rules is not None:
+            self.rules.after_update()
         self._note(boundary_bytes)
         for p in self.updated:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.
@@ -585,8 +584,9 @@ class Stage:
 
     def _versions_bytes(self) -> int:
         kept = self.predictor.kept_bytes if self.predictor is not None else 0
-        drift = self.drift.nbytes if self.drift is not None else 0
-        return self.weights.older_bytes + kept + drift
+        if self.rules is not None:
+            kept += sum(dense_bytes(t) for by in self.rules.kept.values() for t in by.values())
+        return self.weights.older_bytes + kept
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)

@@ -16,32 +16,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..prepare.devices import dense_bytes
+from ...planner.systems.outside import StageContext, StageRules
 
 
-class Drift:
-    """The mean change of a stage's trained weights in an update.
+class Drift(StageRules):
+    """Keeps the mean change of a stage's trained weights in an update.
 
     Attributes:
         mean: δ of each parameter that is trained, by parameter.
         decay: γ.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+    def __init__(
+        self, context: StageContext, parameters: Sequence[nn.Parameter], decay: float
+    ) -> None:
+        super().__init__(context, parameters)
         self.mean: dict[nn.Parameter, Tensor] = {
             p: torch.zeros_like(p, requires_grad=False) for p in parameters if p.requires_grad
         }
         self.decay = decay
-
-    @property
-    def kept(self) -> dict[str, dict[nn.Parameter, Tensor]]:
-        """Its state, by name and parameter."""
-        return {"": self.mean}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of δ."""
-        return sum(map(dense_bytes, self.mean.values()))
+        self.kept = {"": self.mean}
 
     def before_update(self) -> None:
         """The weights are about to change: take the old ones off."""
@@ -55,12 +49,8 @@ class Drift:
             for p, mean in self.mean.items():
                 mean.add_(p, alpha=1 - self.decay)
 
-    def correct(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write the weights as they seem to have been so many updates ago.
-
-        Args:
-            into: a tensor for each parameter.
-        """
+    def backward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
+        """Write the weights as they seem to have been so many updates ago."""
         with torch.no_grad():
             for p, target in into.items():
                 if p in self.mean:

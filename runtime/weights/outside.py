@@ -11,7 +11,6 @@ from ...planner.plan import Plan
 from ...planner.systems.outside import StageContext, StageRules, call_plugin
 from ...planner.systems.variants import Variant
 from ...profiles.errors import PluginError
-from ..prepare.devices import dense_bytes
 
 _T = TypeVar("_T")
 
@@ -28,41 +27,36 @@ def context_of(plan: Plan, stage: int, updates: int) -> StageContext:
     )
 
 
-class OutsideRules:
-    """A stage's, as `Drift` is to its policy. Where they fail, PluginError names file and line."""
+class OutsideRules(StageRules):
+    """A stage's. Where they fail, PluginError names file and line."""
 
     def __init__(self, rules: StageRules, plugin: str) -> None:
-        self.rules, self._plugin = rules, plugin
+        self._rules, self._plugin = rules, plugin
 
     @property
-    def kept(self) -> Mapping[str, Mapping[nn.Parameter, Tensor]]:
-        """Its state, by name and parameter."""
-        return self.rules.kept
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of that."""
-        return sum(dense_bytes(t) for kept in self.rules.kept.values() for t in kept.values())
+    def kept(self) -> Mapping[str, Mapping[nn.Parameter, Tensor]]:  # type: ignore[override]
+        """Their state, by name and parameter."""
+        return self._rules.kept
 
     def rate(self, update: int) -> float:
         """Of the learning rate, what an update has."""
-        return self._called("rate", lambda: float(self.rules.rate(update)))
+        return self._called("rate", lambda: float(self._rules.rate(update)))
 
     def before_update(self) -> None:
         """The weights are about to change."""
-        self._called("before_update", self.rules.before_update)
+        self._called("before_update", self._rules.before_update)
 
     def after_update(self) -> None:
         """They have changed."""
-        self._called("after_update", self.rules.after_update)
+        self._called("after_update", self._rules.after_update)
 
-    def correct(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write the weights of a backward so many updates after its forward."""
-        self._called("backward_weights", lambda: self.rules.backward_weights(updates, into))
-
-    def predict(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
+    def forward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
         """Write the weights of a forward that looks so many updates ahead."""
-        self._called("forward_weights", lambda: self.rules.forward_weights(updates, into))
+        self._called("forward_weights", lambda: self._rules.forward_weights(updates, into))
+
+    def backward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
+        """Write the weights of a backward so many updates after its forward."""
+        self._called("backward_weights", lambda: self._rules.backward_weights(updates, into))
 
     def _called(self, hook: str, run: Callable[[], _T]) -> _T:
         return call_plugin(self._plugin, run, hook)

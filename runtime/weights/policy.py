@@ -13,11 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...planner.systems.operations import BACKWARD, FORWARD, Op
+from ...planner.systems.outside import StageRules
 from ...planner.systems.prediction import Distances
 from ...planner.systems.variants import BackwardWeights, ForwardWeights, Variant
 from ...planner.systems.versions import VersionWalk
-from .drift import Drift
-from .outside import OutsideRules
 from .prediction import Predictor
 from .stash import WeightVersions
 
@@ -57,23 +56,23 @@ class WeightPolicy:
         weights: WeightVersions,
         predictor: Predictor | None,
         decay: Callable[[int], float],
-        drift: Drift | OutsideRules | None = None,
+        rules: StageRules | None = None,
     ) -> None:
         """
         Args:
             predictor: for systems that predict; None where the stage has nothing to train.
             decay: σ of the version difference.
-            drift: what weights are corrected by, or made by from outside; None: they aren't.
+            rules: what weights are corrected by, or made by from outside; None: they aren't.
         """
         self.weights = weights
         self.walk = VersionWalk(variant, 1)
         self.distances = Distances((), ())
         self._predictor = predictor
         self._decay = decay
-        self._drift = drift
+        self._rules = rules
         self._forward = _FORWARD[variant.forward_weights]
         self._backward = _BACKWARD[variant.backward_weights]
-        self._by_forward = variant.stashes or drift is not None
+        self._by_forward = variant.stashes or rules is not None
 
     def forward(self, op: Op, version: int) -> list[Tensor] | None:
         """Weights of a forward, which the walk has just taken."""
@@ -122,10 +121,10 @@ class WeightPolicy:
 
     def _outside_forward(self, op: Op, version: int) -> list[Tensor] | None:
         steps = self.distances.of_forward(op, self.walk.micro_batches)
-        if not steps or not isinstance(self._drift, OutsideRules):
+        if not steps or self._rules is None:
             return None
         scratch = self.weights.scratch()
-        self._drift.predict(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
+        self._rules.forward_weights(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
         self.weights.corrected = None
         return scratch
 
@@ -151,13 +150,13 @@ class WeightPolicy:
         self, op: Op, used: int, mine: tuple[int, ...], last: bool
     ) -> BackwardPass:
         latest = self.walk.latest
-        if self._drift is None or used == latest:
+        if self._rules is None or used == latest:
             return BackwardPass(mine, latest, None)
         scratch = self.weights.scratch()
         # The other micro-batches of a mini-batch mostly need the same.
         if self.weights.corrected != (latest, latest - used):
             into = dict(zip(self.weights.parameters, scratch, strict=True))
-            self._drift.correct(latest - used, into)
+            self._rules.backward_weights(latest - used, into)
             self.weights.corrected = latest, latest - used
         return BackwardPass(mine, latest, scratch)
 
