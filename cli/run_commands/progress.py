@@ -23,7 +23,6 @@ from ...runtime.records.callbacks import (
     RunBegun,
 )
 from ...runtime.records.status import WorkerStatus, read_statuses
-from ...runtime.settings import RunSettings
 from ..errors import tell, why_unprinted
 from ..progress import Bar
 from ..tables.run import epoch_line, evaluation_line
@@ -62,21 +61,19 @@ class TrainingProgress(Callback):
         self,
         bar: Bar,
         plan: Plan,
-        settings: RunSettings,
         run_dir: Path | None,
         opening: Callable[[], Iterable[Any]],
     ) -> None:
-        """Show a run of so many mini-batches as plan and settings say.
+        """Show a run of `plan`.
 
         Args:
             run_dir: where the workers' processes write their status; None: there are none.
             opening: makes the lines to print when training begins.
         """
         self._bar = bar
-        self._settings = settings
         self._opening = opening
         self._rate = Rate(plan.mini_batch)
-        self._first: int | None = None
+        self._total = 0
         self._within = False
         self._busy: BusyShares | None = None
         if run_dir is not None:
@@ -93,6 +90,7 @@ class TrainingProgress(Callback):
     @_stopping
     def on_begin(self, event: RunBegun) -> None:
         """As `Callback`."""
+        self._total = event.mini_batches
         if not self._bar.quiet:
             self._bar.print(*self._opening())
 
@@ -102,12 +100,9 @@ class TrainingProgress(Callback):
         if self._busy is not None and self._bar.shown:
             self._busy.start()
         self._within = event.done < event.of
-        self._first = event.of if self._first is None else self._first
-        so_far = event.epoch * self._first + event.done
-        rate = self._rate(so_far, time.monotonic())
+        rate = self._rate(event.mini_batch, time.monotonic())
         shares = self._busy.shares() if self._busy is not None else []
-        total = self._settings.steps or self._settings.epochs * self._first
-        self._bar(training_text(event, rate, shares), so_far, total)
+        self._bar(training_text(event, rate, shares), event.mini_batch, self._total)
 
     @_stopping
     def on_evaluation(self, event: EvaluationDone) -> None:

@@ -53,13 +53,8 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
         # As the stages' own processes do.
         keep_freed_memory()
     with Bar(plan.variant, quiet=quiet or as_json) as bar:
-        progress = TrainingProgress(
-            bar,
-            plan,
-            job.settings,
-            None if inline else where,
-            partial(_opening, job, verbose=verbose),
-        )
+        opening = partial(_opening, job, verbose=verbose)
+        progress = TrainingProgress(bar, plan, None if inline else where, opening)
         try:
             summary = _trained(job, progress)
         except KeyboardInterrupt:

@@ -7,12 +7,15 @@ import sys
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 from helpers.output.lines import is_progress
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli import progress
 from timeprest.cli.errors import PlainConsole
 from timeprest.cli.progress import Bar, time_left
+from timeprest.cli.run import main
 from timeprest.cli.run_commands.progress import BusyShares, Rate, busy_text, training_text
+from timeprest.profiles.files import write_file
 from timeprest.runtime.records.callbacks import MiniBatchDone
 from timeprest.runtime.records.progress import Observer
 from timeprest.runtime.records.status import WorkerStatus
@@ -206,3 +209,19 @@ def test_a_reader_that_has_had_enough_ends_the_command_in_silence():
 
     with pytest.raises(BrokenPipeError):
         PlainConsole(file=Closed()).print("a line")
+
+
+@pytest.mark.parametrize("more", ["--steps", "--epochs"])
+def test_a_bar_of_a_run_that_grows_goes_to_its_new_end(
+    more, mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(Bar, "__call__", lambda self, what, done, of: seen.append((done, of)))
+    monkeypatch.chdir(tmp_path)
+    write_file("plan.json", plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2))
+    how = ["--inline", "--run-dir", "run", "-q"]
+    for words in (["plan.json", "--task", mlp_target, more, "1"], ["--resume", more, "2"]):
+        done = CliRunner().invoke(main, [*words, *how])
+        assert done.exit_code == 0, done.output
+    done, of = seen[-1]
+    assert done == of == 2 * seen[0][1]
