@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -20,7 +20,10 @@ from ..options import choice, common_options, time_limit_option
 from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName, Number, Whole
 from ..progress import Bar
-from ..tables.layout import compact_table, counted
+from ..tables.layout import compact_table, counted, first_to_last
+
+if TYPE_CHECKING:
+    from ...planner.partition.ilp.assignment import NoncontiguousAnswer
 
 
 @click.command(
@@ -126,12 +129,8 @@ def published(
     console.print(_table(problem, answer))
     console.print(_verdict(answer))
     if scattered:
-        gain = answer.objective_s / scattered.objective_s - 1
-        proof = "proven optimal" if scattered.optimal else f"bound {_time(scattered.bound_s)}"
-        console.print(
-            f"with several stretches on a device: {_time(scattered.objective_s)} ({proof}), "
-            f"{gain:.1%} shorter"
-        )
+        told = _scattered(problem, answer, scattered)
+        console.print(f"with several stretches on a device: {told}", soft_wrap=True)
 
 
 def _rows(problem: StageProblem, answer: CutAnswer) -> list[dict[str, object]]:
@@ -201,6 +200,21 @@ def _verdict(answer: CutAnswer) -> Text:
         f"objective {_time(answer.objective_s)}; {answer.method}: {proof}{places}, in "
         f"{format_seconds(answer.seconds)}"
     )
+
+
+def _scattered(problem: StageProblem, answer: CutAnswer, scattered: NoncontiguousAnswer) -> str:
+    """How the best assignment compares with the cut."""
+    if scattered.devices is None:
+        if scattered.optimal:
+            return "none fits the devices' memory"
+        return "none found in time; raise --time-limit"
+    proof = "proven optimal" if scattered.optimal else f"bound {_time(scattered.bound_s)}"
+    found = f"{_time(scattered.objective_s)} ({proof})"
+    assert answer.cut is not None
+    if any(problem.options[stage.option].replicas > 1 for stage in answer.cut.stages):
+        return f"{found}, without replicas; to compare a cut without them: --replicas off"
+    ratio = scattered.objective_s / answer.objective_s if answer.objective_s else 1.0
+    return f"{found}, {1 - ratio:.1%} shorter"
 
 
 def _time(seconds: object) -> str:

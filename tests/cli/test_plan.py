@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 from importlib import import_module
 
 import msgspec
@@ -315,11 +317,35 @@ def test_a_workload_under_its_own_cost_model(name, nodes, best_ms, scaled, tmp_p
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_published_workload_with_no_room_says_so(folder):
-    nodes = [("small", 10), ("large", 10)]
-    profile_by_hand([(n, p, 1, 1, 0, []) for n, p in nodes], [("small", "large", "a", 1)])
-    (folder / "w.json").write_text('{"nodes": []}')
-    assert "w.json" in call("published", "w.json", code=2)
+def test_what_several_stretches_on_a_device_gain(tmp_path):
+    """Of cuts without replicas: a device of theirs has none either."""
+    path = workload_file("placement/small_layers_training.json", tmp_path)
+    alone = ("published", path, "--replicas", "off")
+    found = json.loads(call(*alone, "--non-contiguous", "--json"))
+    gain = 1 - found["non_contiguous"]["objective_s"] / found["objective_s"]
+    assert 0 <= gain < 1
+    assert call(*alone, "--non-contiguous").endswith(f"(proven optimal), {gain:.1%} shorter\n")
+    path = workload_file("pipedream/small_convnet.graph.txt", tmp_path)
+    how = ("--devices", 4, "--bandwidth", "10GB/s", "--non-contiguous")
+    text = call("published", path, *how)
+    assert "to compare a cut without them: --replicas off" in text
+
+
+def test_no_answer_in_time_is_said(tmp_path, monkeypatch):
+    module = import_module("timeprest.planner.partition.ilp.assignment")
+    none = module.NoncontiguousAnswer(None, math.inf, 0.0, False, "", False)
+    monkeypatch.setattr(module, "solve_noncontiguous", lambda problem, **how: none)
+    path = workload_file("placement/small_layers_training.json", tmp_path)
+    text = call("published", path, "--non-contiguous")
+    assert text.endswith("device: none found in time; raise --time-limit\n")
+    late = call("published", path, "--solver", "ilp", "--time-limit", 0, code=2)
+    assert "no cut found in time; raise --time-limit" in late
+
+
+def test_a_published_workload_with_no_room_says_so(tmp_path):
+    path = workload_file("placement/small_layers_training.json", tmp_path)
+    text = call("published", path, "--memory", "1B", code=2)
+    assert text.endswith("no cut fits the devices' memory; raise --memory or --devices\n")
 
 
 def test_several_stages_on_each_device(folder):
