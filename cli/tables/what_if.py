@@ -26,12 +26,14 @@ def what_if_table(
     """
     rows = {"as it is": asked, **plans}
     found = list(rows.values())
-    fastest = asked.predicted.samples_per_s
+    # With times of 0 alone there is no rate.
+    own = asked.predicted.samples_per_s
+    ratios = [f"{plan.predicted.samples_per_s / own:.2f}" if own else "-" for plan in found]
     memory = [max(d.predicted.memory_bytes for d in on_devices(plan)) for plan in found]
     columns = [
         fixed("period", [format_seconds(plan.predicted.period_s) for plan in found]),
         fixed("samples/s", [bare_rate(plan.predicted.samples_per_s) for plan in found]),
-        fixed("ratio", [f"{plan.predicted.samples_per_s / fastest:.2f}" for plan in found]),
+        fixed("ratio", ratios),
         fixed("S", [str(len(plan.stages)) for plan in found]),
         fixed("devices", [str(device_count(plan.stages)) for plan in found]),
         fixed("N", [str(plan.micro_batches) for plan in found]),

@@ -195,6 +195,9 @@ def test_times_next_to_nothing(box):
         shrink(seconds)
         call("tp-plan", "solve", "broken.json", "--devices", "2", "-o", "out.json", code=0)
         read_file("out.json", Plan)
+    shrink(0.0)
+    more = ("--what-if", "devices=4", "-o", "out.json")
+    assert "what if" in call("tp-plan", "solve", "broken.json", *more, code=0)
     assert parse_seconds("1e-320s") == 0
     assert ratio(1, 0) == ratio(1, 1e-320) == 0
     assert ratio(1, 4) == 0.25
