@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from copy import copy
 from typing import Any, TypeVar
 
 import click
@@ -72,11 +73,16 @@ class GroupedCommand(OneLineCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's; what a file says is the default of what the command line doesn't."""
         given: dict[str, Any] = {}
+        command = self
         if not ctx.resilient_parsing and any(option.name == CONFIG for option in self.params):
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             if CONFIG in given:
                 ctx.default_map = read_config(ctx, given[CONFIG], given)
-        rest = super().parse_args(ctx, args)
+        if given.get(PRINT):
+            # A file of options says nothing of what the command is for.
+            command = copy(self)
+            command.params = [_optional(param) for param in self.params]
+        rest = super(GroupedCommand, command).parse_args(ctx, args)
         if given.get(PRINT):
             self.print_config(ctx)
             ctx.exit()
@@ -95,3 +101,11 @@ class GroupedCommand(OneLineCommand):
             if shown:
                 with formatter.section(name):
                     formatter.write_dl(shown)
+
+
+def _optional(param: click.Parameter) -> click.Parameter:
+    if not param.required:
+        return param
+    found = copy(param)
+    found.required = False
+    return found

@@ -172,6 +172,10 @@ def configured(tmp_path, name, text, *words):
 def test_a_printed_configuration_can_be_given_back(name, tmp_path):
     first = configured(tmp_path, name, "", "--print-config")
     assert first.exit_code == 0, first.output
+    # Whatever the command is for.
+    program, *rest = name.split()
+    bare = CliRunner().invoke(PROGRAMS[program], [*rest, "--print-config"], prog_name=program)
+    assert bare.output == first.output
     again = configured(tmp_path, name, first.output, "--print-config")
     assert again.output == first.output
 
