@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, write_file
@@ -16,11 +15,18 @@ from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json
 from .options import CONTEXT, common_options, config_options
-from .options.command import examples, group, options
+from .options.command import examples, group, options, refuse
 from .options.values import FileName, Fraction, Number, TargetName, Whole, whole_numbers
 from .progress import Bar
 from .run_commands.rank import OneRankCommand, one_rank_tells, rendezvous_at_hand
 from .tables.profile import print_profile
+
+_OF_MEASURING = (
+    *("granularity", "front_end", "inputs", "seconds", "relative_error", "batches", "together"),
+    *("spec", "threads", "autocast"),
+)
+_OF_MODELS = ("batch_size", "micro_batch_sizes", "edges", *_OF_MEASURING)
+"""Options without effect on figures that are read, and on links."""
 
 _options = options(
     click.argument("target", type=TargetName(), required=False),
@@ -201,14 +207,12 @@ def main(
     if links:
         if target is not None:
             raise UserError("--links: measures links and takes no TARGET")
-        given = click.get_current_context().get_parameter_source("processes")
+        refuse(_OF_MODELS, "is for a model; --links takes --processes, --device and -o")
         if rendezvous is None:
             _check_processes("--processes", processes)
-        elif given is not ParameterSource.DEFAULT:
-            raise UserError(
-                f"--processes: leave it out; {rendezvous.launched.by} started "
-                f"{rendezvous.launched.world_size}"
-            )
+        else:
+            started = f"{rendezvous.launched.by} started {rendezvous.launched.world_size}"
+            refuse(("processes",), f"leave it out; {started}")
         from .links import links_command
 
         links_command(
@@ -222,6 +226,7 @@ def main(
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
+    refuse(("processes",), "goes with --links")
     if options["together"] is not None and options["device"] != "cpu":
         raise UserError("--together: is for --device cpu")
     _check_processes("--together", options["together"] or 1)
@@ -234,6 +239,7 @@ def main(
             f"{options['batch_size']}"
         )
     if is_foreign(target):
+        refuse(("device", *_OF_MEASURING), f"leave it out; {target} has its figures already")
         profile = import_profile(
             target,
             batch_size=options["batch_size"],

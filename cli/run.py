@@ -25,7 +25,7 @@ from .options import (
     plugin_option,
     run_options,
 )
-from .options.command import examples
+from .options.command import examples, refuse
 from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers
 from .run_commands.rank import one_rank_tells, rendezvous_at_hand
@@ -78,12 +78,13 @@ def main(
     # Before anything acts on one of them.
     if dry_run and (resume or checks):
         raise UserError("--dry-run: goes with neither --resume nor --check")
+    if dry_run and inline:
+        raise UserError("--dry-run: looks at what workers' processes need; leave --inline out")
     if checks and (asked["start_from"] is not None or resume):
         raise UserError("--check: trains anew; leave --from and --resume out")
-    source = click.get_current_context().get_parameter_source("max_restarts")
-    if source is click.core.ParameterSource.COMMANDLINE and (dry_run or checks):
+    if dry_run or checks:
         which = "dry run" if dry_run else "check"
-        raise UserError(f"--max-restarts: a {which} isn't started again; leave it out")
+        refuse(("max_restarts",), f"a {which} isn't started again; leave it out")
     if not resume and rendezvous is not None and _restarted(rendezvous, run_dir):
         # The launcher repeats the command with which the run was begun.
         resume, asked["epochs"], asked["steps"] = True, None, None

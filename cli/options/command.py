@@ -7,7 +7,9 @@ from copy import copy
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from ...profiles.errors import UserError
 from ..errors import OneLineCommand, printable
 from .config import CONFIG, PRINT, config_text, read_config
 
@@ -64,6 +66,20 @@ def grouped(command: click.Command, context: click.Context) -> dict[str, list[cl
             name = _GROUPS.get(option)
             (rest if name is None else found.setdefault(name, [])).append(option)
     return {**found, (_GENERAL if found else _LONE): rest}
+
+
+def refuse(names: Collection[str], why: str) -> None:
+    """Raise UserError where one of these options is on the command line, and nothing would come
+    of it. A file of --config may have all.
+
+    Args:
+        names: parameters of the command at hand.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if option.name in names and source is ParameterSource.COMMANDLINE:
+            raise UserError(f"{max(option.opts, key=len)}: {why}")
 
 
 class GroupedCommand(OneLineCommand):

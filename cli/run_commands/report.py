@@ -15,7 +15,7 @@ from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_bytes, format_seconds
 from ..errors import errors_as_lines, output, print_json
 from ..options import CONTEXT, common_options, plugin_option
-from ..options.command import GroupedCommand, examples, group
+from ..options.command import GroupedCommand, examples, group, refuse
 from ..options.values import FigureName, FileName, FolderName
 from ..pictures.curves import (
     AXES,
@@ -116,7 +116,11 @@ def report(
         ("--svg", svg, Kind.FIGURE),
         *(("--curves", file, curves_kind(file)) for file in curve_files),
     )
-    names = distinct_names(run_dirs)
+    if not curve_files:
+        refuse(("axes",), "goes with --curves FILE")
+    if not curve_files and not svg:
+        refuse(("svg_width",), "goes with --svg FILE or --curves FILE")
+    names = names_of_paths(run_dirs)
     runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
     curves = [each for run in runs for each in curves_of(run_figures(run), run.of_epoch)]
     level = read_target(target, curves)

@@ -407,9 +407,9 @@ def test_a_folder_that_isnt_a_run_is_no_run_directory(own, box):
     for name, content in own.items():
         Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
         Path("mine", name).write_bytes(content)
-    words = ("plan.json", "--inline", "--steps", "1", "--task", TASK, "-q", "--run-dir", "mine")
-    for more in ((), ("--dry-run",)):
-        line = call("tp-run", *words, *more)
+    words = ("plan.json", "--steps", "1", "--task", TASK, "-q", "--run-dir", "mine")
+    for more in ("--inline", "--dry-run"):
+        line = call("tp-run", *words, more)
         assert "mine: isn't a run directory, and a run would write over its own" in line
     found = {str(path.relative_to("mine")) for path in Path("mine").rglob("*") if path.is_file()}
     assert found == set(own)
@@ -473,7 +473,7 @@ def test_names_move_no_cursor_and_end_no_line(box):
         ("tp-run", "report", run, "stopped", "--json"),
         ("tp-run", "export", run, "-o", f"model{EVIL}"),
         (*START[:-2], "--run-dir", f"run{EVIL}"),
-        (*START[:-2], "--run-dir", f"dry{EVIL}", "--dry-run"),
+        ("tp-run", "plan.json", "--task", TASK, "--run-dir", f"dry{EVIL}", "--dry-run"),
     ]
     for words in commands:
         said = call(*words, code=0)

@@ -201,6 +201,7 @@ def test_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
+        ("plan.json --dry-run --inline", "--dry-run: looks at what workers' processes need"),
         ("plan.json --dry-run --check", "--dry-run: goes with neither --resume nor --check"),
         ("--dry-run --resume --run-dir run", "--dry-run: goes with neither --resume nor --check"),
         ("--dry-run --resume-at 4 --run-dir run", "--dry-run: goes with neither"),
