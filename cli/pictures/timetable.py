@@ -277,13 +277,15 @@ def timeline_json(plan: Plan, first: int | None, count: int | None) -> dict[str,
     Raises UserError as `timeline`.
     """
     begin = min(_settled(plan), max(_affordable(plan) - 2, 0)) if first is None else first
-    recording = record(plan, begin, count or 1)
+    count = count or 1
+    recording = record(plan, begin, count)
+    shown = range(first or 0, begin + count)
     return {
         "source": recording.source,
         "variant": recording.variant,
         "period_s": recording.period_s,
         "lanes": [lane._asdict() for lane in recording.lanes],
-        "spans": [span._asdict() for span in recording.spans if span.mini_batch >= (first or 0)],
+        "spans": [span._asdict() for span in recording.spans if span.mini_batch in shown],
     }
 
 

@@ -291,6 +291,26 @@ def test_a_plan_is_simulated(folder):
     assert "smaller number" in call("simulate", "plan.json", "--mini-batches", 10**8, code=2)
 
 
+def test_operations_as_data_end_where_the_timeline_does(folder):
+    call("solve", "profile.json", "--devices", 2)
+    shown = ("--timeline", "--from-mini-batch", 4, "--mini-batches", 2, "--json")
+    found = json.loads(call("show", "plan.json", *shown))
+    assert {span["mini_batch"] for span in found["spans"]} == {4, 5}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--svg-width", "85mm"], "--svg-width: goes with a figure"),
+        (["--svg-versions"], "--svg-versions: goes with --svg FILE"),
+        (["--operations", 4, "--json"], "--operations: isn't for --json"),
+    ],
+)
+def test_options_that_nothing_would_come_of_are_refused(words, why, folder):
+    call("solve", "profile.json", "--devices", 2)
+    assert why in call("show", "plan.json", *words, code=2)
+
+
 def test_the_ilp_is_a_choice(folder):
     call("solve", "profile.json", "--solver", "ilp", "--devices", 2, "--micro-batches", 2)
     assert read_plan(folder / "plan.json").solver.method == "ilp"
