@@ -100,17 +100,23 @@ def _entries(
         yield Entry("message of gradients", stroke=INK, dashes="2 1")
 
 
-_ORDINALS = ("1st", "2nd", "3rd", "4th")
-
-
 def _stage_entries(most: int) -> Iterable[Entry]:
     """What rules say, where lanes have several stages. `most`: of any lane."""
     if most < 2:
         return
-    for k in range(min(most, MOST_RULES + 1)):
-        later = f", {k + MOST_RULES + 2}th" * (k + MOST_RULES + 1 < most)
+    looks = MOST_RULES + 1
+    for k in range(min(most, looks)):
+        # With the first of those that look the same.
+        alike = [ordinal(n) for n in range(k + 1, min(most, k + 1 + 2 * looks) + 1, looks)]
+        more = ", …" * (k + 1 + 3 * looks <= most)
         words = "stage of a device" if k == 0 else "stage"
-        yield Entry(f"{_ORDINALS[k]}{later} {words}", ("#ffffff",), rules=k)
+        yield Entry(f"{', '.join(alike)}{more} {words}", ("#ffffff",), rules=k)
+
+
+def ordinal(n: int) -> str:
+    """``1st``, ``2nd``, ``3rd``, ``4th`` …"""
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    return f"{n}{ends.get(n % 10, 'th') if n // 10 % 10 != 1 else 'th'}"
 
 
 def _lanes(

@@ -347,6 +347,8 @@ def test_devices_with_several_stages(browser, tmp_path):
     text = page.locator(".tip").inner_text()
     assert "2B1 · backward · stage 2 · device 0: stages 0, 2" in text
     assert "2nd stage" in page.locator("#timeline .legend").first.inner_text()
+    legend = "() => TP.operationLegend({ spans: { kind: [0] }, mostStages: 14 }).textContent"
+    assert "1st, 5th, 9th, … stage of a device2nd, 6th, 10th, … stage" in page.evaluate(legend)
     rows = page.locator("#bytes .bar-row .name").all_inner_texts()
     assert rows == ["device0 (stages 0, 2)", "device1 (stage 1)"]
     assert watched.complaints == []

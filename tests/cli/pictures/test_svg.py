@@ -25,7 +25,7 @@ from timeprest.cli.pictures.svg.options import (
     write_run_figure,
 )
 from timeprest.cli.pictures.svg.svg import SHADES, has_pattern, memory_shade, shade, text_width
-from timeprest.cli.plan import main
+from timeprest.cli.pictures.svg.timeline import ordinal, timelines_svg
 from timeprest.cli.tables.palette import MEMORY
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recordings.lane_times import steady_times
@@ -225,7 +225,8 @@ def test_stages_of_a_device_are_told_apart(placement):
                 wanted[x, round(width, 1)] += count
     assert rules == wanted
     words = [text[-1] for text in figure.texts()]
-    assert "1st stage of a device" in words or "1st, 5th stage of a device" in words
+    most = max(len(lane.stages) for lane in recording.lanes)
+    assert ("1st stage of a device" if most < 5 else "1st, 5th stage of a device") in words
     assert "2nd stage" in words
     # Five stages of a device are too short for labels here.
     for s, device in enumerate(placement if len(placement) < 5 else ()):
@@ -234,6 +235,21 @@ def test_stages_of_a_device_are_told_apart(placement):
     assert not {"1st stage of a device", "2nd stage"} & {
         text[-1] for text in Figure(timeline_svg(predicted(chain_plan("timeprest")))).texts()
     }
+
+
+@pytest.mark.parametrize(
+    ("most", "first", "second"),
+    [
+        (9, "1st, 5th, 9th stage of a device", "2nd, 6th stage"),
+        (24, "1st, 5th, 9th, … stage of a device", "2nd, 6th, 10th, … stage"),
+    ],
+)
+def test_every_stage_of_a_device_is_in_the_legend(most, first, second):
+    lane = Lane("device0", tuple(range(most)), 0)
+    spans = tuple(Span(0, k, "F", 0, None, k, k + 1.0, 0, None) for k in range(most))
+    words = Figure(timeline_svg(Recording("x", "gpipe", (lane,), spans, (), (), 0.0))).texts()
+    assert {first, second} <= {text[-1] for text in words}
+    assert [ordinal(n) for n in (3, 11, 12, 21, 111)] == ["3rd", "11th", "12th", "21st", "111th"]
 
 
 @pytest.mark.parametrize("variant", ["timeprest", "gpipe"])

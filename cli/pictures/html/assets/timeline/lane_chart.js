@@ -316,8 +316,12 @@
       .map(([kind, [label, pattern]]) => [`${kind} ${label}`, `var(--op-${kind})`, pattern]);
     const most = recording.mostStages;
     if (most < 2) return TP.legend(kinds);
-    const stages = ["1st stage of a device", "2nd stage", "3rd stage", "4th stage"].slice(0, most)
-      .map((label, k) => [label, "var(--band)", `rules rules-${k}`]);
+    const ordinal = (n) => `${n}${Math.floor(n / 10) % 10 === 1 ? "th" : { 1: "st", 2: "nd", 3: "rd" }[n % 10] || "th"}`;
+    // Each with the first of those that look the same.
+    const stages = [0, 1, 2, 3].slice(0, most).map((k) => {
+      const alike = [k + 1, k + 5, k + 9].filter((n) => n <= most).map(ordinal).join(", ");
+      return [`${alike}${k + 13 <= most ? ", …" : ""} stage${k ? "" : " of a device"}`, "var(--band)", `rules rules-${k}`];
+    });
     return TP.legend([...kinds, ...stages]);
   };
 
