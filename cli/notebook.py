@@ -18,7 +18,8 @@ from .errors import output, printable
 from .pictures.svg.frame import FigureSettings, window_of
 from .pictures.svg.options import recorded
 from .pictures.svg.timeline import timelines_svg
-from .tables.layout import compact_table, counted, first_to_last
+from .tables.layout import compact_table, counted, device_range, first_to_last
+from .tables.names import names_of_paths, numbered
 from .tables.plan import bare_rate, gap, print_plan, rate
 from .tables.profile import print_profile
 from .tables.stages import device_count, on_devices
@@ -178,7 +179,7 @@ def _profiles_sheet(profiles: Sequence[Profile]) -> Sheet:
     rows = [(name, *_times([found.get(name) for found in each])) for name in names]
     return Sheet(
         "forward and backward of each layer",
-        ("layer", *_told_apart([_profile_name(profile) for profile in profiles])),
+        ("layer", *numbered([_profile_name(profile) for profile in profiles])),
         (("whole model", *_times(whole)), *rows),
     )
 
@@ -225,7 +226,7 @@ def _plan_sheet(plan: Plan) -> Sheet:
 
 
 def _plans_sheet(plans: Sequence[Plan]) -> Sheet:
-    names = _told_apart([plan.variant for plan in plans])
+    names = numbered([plan.variant for plan in plans])
     rows = []
     for name, plan in zip(names, plans, strict=True):
         predicted, stages = plan.predicted, plan.predicted.stages
@@ -306,7 +307,7 @@ def _run_sheet(run: Run) -> Sheet:
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     from .pictures.html.run_data import distinct_names, read_facts
 
-    names = distinct_names([str(run.path) for run in runs])
+    names = names_of_paths([str(run.path) for run in runs])
     facts = [read_facts(run.path, name) for run, name in zip(runs, names, strict=True)]
     figures = list(
         dict.fromkeys(name for each in facts for record in each.epochs for name in record.test)
@@ -353,11 +354,3 @@ def _recordings_figure(found: Iterable[tuple[str, Recording]]) -> str:
     if first > last:
         return timelines_svg(drawn[:1], everything)
     return timelines_svg(drawn, FigureSettings(first=first, mini_batches=last - first + 1))
-
-
-def _told_apart(names: Sequence[str]) -> list[str]:
-    """Names, with numbers where several are the same."""
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: k + 1].count(name)})"
-        for k, name in enumerate(names)
-    ]

@@ -29,6 +29,7 @@ from ..pictures.curves import (
 )
 from ..pictures.svg.options import width_option, write_curves, write_run_figure
 from ..tables.layout import compact_table, counted
+from ..tables.names import names_by_system, names_of_paths
 
 if TYPE_CHECKING:
     from ...planner.recordings.recording import Recording
@@ -188,8 +189,8 @@ def _timelines(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
             raise UserError(f"--svg: {runs[0].missing[-1]}")
         return found
     several = []
-    of = {run.plan.variant for run in runs}
-    for run in runs:
+    names = names_by_system([run.plan.variant for run in runs], [run.name for run in runs])
+    for run, name in zip(runs, names, strict=True):
         if run.measured is None:
             raise UserError(f"--svg: {run.name}: {run.missing[-1]}")
         several.append((run.plan.variant if len(of) == len(runs) else run.name, run.measured))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ...tables.names import names_by_system
 from ...tables.palette import SERIES
 from ..curves import AXES, CurveTarget, RunCurve, thinned
 from .frame import GRID, SIZE, SMALL, Entry, legend, steps, tick_text
@@ -42,11 +43,8 @@ def curves_svg(
     """
     drawing = Drawing(width, "curves")
     runs = {curve.run: curve.system for curve in curves}
-    looks = {
-        run: Look(SERIES[k % len(SERIES)].light, DASHES[k % len(DASHES)])
-        for k, run in enumerate(runs)
-    }
-    names = _names(runs)
+    looks = {run: _look(k) for k, run in enumerate(runs)}
+    names = dict(zip(runs, names_by_system(list(runs.values()), list(runs)), strict=True))
     entries = [
         Entry(names[run], stroke=look.colour, dashes=look.dashes) for run, look in looks.items()
     ]
@@ -79,11 +77,10 @@ def curves_svg(
     return drawing.finished(y, f"Curves of {', '.join(names.values())}", facts)
 
 
-def _names(runs: dict[str, str]) -> dict[str, str]:
-    """Runs by their systems' names, where those tell them apart."""
-    if len(set(runs.values())) == len(runs):
-        return runs
-    return {run: run if system in run else f"{run} ({system})" for run, system in runs.items()}
+def _look(k: int) -> Look:
+    """Of run `k`: where colours begin again, they come with other dashes."""
+    dashes = DASHES[(k + k // len(SERIES)) % len(DASHES)]
+    return Look(SERIES[k % len(SERIES)].light, dashes)
 
 
 def _merged(notes: Mapping[str, Sequence[str]], runs: int) -> list[str]:
