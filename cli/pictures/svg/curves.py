@@ -51,7 +51,8 @@ def curves_svg(
     y = legend(drawing, entries, 1, 1) + 11
     quantities = list(dict.fromkeys(curve.quantity for curve in curves))
     notes: dict[str, list[str]] = {}
-    for run in dict.fromkeys(curve.run for curve in curves if curve.inline):
+    timed = [curve.run for curve in curves if curve.inline and "seconds" in axes]
+    for run in dict.fromkeys(timed):
         words = "inline: all stages took turns, so its seconds aren't a pipeline's"
         notes.setdefault(words, []).append(names[run])
     pitch = (width - 1) / len(axes)

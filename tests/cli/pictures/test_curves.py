@@ -156,6 +156,14 @@ def test_the_figure_has_a_panel_for_each_quantity_and_axis():
     assert 200 < x[0] < x[1] <= 400
 
 
+def test_no_two_of_many_runs_look_alike():
+    curves = [c for k in range(14) for c in curves_of(figures(f"run {k}", "gpipe"), 2)]
+    drawn = re.findall(r'<line [^>]*stroke-width="0.8"[^>]*>', curves_svg(curves, AXES, 500))
+    root = [ElementTree.fromstring(line) for line in drawn]
+    looks = {(line.get("stroke"), line.get("stroke-dasharray")) for line in root}
+    assert len(looks) == len(drawn) == 14
+
+
 def test_a_target_is_marked():
     curves = curves_of(figures(), 2)
     svg = curves_svg(curves, ("epochs",), 300, CurveTarget("test accuracy", 0.9))
@@ -170,6 +178,7 @@ def test_what_isnt_a_pipelines_time_is_said():
     several = (*curves_of(figures(mode="inline"), 2), *curves_of(figures("b", "gpipe"), 2))
     words = "inline: all stages took turns, so its seconds aren't a pipeline's"
     assert f"timeprest: {words}" in texts(curves_svg(several, ("seconds",), 400))
+    assert words not in curves_svg(several, ("mini-batches",), 400)
     long = curves_of(figures(losses=[1.0 + k for k in range(1000)]), 10)
     assert "timeprest: training loss: means of 7 mini-batches" in texts(
         curves_svg(long, ("epochs",), 500)
