@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..profiles.units import format_bytes, format_seconds
 from ..runtime.records.run import Run
 from .errors import output, printable
 from .pictures.svg.frame import FigureSettings, window_of
-from .pictures.svg.options import recorded
+from .pictures.svg.options import plans_svg
 from .pictures.svg.timeline import timelines_svg
 from .tables.layout import compact_table, counted, device_range, first_to_last
 from .tables.names import names_of_paths, numbered
@@ -259,17 +259,11 @@ def _plans_sheet(plans: Sequence[Plan]) -> Sheet:
 
 
 def _plan_figure(plans: Sequence[tuple[str, Plan]]) -> str:
-    """What the plans predict, one above the other on one axis; empty for a schedule that can't be
-    drawn."""
-    settings = FigureSettings()
+    """As `plans_svg`; empty for a schedule that can't be drawn."""
     try:
-        first = recorded(plans[0][1], settings)
-        window = window_of(first, settings)
-        settings = replace(settings, mini_batches=window.last - window.first + 1)
-        found = [(name, recorded(plan, settings)) for name, plan in plans]
+        return plans_svg(plans, FigureSettings())
     except ScheduleError:
         return ""
-    return timelines_svg(found, settings)
 
 
 # Runs -------------------------------------------------------------------------------------------
@@ -300,7 +294,7 @@ def _run_sheet(run: Run) -> Sheet:
         ("epoch", "mini-batches", "samples/s", "train loss", *(f"test {f}" for f in figures)),
         tuple(rows),
         facts=(period, *([f"stopped early: {stopped}"] if stopped else []), *facts.missing),
-        figure=_recordings_figure((recording.source, recording) for recording in recordings),
+        figure=_recordings_figure(facts.recordings),
     )
 
 
@@ -342,10 +336,9 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     )
 
 
-def _recordings_figure(found: Iterable[tuple[str, Recording]]) -> str:
+def _recordings_figure(drawn: Sequence[tuple[str, Recording]]) -> str:
     """Recordings one above the other: the mini-batches that all have, where there are such; else
     the first one alone."""
-    drawn = list(found)
     if not drawn:
         return ""
     everything = FigureSettings(mini_batches=MAX_COUNT)

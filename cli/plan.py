@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 import click
 
 from ..planner.plan import read_plan
+from ..planner.recordings.predicted import predicted
 from ..planner.search.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import Kind, check_output, check_outputs, read_file, write_file
 from ..profiles.profile import Profile, check_profile
 from .errors import OneLineGroup, errors_as_lines, output, print_json
 from .options import CONTEXT, common_options, plugin_option, version_option
-from .options.command import GroupedCommand, examples, group
+from .options.command import GroupedCommand, examples, group, refuse
 from .options.values import FileName, Whole
-from .pictures.chrome_trace import trace_option, write_plan_trace
-from .pictures.html.page import html_option, plan_report
+from .pictures.chrome_trace import trace_option, write_trace
+from .pictures.html.page import html_option, plans_report
 from .pictures.svg.options import Figures, figure_options, write_plan_figures
 from .pictures.timetable import timeline, timeline_json
 from .plan_commands.compare import compare
@@ -115,12 +116,14 @@ def show(
     drawing = with_timeline or figures["svg"] or figures["svg_memory"]
     if not drawing and (first, mini_batches) != (None, None):
         raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
-    written = write_plan_figures(plan, first, mini_batches, figures)
+    if as_json:
+        refuse(("count",), "isn't for --json, where --timeline has all operations")
+    written = write_plan_figures({"": plan}, first, mini_batches, figures)
     if html:
-        plan_report(plan, Path(plan_path).name, html)
+        plans_report({Path(plan_path).name: plan}, html)
         written = [*written, html]
     if trace_path:
-        write_plan_trace(plan, trace_path)
+        write_trace(trace_path, [("", predicted(plan))])
         written = [*written, trace_path]
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan

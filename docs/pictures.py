@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timeprest.cli.pictures.html.page import plan_report
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.units import format_bytes, format_seconds
@@ -100,8 +99,8 @@ def draw(plan: Path, variant: str) -> None:
         "-q",
         *("--svg", PICTURES / f"{variant}.timeline.svg", "--svg-versions"),
         *("--svg-memory", PICTURES / f"{variant}.memory.svg"),
+        *("--html", WORK / f"{variant}.html"),
     )
-    plan_report(read_plan(plan), plan.name, str(WORK / f"{variant}.html"))
 
 
 def photograph(variant: str, chromium: str) -> None:

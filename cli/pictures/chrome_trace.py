@@ -18,8 +18,6 @@ import click
 import msgspec
 
 from ... import __version__
-from ...planner.plan import Plan
-from ...planner.recordings.predicted import predicted
 from ...planner.recordings.recording import MEMORY_KINDS, Message, Recording, Span
 from ...profiles.files import write_bytes
 from ..errors import printable
@@ -246,8 +244,3 @@ trace_option = click.option(
     type=FileName(),
     help="Write the predicted order as a Chrome trace, for Perfetto and chrome://tracing.",
 )
-
-
-def write_plan_trace(plan: Plan, path: str) -> None:
-    """Write the trace of a plan's prediction. Raises FileError, ScheduleError."""
-    write_trace(path, [("", predicted(plan))])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console, Group
@@ -17,11 +16,12 @@ from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options, plugin_option
-from ..options.command import GroupedCommand, examples, group
+from ..options.command import GroupedCommand, examples, group, refuse
 from ..options.values import FileName
 from ..pictures.html.page import html_option, plans_report
-from ..pictures.svg.options import StackedFigures, stacked_options, write_stacked_figure
+from ..pictures.svg.options import Figures, stacked_options, write_plan_figures
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
+from ..tables.names import names_by_system, names_of_paths
 from ..tables.plan import bare_rate, gap, tell_edited
 from ..tables.stages import (
     device_count,
@@ -169,8 +169,7 @@ STAGE_FIGURES: tuple[tuple[str, Callable[[Plan, int, int], str]], ...] = (
 """Name, and text of a plan's stage in so many columns."""
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """Layers that are on another stage in another plan.
 
     Attributes:
@@ -253,21 +252,25 @@ def compare(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    **figures: Unpack[StackedFigures],
+    **figures: Unpack[Figures],
 ) -> None:
     """Show PLANs side by side: what differs, what is best, and which layers moved.
 
-    Up to four plans stand beside each other; more are rows of a table. -v also shows what is the
-    same, and every stage.
+    Up to four plans stand beside each other, and -v also shows what is the same in their stages;
+    more are rows of a table. -v names all layers that moved.
     """
     if len(paths) < 2:
         raise UserError(f"{paths[0]}: give a second plan to compare it with")
     check_outputs(("--svg", figures["svg"], Kind.FIGURE), ("--html", html, Kind.PAGE))
     plans = dict(zip(_names(paths), map(read_plan, paths), strict=True))
-    written = write_stacked_figure(_by_system(plans), first, mini_batches, figures)
+    systems = [plan.variant for plan in plans.values()]
+    named = dict(zip(names_by_system(systems, list(plans)), plans.values(), strict=True))
+    if not figures["svg"]:
+        refuse(("first", "mini_batches"), "goes with --svg FILE")
+    written = write_plan_figures(named, first, mini_batches, figures)
     if html:
-        plans_report(_by_system(plans), html)
-        written = " and ".join(filter(None, (written, html)))
+        plans_report(named, html)
+        written = [*written, html]
     if as_json:
         print_json(as_data(plans))
     elif not quiet:
@@ -275,28 +278,13 @@ def compare(
         for path, plan in zip(paths, plans.values(), strict=True):
             tell_edited(plan, path)
         if written:
-            output().print(f"wrote {written}", soft_wrap=True)
-
-
-def _by_system(plans: Mapping[str, Plan]) -> Mapping[str, Plan]:
-    """Plans by their systems' names, where those tell them apart; else by both names."""
-    systems = {plan.variant: plan for plan in plans.values()}
-    if len(systems) == len(plans):
-        return systems
-    return {f"{name} ({plan.variant})": plan for name, plan in plans.items()}
+            output().print(f"wrote {' and '.join(written)}", soft_wrap=True)
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Shortest names that differ; what is given twice is numbered."""
-    folders = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
-    short = [os.path.relpath(os.path.abspath(path), folders) for path in paths]
-    if all(name.endswith(".json") for name in short):
-        short = [name.removesuffix(".json") for name in short]
-    names: list[str] = []
-    for name in map(printable, short):
-        count = sum(other == name or other.startswith(f"{name} (") for other in names)
-        names.append(f"{name} ({count + 1})" if count else name)
-    return names
+    if all(path.endswith(".json") for path in paths):
+        paths = [path.removesuffix(".json") for path in paths]
+    return [printable(name) for name in names_of_paths(paths)]
 
 
 def print_comparison(console: Console, plans: Mapping[str, Plan], *, every: bool) -> None:

@@ -271,33 +271,18 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
     }
 
 
-def placed_part(plan: Plan) -> dict[str, Any]:
-    """The name of the plan's placement; nothing where each stage has a device of its own."""
-    name = pattern_of(plan.placement, len(plan.stages))
-    return {"placement": name} if plan.placement else {}
-
-
-def plan_report(plan: Plan, name: str, path: str) -> None:
-    """Write the page of one plan. Raises FileError, and ScheduleError as `plan_part`."""
-    write_page(
-        path,
-        {
-            "title": f"{plan.profile.target}: {plan.variant}, {len(plan.stages)} stages",
-            "made_by": {"timeprest": __version__},
-            "plans": [plan_part(plan, name)],
-            "runs": [],
-        },
-    )
-
-
 def plans_report(plans: Mapping[str, Plan], path: str) -> None:
-    """Write the page of several plans, by their names: timelines of all of them on one axis, and
-    the rest of one that is chosen there. Raises as `plan_report`."""
+    """Write the page of plans, by their names; of several, timelines of all of them on one axis,
+    and the rest of one that is chosen there. Raises FileError, and ScheduleError as `plan_part`."""
     systems = ", ".join(dict.fromkeys(plan.variant for plan in plans.values()))
+    title = f"{len(plans)} plans: {systems}"
+    if len(plans) == 1:
+        (plan,) = plans.values()
+        title = f"{plan.profile.target}: {plan.variant}, {len(plan.stages)} stages"
     write_page(
         path,
         {
-            "title": f"{len(plans)} plans: {systems}",
+            "title": title,
             "made_by": {"timeprest": __version__},
             "plans": [plan_part(plan, name) for name, plan in plans.items()],
             "runs": [],

@@ -3,9 +3,3 @@
 `options` has the options of commands, `write_plan_figures` and, for a run above its plan,
 `write_run_figure`.
 """
-
-from .frame import FigureSettings
-from .memory import memory_svg
-from .timeline import timeline_svg, timelines_svg
-
-__all__ = ["FigureSettings", "memory_svg", "timeline_svg", "timelines_svg"]

@@ -29,7 +29,6 @@ class FigureSettings:
         mini_batches: how many are drawn whole; None: the filling and two more.
         messages: draw them.
         versions: say on each operation which weight version it had.
-        most_marks: operations are drawn together from here on.
     """
 
     width: float = 178 * 72 / 25.4
@@ -37,7 +36,6 @@ class FigureSettings:
     mini_batches: int | None = None
     messages: bool = False
     versions: bool = False
-    most_marks: int = 4000
 
 
 @dataclass(frozen=True)

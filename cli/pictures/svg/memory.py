@@ -48,7 +48,7 @@ class MemoryStep(NamedTuple):
 
 def memory_svg(
     recording: Recording,
-    limits: Sequence[int | None] = (),
+    limits: Sequence[int | None],
     settings: FigureSettings | None = None,
 ) -> str:
     """What each lane holds over time as SVG text, on the scale of the timeline of these settings.
@@ -65,8 +65,7 @@ def memory_svg(
     scale = Scale(left, settings.width - RIGHT, window.begin_s, window.seconds)
     lanes = [list(_steps(recording, lane, window, scale)) for lane in range(len(recording.lanes))]
     held = max((sum(step.nbytes) for steps_ in lanes for step in steps_), default=0)
-    own = [*limits, *[None] * (len(lanes) - len(limits))]
-    near = [limit for limit in own if limit is not None and limit <= _NEAR * held]
+    near = [limit for limit in limits if limit is not None and limit <= _NEAR * held]
     top = max([held, *near, 1])
     y = legend(drawing, list(_entries(drawing, lanes, bool(near))), left, 1) + 6
 
@@ -74,7 +73,7 @@ def memory_svg(
     gap = min(_GAP, pitch / 5)
     peaks = _peaks(recording)
     middles = []
-    for found, limit, peak in zip(lanes, own, peaks, strict=True):
+    for found, limit, peak in zip(lanes, limits, peaks, strict=True):
         panel = _Panel(y, pitch - gap, top)
         _frame(drawing, scale, panel)
         _areas(drawing, found, scale, panel)

@@ -14,7 +14,7 @@ from ....planner.recordings.predicted import default_mini_batches, predicted
 from ....planner.recordings.recording import Recording
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
-from ...options.command import group
+from ...options.command import group, refuse
 from ...options.values import FigureName, Whole
 from ..curves import CurveTarget, RunCurve, as_csv, is_table
 from .curves import curves_svg
@@ -22,7 +22,7 @@ from .figure_file import write_figure
 from .frame import FigureSettings, window_of
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
-from .timeline import timeline_svg, timelines_svg
+from .timeline import timelines_svg
 
 _UNITS = {"mm": POINTS_PER_MM, "cm": 10 * POINTS_PER_MM, "pt": 1.0, "in": 72.0}
 
@@ -99,116 +99,94 @@ stacked_options = group(
         help="With --svg: how many to draw.  [default: the first plan's filling and two more]",
     ),
 )
-"""The same of several plans; they come as `StackedFigures`."""
+"""The same of several plans."""
 
 
-class StackedFigures(TypedDict):
-    """Values of `stacked_options`, but for the mini-batches."""
-
+class _Drawn(TypedDict):
     svg: str | None
     svg_width: float
     svg_messages: bool
     svg_versions: bool
 
 
-class Figures(StackedFigures):
-    """Values of `figure_options`."""
+class Figures(_Drawn, total=False):
+    """Values of `figure_options` and `stacked_options`, but for the mini-batches."""
 
     svg_memory: str | None
 
 
-def settings_of(
-    first: int | None, mini_batches: int | None, figures: StackedFigures
-) -> FigureSettings:
-    """Settings from the options of a command."""
-    return FigureSettings(
+def write_plan_figures(
+    plans: Mapping[str, Plan],
+    first: int | None,
+    mini_batches: int | None,
+    figures: Figures,
+) -> list[str]:
+    """Write the figures of plans that are asked for. Returns the files' names.
+
+    Args:
+        plans: by the words to stand above each timeline; one alone where memory is asked for.
+
+    Raises FileError where a file can't be written, UserError for options that nothing comes of,
+    ScheduleError as `recording.predicted`.
+    """
+    svg, svg_memory = figures["svg"], figures.get("svg_memory")
+    if not svg:
+        refuse(("svg_messages", "svg_versions"), "goes with --svg FILE")
+    if not svg and not svg_memory:
+        refuse(("svg_width",), "goes with a figure, as of --svg FILE")
+        return []
+    settings = FigureSettings(
         width=figures["svg_width"],
         first=first or 0,
         mini_batches=mini_batches,
         messages=figures["svg_messages"],
         versions=figures["svg_versions"],
     )
-
-
-def write_plan_figures(
-    plan: Plan, first: int | None, mini_batches: int | None, figures: Figures
-) -> list[str]:
-    """Write the figures of a plan that are asked for. Returns the files' names.
-
-    Raises FileError where a file can't be written, UserError for options that nothing comes of,
-    ScheduleError as `recording.predicted`.
-    """
-    svg, svg_memory = figures["svg"], figures["svg_memory"]
-    _check_marks(figures)
-    if not svg and not svg_memory:
-        return []
-    settings = settings_of(first, mini_batches, figures)
-    recording = recorded(plan, settings)
-    if svg_memory and not recording.memory:
-        raise UserError(
-            "--svg-memory: the plan doesn't say what its stages hold over time; solve again, or "
-            "write it anew with tp-plan check PLAN --profile PROFILE -o PLAN"
-        )
     texts = []
     if svg:
-        texts.append((svg, timeline_svg(recording, settings)))
+        texts.append((svg, plans_svg(list(plans.items()), settings)))
     if svg_memory:
+        (plan,) = plans.values()
+        recording = recorded(plan, settings)
+        if not recording.memory:
+            raise UserError(
+                "--svg-memory: the plan doesn't say what its stages hold over time; solve again, "
+                "or write it anew with tp-plan check PLAN --profile PROFILE -o PLAN"
+            )
         texts.append((svg_memory, memory_svg(recording, limits(plan, recording), settings)))
     for path, text in texts:
         write_figure(path, text)
     return [path for path, _ in texts]
 
 
-def write_stacked_figure(
-    plans: Mapping[str, Plan],
-    first: int | None,
-    mini_batches: int | None,
-    figures: StackedFigures,
-) -> str | None:
-    """Write the timelines of plans, one above the other. Returns the file's name, if there is one.
+def plans_svg(plans: Sequence[tuple[str, Plan]], settings: FigureSettings) -> str:
+    """What plans predict, one above the other on one axis, as SVG text.
 
     Args:
-        plans: by the words to stand above each.
+        plans: each with the words to stand above it.
 
-    Raises as `write_plan_figures`.
+    Raises ScheduleError as `recording.predicted`.
     """
-    _check_marks(figures)
-    if not figures["svg"]:
-        if first is not None or mini_batches is not None:
-            raise UserError("--from-mini-batch, --mini-batches: go with --svg FILE")
-        return None
-    settings = settings_of(first, mini_batches, figures)
-    found = [(name, recorded(plan, settings)) for name, plan in plans.items()]
-    shown = window_of(found[0][1], settings)
+    first = recorded(plans[0][1], settings)
+    shown = window_of(first, settings)
     # The others' recordings have to be as long as what is drawn of the first.
     wanted = replace(settings, first=shown.first, mini_batches=shown.last - shown.first + 1)
-    found[1:] = [(name, recorded(plans[name], wanted)) for name, _ in found[1:]]
-    write_figure(figures["svg"], timelines_svg(found, wanted))
-    return figures["svg"]
+    others = [recorded(plan, wanted) for _, plan in plans[1:]]
+    names = [name for name, _ in plans]
+    return timelines_svg(list(zip(names, [first, *others], strict=True)), wanted)
 
 
-def _check_marks(figures: StackedFigures) -> None:
-    if not figures["svg"] and (figures["svg_messages"] or figures["svg_versions"]):
-        raise UserError("--svg-messages, --svg-versions: go with --svg FILE")
-
-
-def write_run_figure(
-    recordings: Sequence[tuple[str, Recording]], svg: str, width: float | None = None
-) -> None:
+def write_run_figure(recordings: Sequence[tuple[str, Recording]], svg: str, width: float) -> None:
     """Write timelines one above the other, all that the first one has recorded.
 
     Args:
         recordings: each with its name: of a run what was measured, then what was predicted; of
             several what was measured.
-        width: in points; None: a page's.
+        width: in points.
 
-    Raises FileError, and UserError where there is nothing to draw.
+    Raises FileError.
     """
-    if not recordings:
-        raise UserError("--svg: the run has recorded no operations; see tp-run --record")
-    settings = FigureSettings(mini_batches=MAX_COUNT)
-    if width is not None:
-        settings = replace(settings, width=width)
+    settings = FigureSettings(width=width, mini_batches=MAX_COUNT)
     write_figure(svg, timelines_svg(recordings, settings))
 
 

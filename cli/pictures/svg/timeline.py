@@ -32,19 +32,18 @@ from .svg import IDLE, INK, Drawing, has_pattern, operation_fill, shade, text_wi
 _TALLEST, _GAP, _WIDE_GAP, _MOST_HEIGHT = 14.0, 3.0, 9.0, 560.0
 """Of lanes, in points: the gap is wide where messages cross it; the last is for all of them."""
 
+_MOST_MARKS = 4000
+"""From here on, operations are drawn together."""
+
 _OUTLINED = 1.2
 """Wider marks of one operation have an outline, in points."""
-
-
-def timeline_svg(recording: Recording, settings: FigureSettings | None = None) -> str:
-    """One recording's timeline as SVG text. The same recording gives the same text."""
-    return timelines_svg([("", recording)], settings)
 
 
 def timelines_svg(
     recordings: Sequence[tuple[str, Recording]], settings: FigureSettings | None = None
 ) -> str:
-    """Timelines one above the other, on one scale.
+    """Timelines one above the other, on one scale, as SVG text. The same recordings give the same
+    text.
 
     Args:
         recordings: each with the words to stand above it.
@@ -134,7 +133,7 @@ def _lanes(
         lane: from one lane to the next, and a lane's height.
     """
     pitch, height = lane
-    marks = marks_of(recording, window, scale, settings.most_marks)
+    marks = marks_of(recording, window, scale, _MOST_MARKS)
     y = _period(drawing, recording, window, scale, y)
     tops = [y + pitch * k for k in range(len(recording.lanes))]
     end = scale(window.end_s)

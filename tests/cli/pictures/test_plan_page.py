@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.output.browser import Watched, chromium
+from helpers.output.commands import called
 from helpers.plans import ALL, chain_plan, plan_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
-from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
+from timeprest.cli.pictures.html.page import plan_part, plans_report, script_text
 from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
-from timeprest.cli.plan import main
 from timeprest.planner.plan import read_plan
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
@@ -45,7 +45,7 @@ def plan():
 @pytest.fixture(scope="module")
 def path(plan, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    plan_report(plan, "plan.json", str(path))
+    plans_report({"plan.json": plan}, str(path))
     return path
 
 
@@ -304,7 +304,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, path):
 def test_devices_with_several_stages(browser, tmp_path):
     """A row for each device; stages are told apart, by rules, labels and in words."""
     plan = chain_plan("timeprest", placement=(0, 1, 0))
-    plan_report(plan, "plan.json", str(tmp_path / "page.html"))
+    plans_report({"plan.json": plan}, str(tmp_path / "page.html"))
     watched = Watched(browser.new_page(viewport=WIDE, color_scheme="light"))
     page = watched.open(tmp_path / "page.html")
     assert "3 stages on 2 devices (placement: v)" in page.locator("#summary").inner_text()
@@ -361,7 +361,7 @@ def test_every_system_has_its_page(browser, tmp_path):
     for name in ALL:
         variant = VARIANTS[name]
         micro_batches = 1 if variant.whole_mini_batches else N
-        plan_report(made(name, micro_batches), f"{name}.json", str(tmp_path / "page.html"))
+        plans_report({f"{name}.json": made(name, micro_batches)}, str(tmp_path / "page.html"))
         page = watched.open(tmp_path / "page.html")
         page.evaluate("() => TP.timeline.group.follow(1)")
         status = page.locator(".status")
@@ -386,7 +386,7 @@ def test_names_from_files_are_text_and_no_more(browser, tmp_path):
         for k, (a, b) in enumerate(zip(names, [*names[1:], "output"], strict=True))
     ]
     plan = plan_by_hand(profile_by_hand(layers, edges), "gpipe", 2, 2, mini_batch=4)
-    plan_report(plan, f"{HOSTILE}.json", str(tmp_path / "page.html"))
+    plans_report({f"{HOSTILE}.json": plan}, str(tmp_path / "page.html"))
     watched = Watched(browser.new_page(viewport=WIDE))
     page = watched.open(tmp_path / "page.html")
     assert page.locator("#graph .layers li").all_text_contents() == names
@@ -397,7 +397,7 @@ def test_names_from_files_are_text_and_no_more(browser, tmp_path):
 
 def test_a_thousand_layers_fold(browser, tmp_path):
     plan = plan_by_hand(chain(1000), "timeprest", 2, 2, mini_batch=4)
-    plan_report(plan, "plan.json", str(tmp_path / "page.html"))
+    plans_report({"plan.json": plan}, str(tmp_path / "page.html"))
     watched = Watched(browser.new_page(viewport=WIDE))
     page = watched.open(tmp_path / "page.html")
     layers = page.locator("#graph .card").first.locator(".layers li")
@@ -428,14 +428,11 @@ def test_the_page_keeps_to_plain_numbers(plan):
 def test_show_writes_the_page(plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_file("plan.json", plan)
-    done = CliRunner().invoke(main, ["show", "plan.json", "--html", "report.html"])
-    assert done.exit_code == 0, done.output
-    assert "wrote report.html" in done.output
+    show = partial(called, "tp-plan", "show", "plan.json", "--html")
+    assert "wrote report.html" in show("report.html")
     assert "<title>by-hand: timeprest, 4 stages</title>" in (tmp_path / "report.html").read_text()
-    done = CliRunner().invoke(main, ["show", "plan.json", "--html", "plan.json/report.html"])
-    assert done.exit_code == 2
-    done = CliRunner().invoke(main, ["show", "plan.json", "--html", "x.html", "--json"])
-    assert json.loads(done.output)["variant"] == plan.variant
+    show("plan.json/report.html", code=2)
+    assert json.loads(show("x.html", "--json"))["variant"] == plan.variant
     assert (tmp_path / "x.html").exists()
 
 
@@ -447,9 +444,7 @@ def test_plans_that_are_compared_stand_on_one_axis(browser, tmp_path):
         paths.append(str(tmp_path / f"{variant}.json"))
         write_file(paths[-1], plan)
     page = tmp_path / "all.html"
-    done = CliRunner().invoke(main, ["compare", *paths, "--html", str(page)])
-    assert done.exit_code == 0, done.output
-    assert f"wrote {page}" in done.output
+    assert f"wrote {page}" in called("tp-plan", "compare", *paths, "--html", page)
     watched = Watched(browser.new_page(viewport=WIDE))
     shown = watched.open(page)
     seen = shown.evaluate(
@@ -463,6 +458,9 @@ def test_plans_that_are_compared_stand_on_one_axis(browser, tmp_path):
     shown.locator("#timelines summary").last.click()
     wanted = read_plan(paths[2]).predicted.period_s
     assert float(number.get_attribute("value")) == pytest.approx(wanted)
+    idle = shown.locator("#timelines tbody tr td:last-child").all_inner_texts()
+    least = [min(s.idle_share for s in read_plan(path).predicted.stages) for path in paths]
+    assert idle == [f"{share:.0%}".replace("%", " %") for share in least]
     assert watched.complaints == []
     assert watched.requests == []
     shown.context.close()

@@ -5,25 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from xml.etree import ElementTree
 
-import click
 import msgspec
 import pytest
-from click.testing import CliRunner
 from helpers.drawn.plans import evaluated
+from helpers.output.commands import called
 from helpers.plans import ALL, REPORT, chain_plan
 from hypothesis import given, settings
-from timeprest.cli.pictures.svg import FigureSettings, memory_svg, timeline_svg, timelines_svg
-from timeprest.cli.pictures.svg.frame import window_of
-from timeprest.cli.pictures.svg.options import (
-    figure_options,
-    limits,
-    width_in_points,
-    write_plan_figures,
-    write_run_figure,
-)
+from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
+from timeprest.cli.pictures.svg.memory import memory_svg
+from timeprest.cli.pictures.svg.options import limits, width_in_points, write_run_figure
 from timeprest.cli.pictures.svg.svg import SHADES, has_pattern, memory_shade, shade, text_width
 from timeprest.cli.pictures.svg.timeline import ordinal, timelines_svg
 from timeprest.cli.tables.palette import MEMORY
@@ -31,12 +25,15 @@ from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recordings.lane_times import steady_times
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.recordings.recording import Lane, MemoryPoint, Recording, Span
-from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes
 
 SVG = "{http://www.w3.org/2000/svg}"
 KINDS = ("F", "B", "W", "U")
+
+
+def timeline_svg(recording, settings=None):
+    return timelines_svg([("", recording)], settings)
 
 
 class Figure:
@@ -261,9 +258,8 @@ def test_predicted_idle_has_one_answer(variant, tmp_path):
     shares = [times.idle_share for times in steady_times(plan)]
     assert shares == pytest.approx([stage.idle_share for stage in plan.predicted.stages])
     assert list(predicted(plan).idle_shares) == [s.idle_share for s in plan.predicted.stages]
-    run = CliRunner().invoke
     for command, column in (("show", "idle"), ("simulate", "idle, steady")):
-        lines = run(main, [command, str(tmp_path / "plan.json")]).stdout.splitlines()
+        lines = called("tp-plan", command, tmp_path / "plan.json").splitlines()
         head = next(line for line in lines if column in line)
         end = head.index(column) + len(column)
         rows = lines[lines.index(head) + 2 :][: len(wanted)]
@@ -310,7 +306,7 @@ def test_nothing_stands_outside_or_over_another(drawn):
         figure = Figure(text)
         check_inside(figure)
         check_labels(figure)
-        check_inside(Figure(memory_svg(recording, [], setting)))
+        check_inside(Figure(memory_svg(recording, [None] * len(recording.lanes), setting)))
         assert "<script" not in text
         assert "nan" not in text
 
@@ -403,7 +399,7 @@ def test_figures_of_large_plans_are_small():
     recording = wide()
     text = timeline_svg(recording)
     assert len(text) < 200_000
-    assert len(memory_svg(recording)) < 500_000
+    assert len(memory_svg(recording, [None] * len(recording.lanes))) < 500_000
     assert f"{len(recording.spans)} operations merged into" in text
     figure = Figure(text)
     check_inside(figure)
@@ -465,23 +461,20 @@ def test_a_run_stands_above_its_plan(tmp_path):
     steady = predicted(plan, 5, first=10, more=5)
     svg = tmp_path / "run.svg"
     run = replace(steady, source="measured")
-    write_run_figure([("measured", run), ("predicted", steady)], str(svg))
+    write_run_figure([("measured", run), ("predicted", steady)], str(svg), 504)
     figure = Figure(svg.read_text(encoding="utf-8"))
     words = [text[-1] for text in figure.texts() if text[-1].endswith("% idle")]
     assert words == 2 * [f"{stage.idle_share:.0%} idle" for stage in plan.predicted.stages]
     assert figure.root.find(SVG + "desc").text.count("mini-batches 8 to 16") == 2
-    with pytest.raises(UserError, match="no operations"):
-        write_run_figure([], str(svg))
 
 
 def test_show_writes_figures(tmp_path):
     """And says so; what is drawn is chosen as for the timeline on a terminal."""
     write_file(tmp_path / "plan.json", chain_plan("timeprest"))
     svg = tmp_path / "t.svg"
-    arguments = ["show", str(tmp_path / "plan.json"), "--svg", str(svg)]
-    run = CliRunner().invoke(main, [*arguments, "--from-mini-batch", "2", "--mini-batches", "3"])
-    assert run.exit_code == 0
-    assert str(svg) in run.output.replace("\n", "")
+    drawn = ("--svg", svg, "--from-mini-batch", 2, "--mini-batches", 3)
+    text = called("tp-plan", "show", tmp_path / "plan.json", *drawn)
+    assert str(svg) in text.replace("\n", "")
     assert "mini-batches 2 to 4" in svg.read_text(encoding="utf-8")
 
 
@@ -492,9 +485,8 @@ def test_compare_stacks_timelines(tmp_path):
         names.append(str(tmp_path / f"{variant}.json"))
         write_file(names[-1], chain_plan(variant))
     svg = tmp_path / "all.svg"
-    run = CliRunner().invoke(main, ["compare", *names, "--svg", str(svg), "--mini-batches", "4"])
-    assert run.exit_code == 0, run.output
-    assert run.output.endswith(f"wrote {svg}\n")
+    compare = partial(called, "tp-plan", "compare")
+    assert compare(*names, "--svg", svg, "--mini-batches", 4).endswith(f"wrote {svg}\n")
     text = svg.read_text(encoding="utf-8")
     assert text.count("mini-batches 0 to 3") == 3
     figure = Figure(text)
@@ -510,28 +502,24 @@ def test_compare_stacks_timelines(tmp_path):
     for look in marks:
         ends = [right for y, right in lanes if y == float(look["y"])]
         assert float(look["x"]) + float(look["width"]) <= ends[-1] + 0.02
-    both = CliRunner().invoke(main, ["compare", names[0], names[0], "--svg", str(svg)])
-    assert both.exit_code == 0
-    assert "timeprest (timeprest)" in svg.read_text(encoding="utf-8")
-    lone = CliRunner().invoke(main, ["compare", *names, "--mini-batches", "4"])
-    assert lone.exit_code == 2
-    assert "go with --svg FILE" in lone.output
+    compare(names[0], names[0], "--svg", svg)
+    assert ">timeprest (2)<" in svg.read_text(encoding="utf-8")
+    lone = compare(*names, "--mini-batches", 4, code=2)
+    assert "--mini-batches: goes with --svg FILE" in lone
 
 
 def test_files_are_written(tmp_path):
     """Options, the files they name, and limits by lane."""
     plan = chain_plan("gpipe", replicas=2)
+    write_file(tmp_path / "plan.json", plan)
 
-    @click.command()
-    @figure_options
-    def command(**figures):
-        click.echo(" ".join(write_plan_figures(plan, 1, 2, figures)))
-
+    show = partial(called, "tp-plan", "show", tmp_path / "plan.json")
     names = [str(tmp_path / name) for name in ("t.svg", "m.svg")]
-    run = CliRunner().invoke(
-        command, ["--svg", names[0], "--svg-memory", names[1], "--svg-width", "85mm"]
-    )
-    assert run.output.split() == names
+    files = ("--svg", names[0], "--svg-memory", names[1], "--svg-width", "85mm")
+    text = show(*files, "--from-mini-batch", 1, "--mini-batches", 2)
+    assert [line for line in text.splitlines() if "wrote" in line] == [
+        f"wrote {name}" for name in names
+    ]
     for name in names:
         with open(name, encoding="utf-8") as file:
             root = ElementTree.fromstring(file.read())
@@ -540,16 +528,13 @@ def test_files_are_written(tmp_path):
     assert len(limits(plan, predicted(plan, 2))) == 6
     old = [msgspec.structs.replace(stage, holds=None) for stage in plan.predicted.stages]
     told = msgspec.structs.replace(plan.predicted, stages=tuple(old))
-    plan = msgspec.structs.replace(plan, predicted=told)
-    alone = CliRunner().invoke(command, ["--svg-memory", names[1]])
-    assert isinstance(alone.exception, UserError)
-    alone = CliRunner().invoke(command, ["--svg-versions"])
-    assert isinstance(alone.exception, UserError)
-    for width in ("wide", "3mm", "9000mm"):
-        refused = CliRunner().invoke(command, ["--svg", names[0], "--svg-width", width])
-        assert refused.exit_code == 2
-    for option in ("--svg", "--svg-memory"):
-        refused = CliRunner().invoke(command, [option, str(tmp_path / "u.PNG")])
-        assert refused.exit_code == 2
-        assert "u.PNG': figures are SVG or PDF; end the name in .svg or .pdf" in refused.output
-    assert not (tmp_path / "u.PNG").exists()
+    write_file(tmp_path / "plan.json", msgspec.structs.replace(plan, predicted=told))
+    for words, why in (
+        (["--svg-memory", names[1]], "--svg-memory: the plan doesn't say what its stages hold"),
+        *((["--svg", names[0], "--svg-width", w], w) for w in ("wide", "3mm", "9000mm")),
+        *(
+            ([option, "u.PNG"], "u.PNG': figures are SVG or PDF; end the name in .svg or .pdf")
+            for option in ("--svg", "--svg-memory")
+        ),
+    ):
+        assert why in show(*words, code=2)
