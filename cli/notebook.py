@@ -126,7 +126,7 @@ def show(shown: Any) -> None:
     if isinstance(shown, Profile):
         print_profile(output(), shown, verbose=False)
     elif isinstance(shown, Plan):
-        print_plan(shown, 0)
+        print_plan(shown, 16)
     else:
         from .pictures.html.run_data import read_facts
         from .run_commands.report import print_run
@@ -207,7 +207,7 @@ def _profile_name(profile: Profile) -> str:
 def _plan_sheet(plan: Plan) -> Sheet:
     rows = []
     for s, (stage, found) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
-        devices = first_to_last([plan.cluster.devices[d].name for d in stage.devices])
+        devices = device_range([plan.cluster.devices[d].name for d in stage.devices])
         times = format_seconds(found.forward_s), format_seconds(found.backward_s)
         held = str(found.version_difference), str(found.versions_held)
         memory = format_bytes(found.memory_bytes)

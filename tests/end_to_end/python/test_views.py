@@ -108,7 +108,7 @@ def test_a_profile_shows_its_layers(profile, capsys):
     assert "whole model" in capsys.readouterr().out
 
 
-def test_a_plan_shows_its_stages_and_its_timeline(plans, capsys):
+def test_a_plan_shows_its_stages_and_its_timeline(profile, plans, capsys):
     title, head, rows, facts, figure = parts(plans[0])
     assert title == "timeprest: 2 stages on 2 devices, mini-batch of 8 in 2 micro-batches"
     assert len(rows) == 2
@@ -116,7 +116,11 @@ def test_a_plan_shows_its_stages_and_its_timeline(plans, capsys):
     assert facts[0].startswith("period ")
     assert len(list(figure.iter("{http://www.w3.org/2000/svg}rect"))) > 10
     plans[0].show()
-    assert "period" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "period" in printed
+    assert "0F0.0 0F0.1" in printed
+    replicated = plan_by_hand(profile, "gpipe", 2, 2, replicas=[2, 1])
+    assert [row[2] for row in parts(replicated)[2]] == ["device0–1 (2)", "device2"]
 
 
 def test_a_run_shows_its_epochs(runs, capsys):
