@@ -26,6 +26,7 @@ To add to the page
   of ``new TP.Gantt(group, recording, {title})`` and
   ``new TP.Memory(group, recording, {title, limits})``, stacked in the sequence in which they are
   made. That is how measured stands below predicted.
+* `TP.chart({title, name, series, xLabel, …})` draws lines and points of several series (chart.js).
 * `TP.el(tag, attributes, …children)` makes elements; text goes in as text, never as markup.
   `TP.figure(path, number, text)` makes a number that scripts and tests can read
   (``<data value data-path>``). `TP.table(caption, heads, rows)` makes the table that stands beside
@@ -156,7 +157,7 @@ ASSETS = Path(__file__).parent / "assets"
 
 SCRIPTS = (
     *("base", "timeline/recording", "timeline/time_group", "timeline/lane_chart"),
-    *("timeline/gantt", "timeline/memory", "graph", "plan", "run", "main"),
+    *("timeline/gantt", "timeline/memory", "graph", "plan", "chart", "run", "main"),
 )
 """In the sequence in which they are joined: each stands on those before it."""
 STYLES = ("page",)

@@ -16,7 +16,7 @@ from ....profiles.files import write_bytes
 from ...tables.study import ranked, target_text
 from .page import page
 
-SCRIPTS = ("base", "timeline/time_group", "study", "main")
+SCRIPTS = ("base", "chart", "study", "main")
 STYLES = ("page", "study")
 
 _FIGURES: tuple[tuple[Metric, str], ...] = (

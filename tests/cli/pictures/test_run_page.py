@@ -91,6 +91,9 @@ def test_runs_lie_over_each_other(browser, runs, tmp_path):
     values = page.locator("#loss-by-mini-batch .values").inner_text()
     for one in figures["runs"]:
         assert f"{one['name']} {one['losses'][-1]:.3g}" in values
+    # Colours begin again after the sixth, with other dashes.
+    looks = "() => [...Array(14).keys()].map((k) => TP.seriesColour(k) + TP.seriesDash(k))"
+    assert len(set(page.evaluate(looks))) == 14
     # Losses have a logarithmic scale: equal steps down are equal shares.
     assert "(logarithmic)" in page.locator("#loss-by-mini-batch").inner_text()
     # A level that all reach, at first; when each did is what the figures say.

@@ -48,6 +48,24 @@ TP.asTable = (label, make) => {
 TP.legend = (entries) => TP.el("ul", { class: "legend" }, entries.map(([label, colour, pattern]) =>
   TP.el("li", {}, TP.el("span", { class: `swatch ${pattern || "plain"}`, style: { "--fill": colour } }), label)));
 
+/** One figure of several at a glance, with words below it. */
+TP.tile = (name, value, note) => TP.el("div", { class: "tile" },
+  TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
+
+TP.known = (value) => value !== null && value !== undefined;
+
+/** A bar of parts [size, label, colour, pattern, ink], where `most` has the whole width. `text`: of
+ *  a size; more: what else lies in it. */
+TP.stackedBar = (parts, most, text, more = null) => TP.el("div", { class: "bar", "aria-hidden": "true" },
+  parts.filter(([size]) => size > 0).map(([size, label, colour, pattern, ink = `var(--${colour}-ink)`]) => TP.el("span", {
+    class: `part ${pattern}`, title: `${label}: ${text(size)}`,
+    style: { width: `${100 * size / most}%`, "--fill": `var(--${colour})`, "--on": ink },
+  }, size / most > 0.11 ? TP.el("b", {}, text(size)) : null)), more);
+
+/** The same of bytes by kind. */
+TP.memoryBar = (kinds, bytes, most, more = null) => TP.stackedBar(
+  kinds.map((kind, k) => [bytes[k], TP.data.palette.memory[kind][0], `mem-${kind}`, TP.data.palette.memory[kind][1]]), most, TP.bytes, more);
+
 TP.counted = (number, one, many) => `${TP.number(number)} ${number === 1 ? one : many}`;
 
 // Units ---------------------------------------------------------------------------------------
@@ -87,6 +105,13 @@ TP.share = (share) => {
 };
 
 TP.percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+/** Steps of 1, 2 or 5 times a power of ten, about `count` of them. */
+TP.niceStep = (range, count) => {
+  const raw = range / Math.max(count, 1);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map((k) => k * power).find((step) => step >= raw * 0.999);
+};
 
 // Colours -------------------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
   const proof = (solver) => solver.optimal ? "proven optimal"
     : `${solver.bound_s > 0 ? `gap of ${TP.percent(solver.gap)} to the lower bound` : "no lower bound"}${solver.stopped ? `; ended by ${solver.stopped}` : ""}`;
 
-  const tile = (name, value, note) => TP.el("div", { class: "tile" },
-    TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
+  const { tile } = TP;
 
   /** Bytes of memory of the smallest device of each stage; null where there is no limit. */
   TP.limitsOf = (plan) => plan.stages.map((stage) => {
@@ -77,7 +76,7 @@
         view.plans.map(({ name, plan }, k) => [name,
           TP.figure(`plans.${k}.plan.predicted.period_s`, plan.predicted.period_s, TP.seconds(plan.predicted.period_s)),
           TP.figure(`plans.${k}.plan.predicted.samples_per_s`, plan.predicted.samples_per_s, TP.number(plan.predicted.samples_per_s)),
-          `${Math.round(100 * Math.min(...recordings[k].idleShares))} %`]), 1)));
+          TP.share(Math.min(...recordings[k].idleShares))]), 1)));
     },
   });
 
@@ -214,15 +213,7 @@
       const least = Math.min(...limits.filter((limit) => limit !== null));
       const shown = Number.isFinite(least) && least < 2.5 * peak;
       const most = Math.max(peak, ...(shown ? limits.filter((limit) => limit !== null && limit < 2.5 * peak) : [])) * 1.02;
-      const bar = (s) => TP.el("div", { class: "bar", "aria-hidden": "true" },
-        KINDS.map((kind) => {
-          const bytes = stages[s].memory[`${kind}_bytes`];
-          const [label, pattern] = TP.data.palette.memory[kind];
-          return bytes ? TP.el("span", {
-            class: `part ${pattern}`, title: `${label}: ${TP.bytes(bytes)}`,
-            style: { width: `${100 * bytes / most}%`, "--fill": `var(--mem-${kind})`, "--on": `var(--mem-${kind}-ink)` },
-          }, bytes / most > 0.11 ? TP.el("b", {}, TP.bytes(bytes)) : null) : null;
-        }),
+      const bar = (s) => TP.memoryBar(KINDS, KINDS.map((kind) => stages[s].memory[`${kind}_bytes`]), most,
         shown && limits[s] !== null && limits[s] <= most ? TP.el("i", { class: "limit", title: `limit: ${TP.bytes(limits[s])}`, style: { left: `${100 * limits[s] / most}%` } }) : null);
       host.append(
         TP.el("p", { class: "lead" }, `At each ${one}'s fullest moment, on the replica that holds most.`,

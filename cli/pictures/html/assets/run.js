@@ -1,145 +1,13 @@
-// A line chart of several series, as SVG: axes, a legend, values under the pointer, and a table.
-(() => {
-  const WIDTH = 560, HEIGHT = 270, LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 38;
-  const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2", "1 4"];
-
-  TP.seriesColour = (k) => `var(--series-${k % TP.data.palette.series})`;
-  TP.seriesDash = (k) => DASHES[k % DASHES.length];
-
-  /** A legend of runs, by colour and dash. */
-  TP.seriesLegend = (names) => TP.el("ul", { class: "legend" }, names.map((name, k) => TP.el("li", {},
-    TP.el("svg", { viewBox: "0 0 26 10", width: 26, height: 10, "aria-hidden": "true" },
-      TP.el("line", { x1: 0, x2: 26, y1: 5, y2: 5, "stroke-width": 2.5, stroke: TP.seriesColour(k), "stroke-dasharray": TP.seriesDash(k) })),
-    name)));
-
-  /** Means over `width` numbers before and after; missing ones are left out. */
-  const smooth = (ys, width) => ys.map((_, k) => {
-    let sum = 0, count = 0;
-    for (let j = Math.max(0, k - width); j <= Math.min(ys.length - 1, k + width); j++) {
-      if (ys[j] !== null && ys[j] !== undefined) { sum += ys[j]; count += 1; }
-    }
-    return count ? sum / count : null;
-  });
-
-  /** At most `most` points, each the first of a stretch. */
-  const thin = (xs, ys, most) => {
-    const step = Math.max(1, Math.ceil(xs.length / most));
-    const points = [];
-    for (let k = 0; k < xs.length; k += step) points.push([xs[k], ys[k]]);
-    if (xs.length && (xs.length - 1) % step) points.push([xs[xs.length - 1], ys[ys.length - 1]]);
-    return points;
-  };
-
-  const path = (points, x, y) => {
-    let text = "", pen = false;
-    for (const [a, b] of points) {
-      if (a === null || b === null || b === undefined) { pen = false; continue; }
-      text += `${pen ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`;
-      pen = true;
-    }
-    return text;
-  };
-
-  /** Round numbers from `low` to `high`. */
-  const ticks = (low, high) => {
-    const step = TP.niceStep(high - low, 5), found = [];
-    for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) found.push(v);
-    return found;
-  };
-
-  /** The same for a logarithmic axis, from 10 to the power of `low` to that of `high`. */
-  const logTicks = (low, high) => {
-    for (const digits of [[1], [1, 3], [1, 2, 5]]) {
-      const found = [];
-      for (let power = Math.floor(low); power <= high; power++) {
-        for (const digit of digits) {
-          const v = digit * 10 ** power;
-          if (Math.log10(v) >= low && Math.log10(v) <= high) found.push(v);
-        }
-      }
-      if (found.length > 12) return found.filter((_, k) => k % Math.ceil(found.length / 8) === 0);
-      if (found.length > 2) return found;
-    }
-    return ticks(10 ** low, 10 ** high);
-  };
-
-  /**
-   * @param series [{name, xs, ys, index}], index: which colour
-   * @param options.title, name, xLabel, xText, yText; noisy: draw a mean over the noise; zero: let
-   *   the vertical axis begin at 0; log: a logarithmic vertical axis where all is positive
-   */
-  TP.lineChart = (series, { title, name, xLabel, xText = TP.number, yText = TP.number, noisy = false, zero = false, log = false }) => {
-    const known = series.filter((one) => one.xs.length);
-    const ys = known.flatMap((one) => one.ys.filter((v) => v !== null && v !== undefined));
-    const xs = known.flatMap((one) => [one.xs[0], one.xs[one.xs.length - 1]]);
-    const logarithmic = log && ys.every((v) => v > 0);
-    const up = logarithmic ? Math.log10 : (v) => v;
-    const figure = TP.el("figure", { class: "chart line-chart", id: name }, TP.el("figcaption", {},
-      TP.el("h3", {}, logarithmic && ys.length ? `${title} (logarithmic)` : title)));
-    if (!ys.length) { figure.append(TP.el("p", { class: "hint" }, "Nothing yet.")); return figure; }
-    let low = up(ys.reduce((a, b) => Math.min(a, b))), high = up(ys.reduce((a, b) => Math.max(a, b)));
-    if (zero) low = Math.min(low, 0);
-    if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= zero ? 0 : Math.abs(low) * 0.1 || 1; }
-    const room = (high - low) * 0.05;
-    high += room; if (!zero || low < 0) low -= room;
-    const left = Math.min(0, ...xs), right = Math.max(...xs);
-    const x = (v) => LEFT + (WIDTH - LEFT - RIGHT) * (right > left ? (v - left) / (right - left) : 0.5);
-    const y = (v) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (up(v) - low) / (high - low);
-    const svg = TP.el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, ${known.map((one) => one.name).join(", ")}; the numbers are in the table below`, class: "lines" });
-    const xStep = TP.niceStep(right - left || 1, 6);
-    for (const v of logarithmic ? logTicks(low, high) : ticks(low, high)) {
-      svg.append(TP.el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }),
-        TP.el("text", { class: "tick", x: LEFT - 6, y: y(v) + 4, "text-anchor": "end" }, yText(Number(v.toPrecision(10)))));
-    }
-    for (let v = Math.ceil(left / xStep) * xStep; v <= right + xStep * 1e-9; v += xStep) {
-      svg.append(TP.el("line", { class: "grid", x1: x(v), x2: x(v), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4 }),
-        TP.el("text", { class: "tick", x: x(v), y: HEIGHT - BOTTOM + 17, "text-anchor": "middle" }, xText(Number(v.toPrecision(10)))));
-    }
-    svg.append(TP.el("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }),
-      TP.el("text", { class: "tick", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, xLabel));
-    for (const one of known) {
-      const width = noisy ? Math.floor(one.xs.length / 60) : 0;
-      const mean = width ? smooth(one.ys, width) : one.ys;
-      const common = { fill: "none", stroke: TP.seriesColour(one.index), "stroke-linejoin": "round" };
-      if (width) svg.append(TP.el("path", { ...common, class: "raw", d: path(thin(one.xs, one.ys, 1200), x, y) }));
-      svg.append(TP.el("path", { ...common, class: "mean", "stroke-dasharray": TP.seriesDash(one.index), d: path(thin(one.xs, mean, 1200), x, y) }));
-      if (one.xs.length <= 40) {
-        one.xs.forEach((v, k) => {
-          if (mean[k] !== null && mean[k] !== undefined) svg.append(TP.el("circle", { cx: x(v), cy: y(mean[k]), r: 2.6, fill: TP.seriesColour(one.index) }));
-        });
-      }
-    }
-    const rule = TP.el("line", { class: "rule", y1: TOP, y2: HEIGHT - BOTTOM, x1: 0, x2: 0, visibility: "hidden" });
-    const status = TP.el("p", { class: "values", "aria-hidden": "true" }, " ");
-    svg.append(rule);
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const at = left + (right - left) * ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
-      if (at < left || at > right) { rule.setAttribute("visibility", "hidden"); return; }
-      rule.setAttribute("visibility", "visible");
-      rule.setAttribute("x1", x(at)); rule.setAttribute("x2", x(at));
-      status.replaceChildren(`${xText(at)}: `, ...known.flatMap((one, n) => {
-        let k = 0;
-        while (k + 1 < one.xs.length && Math.abs(one.xs[k + 1] - at) <= Math.abs(one.xs[k] - at)) k += 1;
-        const text = one.ys[k] === null || one.ys[k] === undefined ? "–" : yText(one.ys[k]);
-        return [n ? ", " : "", known.length > 1 ? `${one.name} ${text}` : text];
-      }));
-    });
-    svg.addEventListener("pointerleave", () => { rule.setAttribute("visibility", "hidden"); status.textContent = " "; });
-    figure.append(svg, status);
-    return figure;
-  };
-})();
-
 // Sections of runs: what was measured beside what the plan predicted.
 (() => {
   const some = (view) => view.runs.length > 0;
-  const seconds = (value) => value === null || value === undefined ? "–" : TP.seconds(value);
-  const figure = (path, value, text) => value === null || value === undefined ? "–" : TP.figure(path, value, text(value));
+  const { known, tile } = TP;
+  const seconds = (value) => known(value) ? TP.seconds(value) : "–";
+  const figure = (path, value, text) => known(value) ? TP.figure(path, value, text(value)) : "–";
   /** Shares of right answers, told apart to the hundredth of a percent. */
   const accuracy = (share) => `${(100 * share).toFixed(2)} %`;
-  const tile = (name, value, note) => TP.el("div", { class: "tile" },
-    TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
+  /** A line through numbers, with a dot for each where they are few. */
+  const lineOf = (name, index, xs, ys) => ({ name, index, points: xs.map((x, k) => [x, ys[k]]), lines: true, dots: xs.length <= 40 });
   const last = (list) => list.length ? list[list.length - 1] : null;
   const times = (measured, predicted) => measured && predicted ? `${TP.number(measured / predicted)} × predicted` : null;
   const colourOf = (run, k, view) => view.runs.length > 1 ? TP.el("span", { class: "swatch plain", style: { "--fill": TP.seriesColour(k), display: "inline-block", "margin-right": ".4rem" } }) : null;
@@ -227,20 +95,21 @@
     when: (view) => view.runs.some((run) => run.losses.length),
     build(host, view) {
       const { runs } = view;
-      const line = (xs, ys) => runs.map((run, index) => ({ name: run.name, index, xs: xs(run), ys: ys(run) }));
+      const line = (xs, ys) => runs.map((run, index) => lineOf(run.name, index, xs(run), ys(run)));
       const count = (run) => run.losses.map((_, k) => k + 1);
       const names = [...new Set(runs.flatMap((run) => run.epochs.flatMap((epoch) => Object.keys(epoch.test))))];
       if (runs.length > 1) host.append(TP.seriesLegend(runs.map((run) => run.name)));
       const grid = TP.el("div", { class: "chart-grid" },
-        TP.lineChart(line(count, (run) => run.losses), { name: "loss-by-mini-batch", title: "Training loss", xLabel: "mini-batches", noisy: true, log: true }),
-        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", noisy: true, log: true }));
+        TP.chart({ name: "loss-by-mini-batch", title: "Training loss", series: line(count, (run) => run.losses), xLabel: "mini-batches", x0: true, noisy: true, logY: true }),
+        TP.chart({ name: "loss-by-second", title: "Training loss over time", series: line((run) => run.loss_seconds, (run) => run.losses), xLabel: "seconds of training, evaluation left out", x0: true, noisy: true, logY: true }));
       for (const name of names) {
         const text = name === "accuracy" ? TP.percent : TP.number;
-        const of = (run) => evaluated(run, name);
-        const log = falls(name);
+        const of = (value) => (run) => evaluated(run, name).map(value);
+        const test = of((epoch) => epoch.test[name]);
+        const common = { y: text, x0: true, logY: falls(name) };
         grid.append(
-          TP.lineChart(line((run) => of(run).map((epoch) => epoch.mini_batches), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}`, title: `Test ${name}`, xLabel: "mini-batches", yText: text, log }),
-          TP.lineChart(line((run) => of(run).map((epoch) => epoch.seconds), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}-by-second`, title: `Test ${name} over time`, xLabel: "seconds of training", yText: text, log }));
+          TP.chart({ name: `test-${name}`, title: `Test ${name}`, series: line(of((epoch) => epoch.mini_batches), test), xLabel: "mini-batches", ...common }),
+          TP.chart({ name: `test-${name}-by-second`, title: `Test ${name} over time`, series: line(of((epoch) => epoch.seconds), test), xLabel: "seconds of training", ...common }));
       }
       host.append(grid);
       if (names.length) host.append(timeTo(view, names));
@@ -273,10 +142,8 @@
   };
 
   const PARTS = [["compute_s", "computing", "op-F"], ["communication_s", "communication", "op-W"], ["loading_s", "loading", "op-U"], ["idle_s", "idle", "line"]];
-  const timeBar = (one, most) => TP.el("div", { class: "bar", "aria-hidden": "true" }, PARTS.map(([key, label, colour]) => one[key] > 0
-    ? TP.el("span", { class: `part ${key === "communication_s" ? "diagonal" : "plain"}`, title: `${label}: ${TP.seconds(one[key])}`,
-      style: { width: `${100 * one[key] / most}%`, "--fill": `var(--${colour})`, "--on": key === "idle_s" ? "var(--ink)" : `var(--${colour}-ink)` } },
-      one[key] / most > 0.12 ? TP.el("b", {}, TP.seconds(one[key])) : null) : null));
+  const timeBar = (one, most) => TP.stackedBar(PARTS.map(([key, label, colour]) =>
+    [one[key], label, colour, key === "communication_s" ? "diagonal" : "plain", key === "idle_s" ? "var(--ink)" : undefined]), most, TP.seconds);
   const wall = (one) => one.compute_s + one.communication_s + one.loading_s + one.idle_s;
 
   TP.section({
@@ -323,7 +190,8 @@
         const { recorded } = run;
         box.append(TP.el("p", { class: "lead" },
           `Mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, on one axis. `,
-          `A mini-batch took ${TP.seconds(recorded.period_s)}; predicted are ${TP.seconds(run.period.predicted_s)}. `,
+          run.mode === "inline" ? "All stages took turns in one process. "
+            : `A mini-batch took ${TP.seconds(recorded.period_s)}; predicted are ${TP.seconds(run.period.predicted_s)}. `,
           "Point at an operation for its times and weights; click it to follow its mini-batch in both."));
         const group = new TP.TimeGroup(box, measured.end_s);
         const limits = measured.lanes.stage.map((stage) => run.limits[stage]);
@@ -364,12 +232,7 @@
         TP.el("div", { class: "bars paired", tabindex: bars.length > 32 ? "0" : null, role: "group", "aria-label": "Peak memory of each worker" },
           bars.map(({ worker, source, bytes, first }) => TP.el("div", { class: "bar-row" },
             TP.el("span", { class: "name" }, first ? [worker.name, TP.el("small", {}, source)] : TP.el("small", {}, source)),
-            TP.el("div", { class: "bar", "aria-hidden": "true" }, kinds.map((kind, n) => {
-              const [label, pattern] = TP.data.palette.memory[kind];
-              return bytes[n] ? TP.el("span", { class: `part ${pattern}`, title: `${label}: ${TP.bytes(bytes[n])}`,
-                style: { width: `${100 * bytes[n] / most}%`, "--fill": `var(--mem-${kind})`, "--on": `var(--mem-${kind}-ink)` } },
-                bytes[n] / most > 0.11 ? TP.el("b", {}, TP.bytes(bytes[n])) : null) : null;
-            })),
+            TP.memoryBar(kinds, bytes, most),
             TP.el("span", { class: "value" }, TP.bytes(sum(bytes)))))),
         TP.asTable("Peaks, as a table", () => TP.table("Peak memory of each worker", ["worker", "", ...kinds.map((kind) => TP.data.palette.memory[kind][0]), "total"],
           bars.map(({ worker, w, source, bytes }) => [worker.name, source,
@@ -393,11 +256,11 @@
       host.append(TP.el("p", { class: "lead" },
         "How many updates lay between a mini-batch's forward and its backward, and how far apart the weights of both were: ‖W_B − W_F‖ / ‖W_F‖."));
       chosen(host, view, "Run whose staleness is shown", (run) => run.workers.some((worker) => worker.epochs.length), (box, run, k) => {
-        const line = (of) => run.workers.map((worker, index) => ({ name: worker.name, index, xs: worker.epochs.map((epoch) => epoch.epoch + 1), ys: worker.epochs.map(of) }));
+        const line = (of) => run.workers.map((worker, index) => lineOf(worker.name, index, worker.epochs.map((epoch) => epoch.epoch + 1), worker.epochs.map(of)));
         box.append(TP.seriesLegend(run.workers.map((worker) => worker.name)),
           TP.el("div", { class: "chart-grid" },
-            TP.lineChart(line(mean), { name: "difference", title: "Mean version difference", xLabel: "epoch", zero: true }),
-            TP.lineChart(line((epoch) => epoch.weight_distance), { name: "distance", title: "Mean distance of weights", xLabel: "epoch", zero: true, yText: TP.percent })),
+            TP.chart({ name: "difference", title: "Mean version difference", series: line(mean), xLabel: "epoch", x0: true, y0: true }),
+            TP.chart({ name: "distance", title: "Mean distance of weights", series: line((epoch) => epoch.weight_distance), xLabel: "epoch", x0: true, y0: true, y: TP.percent })),
           TP.asTable("Staleness, as a table", () => TP.table("Staleness of each worker and epoch", ["worker", "epoch", "backwards by difference", "predicted at most", "mean distance", "largest"],
             run.workers.flatMap((worker, w) => worker.epochs.map((epoch, e) => [worker.name, epoch.epoch + 1,
               Object.entries(epoch.version_differences).map(([d, times]) => `${d}: ${times}`).join(", "), worker.version_difference_predicted,

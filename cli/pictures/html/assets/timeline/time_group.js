@@ -2,13 +2,6 @@
 (() => {
   const LEAST_TICKS = 200;
 
-  /** Steps of 1, 2 or 5 times a power of ten, about `count` of them. */
-  TP.niceStep = (range, count) => {
-    const raw = range / Math.max(count, 1);
-    const power = 10 ** Math.floor(Math.log10(raw));
-    return [1, 2, 5, 10].map((k) => k * power).find((step) => step >= raw * 0.999);
-  };
-
   /** Texts of ticks, all in one unit and with as many digits as tell them apart. */
   TP.tickTexts = (ticks, step) => {
     const most = Math.max(...ticks.map(Math.abs), step);
