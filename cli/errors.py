@@ -229,7 +229,7 @@ def naming(plan_path: str) -> Iterator[None]:
         raise PlanError(f"{plan_path}{said.removeprefix('plan')}") from error
 
 
-class _OneLine(click.Command):
+class OneLineCommand(click.Command):
     """A command whose usage errors are one line too."""
 
     def main(
@@ -271,12 +271,8 @@ def _ended_by(error: click.ClickException | click.Abort) -> int:
     return error.exit_code
 
 
-class OneLineCommand(_OneLine):
-    """A tool that is one command."""
-
-
-class OneLineGroup(_OneLine, click.Group):
-    """A tool of several commands."""
+class OneLineGroup(OneLineCommand, click.Group):
+    """Several such commands."""
 
 
 def program() -> str:

@@ -186,7 +186,7 @@ def _kinds(report: LinkReport) -> list[tuple[LinkFit, str]]:
             where = ""
             if report.machines:
                 where = " on different machines" if far else " on one machine"
-            median = f"neighbours{where} (the median of {counted(count, 'pair', 'pairs')})"
+            median = f"neighbours{where} (the median of {counted(count, 'pair')})"
             found.append((fit, f"the two{where}" if count == len(report.pairs) == 1 else median))
     return found
 

@@ -157,7 +157,7 @@ def _profile_sheet(profile: Profile) -> Sheet:
     total = sum(layer.parameter_bytes for layer in profile.layers)
     times = format_seconds(whole.forward_s), format_seconds(whole.backward_s)
     return Sheet(
-        f"{profile.target}: {counted(len(profile.layers), 'layer', 'layers')}",
+        f"{profile.target}: {counted(len(profile.layers), 'layer')}",
         ("layer", "kind", "parameters", "forward", "backward", "saved"),
         tuple(rows),
         words=2,
@@ -214,9 +214,9 @@ def _plan_sheet(plan: Plan) -> Sheet:
         layers = first_to_last(stage.nodes, 36)
         rows.append((str(s), layers, devices, *times, f"{found.idle_share:.0%}", *held, memory))
     return Sheet(
-        f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')} on "
-        f"{counted(device_count(plan.stages), 'device', 'devices')}, mini-batch of "
-        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')}",
+        f"{plan.variant}: {counted(len(plan.stages), 'stage')} on "
+        f"{counted(device_count(plan.stages), 'device')}, mini-batch of "
+        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch')}",
         ("stage", "layers", "device", "forward", "backward", "idle", "d", "versions", "memory"),
         tuple(rows),
         words=3,

@@ -170,7 +170,7 @@ def _json(problem: StageProblem, answer: CutAnswer) -> dict[str, object]:
 def _table(problem: StageProblem, answer: CutAnswer) -> Table:
     rows = _rows(problem, answer)
     table = compact_table(
-        f"{counted(len(rows), 'stage', 'stages')} of {counted(problem.layers, 'layer', 'layers')}",
+        f"{counted(len(rows), 'stage')} of {counted(problem.layers, 'layer')}",
         ["stage", "layers", "mode"],
         ["devices", "load", "memory"],
     )
@@ -178,10 +178,9 @@ def _table(problem: StageProblem, answer: CutAnswer) -> Table:
         nodes = row["nodes"]
         assert isinstance(nodes, list)
         assert isinstance(row["memory_bytes"], int)
-        names = nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)})"
         table.add_row(
             str(s),
-            names,
+            first_to_last(nodes),
             str(row["mode"]),
             str(row["replicas"]),
             _time(row["load_s"]),

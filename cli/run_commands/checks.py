@@ -142,7 +142,7 @@ def check_table(report: CheckReport) -> Table:
     """Table of the differences: a row for each figure and each training compared with."""
     table = compact_table(
         f"{report.variant}, {report.mode}, "
-        f"{counted(report.mini_batches, 'mini-batch', 'mini-batches')} of {report.dtype}: "
+        f"{counted(report.mini_batches, 'mini-batch')} of {report.dtype}: "
         "largest differences",
         ["from", "figure", "where"],
         ["absolute", "relative", "allowed", ""],
@@ -196,7 +196,7 @@ MOST_CUTS = 12
 def worker_table(found: DryRun) -> Table:
     """Table of the workers: devices and memory."""
     table = compact_table(
-        f"{found.variant}: {counted(found.world_size, 'worker', 'workers')}",
+        f"{found.variant}: {counted(found.world_size, 'worker')}",
         ["rank", "worker", "device", "on", "host"],
         ["memory planned", "limit"],
     )
@@ -250,7 +250,7 @@ def dry_run_lines(found: DryRun) -> list[str]:
     )
     lines += [f"warning: {warning}" for warning in found.warnings]
     lines += [f"problem: {problem}" for problem in found.problems]
-    trained = counted(found.mini_batches, "mini-batch", "mini-batches")
+    trained = counted(found.mini_batches, "mini-batch")
     ready = "not ready" if found.problems else "ready"
     lines.append(f"{ready} to train {trained}; nothing was written")
     return lines

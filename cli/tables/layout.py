@@ -105,8 +105,9 @@ def compact_table(title: str, left: Sequence[str], right: Sequence[str]) -> Tabl
     return table
 
 
-def counted(number: int, one: str, many: str) -> str:
-    """``counted(2, "stage", "stages")`` → ``"2 stages"``."""
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """``counted(2, "stage")`` → ``"2 stages"``."""
+    many = many or one + ("es" if one.endswith("batch") else "s")
     return f"{number} {one if number == 1 else many}"
 
 
@@ -147,20 +148,13 @@ def fixed(name: str, cells: Iterable[Cell], *, left: bool = False) -> Column:
 
 def words(name: str, cells: Iterable[str], least: int = 8) -> Column:
     """A column of names, cut short in the middle where they must be."""
-    return yielding(name, [printable(cell) for cell in cells], shortened, least)
-
-
-def yielding(
-    name: str, cells: Iterable[str], shorten: Callable[[str, int], str], least: int
-) -> Column:
-    """A column of words, left, that `shorten` makes as narrow as need be."""
-    texts = list(cells)
+    texts = [printable(cell) for cell in cells]
     natural = max((cell_len(text) for text in texts), default=0)
     return Column(
         name,
         natural,
         min(natural, least),
-        lambda width: [text if cell_len(text) <= width else shorten(text, width) for text in texts],
+        lambda width: [shortened(text, width) for text in texts],
         left=True,
     )
 

@@ -86,7 +86,7 @@ def pareto_table(points: Iterable[ParetoPoint], width: int) -> Group:
     systems = sorted({point.variant for point in shown})
     title = (
         "Pareto front of period, memory per device and version difference, of all plans seen: "
-        f"{counted(len(shown), 'plan', 'plans')} of {counted(len(systems), 'system', 'systems')}"
+        f"{counted(len(shown), 'plan')} of {counted(len(systems), 'system')}"
     )
     return fitted(title, words("system", [point.variant for point in shown], 12), columns, width)
 
@@ -114,7 +114,7 @@ def target_table(points: Sequence[TargetPoint], width: int) -> Group:
     ]
     title = (
         "Pareto front of time to target and memory per device, of all plans seen that the study "
-        f"has a figure for: {counted(len(shown), 'plan', 'plans')}"
+        f"has a figure for: {counted(len(shown), 'plan')}"
     )
     names = [each.point.variant for each in shown]
     return fitted(title, words("system", names, 12), columns, width)

@@ -78,7 +78,7 @@ def verdict(plan: Plan) -> Table:
     elif len(idle) > 1:
         busy += f"; {sum(idle) / len(idle):.0%} on average"
     most = max(stage.versions_held for stage in stages)
-    held = f"{counted(most, 'weight version', 'weight versions')} held"
+    held = f"{counted(most, 'weight version')} held"
     staleness = "no version difference"
     if stages[stalest].version_difference:
         staleness = (
@@ -119,8 +119,8 @@ def _placed(plan: Plan) -> list[tuple[str, str]]:
     """Which device has which stages, in short; nothing where each stage has its own."""
     if not shares_devices(plan):
         return []
-    stages = counted(len(plan.stages), "stage", "stages")
-    devices = counted(device_count(plan.stages), "device", "devices")
+    stages = counted(len(plan.stages), "stage")
+    devices = counted(device_count(plan.stages), "device")
     with_replicas = " with replicas" * any(len(stage.devices) > 1 for stage in plan.stages)
     return [("placement", f"{placement_name(plan)}: {stages} on {devices}{with_replicas}")]
 
@@ -227,7 +227,7 @@ def proof(plan: Plan) -> str:
     else:
         found = f"lower bound {format_seconds(solver.bound_s)}, gap {gap(plan)}"
         found += f" (ended by {solver.stopped})" if solver.stopped else ""
-    tried = counted(solver.plans_tried, "plan", "plans")
+    tried = counted(solver.plans_tried, "plan")
     return f"{found}; {tried} in {format_seconds(solver.seconds)}"
 
 
@@ -249,7 +249,7 @@ def assumed(profile: Profile, variant: str) -> str | None:
     return (
         f"{variant}: the profile doesn't say how much of a backward is for the weights; "
         f"{UNMEASURED_WEIGHT_SHARE:.0%} is assumed in "
-        f"{counted(len(layers), 'layer', 'layers')} (profile again to measure it)"
+        f"{counted(len(layers), 'layer')} (profile again to measure it)"
     )
 
 
@@ -261,7 +261,7 @@ def few_stages(profile: Profile, plan: Plan) -> str | None:
     if LayerGraph(profile, plan.tied).most_stages > len(plan.stages):
         return None
     tie = held_together(profile, plan.system, plan.tied)
-    count = counted(len(plan.stages), "stage", "stages")
+    count = counted(len(plan.stages), "stage")
     return None if tie is None else f"{count} at most: {tie}"
 
 

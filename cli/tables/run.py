@@ -98,7 +98,7 @@ def compile_lines(plan: Plan, summary: RunSummary) -> list[Text]:
 
 def _workers(plan: Plan) -> str:
     stages, workers = len(plan.stages), plan.workers
-    text = counted(stages, "stage", "stages")
+    text = counted(stages, "stage")
     return text if workers == stages else f"{text} on {workers} workers"
 
 
@@ -113,7 +113,7 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     lines = [
         Text(
             f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
-            f"{counted(summary.micro_batches, 'micro-batch', 'micro-batches')}: "
+            f"{counted(summary.micro_batches, 'micro-batch')}: "
             f"{summary.samples_per_s:.0f} samples/s, "
             f"{format_seconds(summary.seconds)} in all, start-up and evaluation included"
         )
@@ -151,7 +151,7 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             lines.append(
                 Text(
                     f"stage {_which(plan, report)}: loss or gradients of "
-                    f"{counted(len(report.not_finite), 'mini-batch', 'mini-batches')} weren't "
+                    f"{counted(len(report.not_finite), 'mini-batch')} weren't "
                     f"finite, first of mini-batch {report.not_finite[0]}",
                     style="bold",
                 )
@@ -159,7 +159,7 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
         if report.larger:
             lines.append(
                 Text(
-                    f"{counted(len(report.larger), 'mini-batch', 'mini-batches')} had larger "
+                    f"{counted(len(report.larger), 'mini-batch')} had larger "
                     "shapes than any that was profiled, the first of them mini-batch "
                     f"{report.larger[0]}: memory may be more than planned; tp-profile --batches N "
                     "looks at more of them",

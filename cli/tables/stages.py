@@ -329,10 +329,10 @@ def _title(plan: Plan) -> str:
     devices = device_count(plan.stages)
     on = ""
     if shares_devices(plan) or devices != len(plan.stages):
-        on = f" on {counted(devices, 'device', 'devices')}"
+        on = f" on {counted(devices, 'device')}"
     text = (
-        f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')}{on}, mini-batch "
-        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"{plan.variant}: {counted(len(plan.stages), 'stage')}{on}, mini-batch "
+        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch')} of "
         f"{plan.micro_batch}"
     )
     if plan.update_every > 1:

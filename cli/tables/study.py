@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group
 from rich.text import Text
@@ -22,9 +22,9 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
     columns = [
         fixed("", [_mark(each, results) for each in found], left=True),
         fixed("time to target", [time_text(each) for each in found]),
-        fixed("95 %", [_interval(each.time_s) for each in found], left=True),
+        fixed("95 %", [_interval(each.time_s, format_seconds) for each in found], left=True),
         fixed("overhead", [overhead_text(arm, study.arm(arm.arm)) for arm in arms]),
-        fixed("95 %", [_ratio_interval(arm.overhead) for arm in arms], left=True),
+        fixed("95 %", [_interval(arm.overhead, "{:.2f}".format) for arm in arms], left=True),
         fixed("period", [format_seconds(plan.period_s) for plan in plans]),
         fixed("memory", [format_bytes(plan.memory_bytes) for plan in plans]),
         fixed("d", [_differences(plan.version_differences) for plan in plans]),
@@ -33,8 +33,7 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
         fixed("rate", [rate_text(study.arm(plan.arm)) for plan in plans]),
     ]
     title = (
-        f"predicted time to {target_text(study, results)}, "
-        f"{counted(study.question.seeds, 'seed', 'seeds')}"
+        f"predicted time to {target_text(study, results)}, {counted(study.question.seeds, 'seed')}"
     )
     note = Text(
         "*: recommended. ≈: equal to it within the seeds' spread. ●: no other is as good in time "
@@ -126,10 +125,10 @@ def time_text(plan: PlanResult) -> str:
     return "-" if plan.at_least_s is None else f"> {format_seconds(plan.at_least_s)}"
 
 
-def _interval(spread: Spread | None) -> str:
+def _interval(spread: Spread | None, text: Callable[[float], str]) -> str:
     if spread is None or spread.low is None or spread.high is None or spread.low == spread.high:
         return ""
-    return f"{format_seconds(spread.low)} … {format_seconds(spread.high)}"
+    return f"{text(spread.low)} … {text(spread.high)}"
 
 
 def overhead_text(found: ArmResult, arm: StudyArm) -> str:
@@ -143,16 +142,10 @@ def overhead_text(found: ArmResult, arm: StudyArm) -> str:
     return "-" if found.at_least is None else f"> {found.at_least:.2f}"
 
 
-def _ratio_interval(spread: Spread | None) -> str:
-    if spread is None or spread.low is None or spread.high is None or spread.low == spread.high:
-        return ""
-    return f"{spread.low:.2f} … {spread.high:.2f}"
-
-
 def _with_interval(spread: Spread | None) -> str:
     if spread is None:
         return "-"
-    interval = _ratio_interval(spread)
+    interval = _interval(spread, "{:.2f}".format)
     return f"{spread.mean:.2f}" + (f" ({interval})" if interval else "")
 
 
