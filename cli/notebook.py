@@ -271,6 +271,7 @@ def _plan_figure(plans: Sequence[tuple[str, Plan]]) -> str:
 
 def _run_sheet(run: Run) -> Sheet:
     from .pictures.html.run_data import read_facts
+    from .tables.run import period_text
 
     facts = read_facts(run.path)
     figures = list(dict.fromkeys(name for record in facts.epochs for name in record.test))
@@ -284,11 +285,8 @@ def _run_sheet(run: Run) -> Sheet:
         )
         for record in facts.epochs
     ]
-    period = f"period predicted {format_seconds(facts.plan.predicted.period_s)}"
-    if facts.period_s:
-        period = f"period measured {format_seconds(facts.period_s)}, {period[7:]}"
+    period = period_text(facts.period_s, facts.plan.predicted.period_s)
     stopped = facts.summary.stopped if facts.summary is not None else None
-    recordings = [r for r in (facts.measured, facts.predicted) if r is not None]
     return Sheet(
         f"{facts.name}: {facts.settings.task} with {facts.plan.variant}",
         ("epoch", "mini-batches", "samples/s", "train loss", *(f"test {f}" for f in figures)),
@@ -299,7 +297,7 @@ def _run_sheet(run: Run) -> Sheet:
 
 
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    from .pictures.html.run_data import distinct_names, read_facts
+    from .pictures.html.run_data import read_facts
 
     names = names_of_paths([str(run.path) for run in runs])
     facts = [read_facts(run.path, name) for run, name in zip(runs, names, strict=True)]

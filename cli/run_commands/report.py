@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -33,7 +32,6 @@ from ..tables.names import names_by_system, names_of_paths
 
 if TYPE_CHECKING:
     from ...planner.recordings.recording import Recording
-    from ...runtime.prepare.workers import Worker
     from ..pictures.html.run_data import RunFacts
 
 
@@ -109,7 +107,7 @@ def report(
 
     A run that hasn't ended is shown as far as it has come.
     """
-    from ..pictures.html.run_data import distinct_names, read_facts, run_figures
+    from ..pictures.html.run_data import read_facts, run_figures
 
     check_outputs(
         ("-o", path, Kind.PAGE),
@@ -126,6 +124,9 @@ def report(
     curves = [each for run in runs for each in curves_of(run_figures(run), run.of_epoch)]
     level = read_target(target, curves)
     timelines = _timelines(runs) if svg else []
+    recordings = _recordings(runs)
+    if trace_path and not recordings:
+        raise UserError(f"--trace: {runs[0].missing[-1]}")
     for file in curve_files:
         write_curves(file, curves, axes, svg_width, level)
     if path:
@@ -135,7 +136,7 @@ def report(
     if trace_path:
         from ..pictures.chrome_trace import write_trace
 
-        write_trace(trace_path, _recordings(runs))
+        write_trace(trace_path, recordings)
     if svg:
         write_run_figure(timelines, svg, svg_width)
     if as_json:
@@ -157,19 +158,13 @@ def report(
 def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Data of the page of these runs, as `html.page` takes it."""
     from ... import __version__
-    from ..pictures.html.page import placed_part
+    from ..pictures.html.page import plan_part
     from ..pictures.html.run_data import run_part
 
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     plans: list[dict[str, Any]] = []
     for run in runs:
-        part = {
-            "name": f"plan of {run.name}",
-            "plan": msgspec.to_builtins(run.plan),
-            **placed_part(run.plan),
-            "recording": None,
-            "mini_batches_shown": 0,
-        }
+        part = plan_part(run.plan, f"plan of {run.name}", recorded=False)
         if all(part["plan"] != other["plan"] for other in plans):
             plans.append(part)
     return {
@@ -184,27 +179,25 @@ def _timelines(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
     """A run's measured timeline and the predicted one; of several runs, those that were measured,
     by name. Raises UserError where there is none."""
     if len(runs) == 1:
-        found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
-        if not found:
+        if not runs[0].recordings:
             raise UserError(f"--svg: {runs[0].missing[-1]}")
-        return found
+        return runs[0].recordings
     several = []
     names = names_by_system([run.plan.variant for run in runs], [run.name for run in runs])
     for run, name in zip(runs, names, strict=True):
         if run.measured is None:
             raise UserError(f"--svg: {run.name}: {run.missing[-1]}")
-        several.append((run.plan.variant if len(of) == len(runs) else run.name, run.measured))
+        several.append((name, run.measured))
     return several
 
 
 def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
-    found = []
-    for run in runs:
-        for recording in (run.measured, run.predicted):
-            if recording is not None:
-                of = f"{run.name}, " if len(runs) > 1 else ""
-                found.append((f"{of}{recording.source}", recording))
-    return found
+    """All that there are, of all runs."""
+    return [
+        (f"{run.name}, {source}" if len(runs) > 1 else source, recording)
+        for run in runs
+        for source, recording in run.recordings
+    ]
 
 
 # Tables for the terminal --------------------------------------------------------------------------
@@ -212,48 +205,43 @@ def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
 
 def print_run(console: Console, run: RunFacts) -> None:
     """Print a run's figures beside its plan's."""
-    from ...planner.recordings.lane_times import steady_times
-    from ...runtime.records.recording import mini_batches_of
-    from ..tables.run import compile_lines, takes_long
+    from ..pictures.html.run_data import run_figures
+    from ..tables.run import compile_lines, period_text, takes_long
 
-    plan = run.plan
-    done = sum(len(each) for each in run.losses)
+    plan, figures = run.plan, run_figures(run)
     loading = any(t is not None and takes_long(t.loading_share) for t in run.times)
     table = compact_table(
         f"{run.name}: {run.settings.task} with {plan.variant}, "
-        f"{counted(done, 'mini-batch', 'mini-batches')}" + ", inline" * run.inline,
+        f"{counted(figures['mini_batches'], 'mini-batch')}" + ", inline" * run.inline,
         ["worker"],
         [
             *("compute", "(pred.)", "comm.", *["loading"] * loading, "idle", "(pred.)"),
             *("memory", "(pred.)", "versions"),
         ],
     )
-    steady = steady_times(plan)
-    for worker in run.workers:
-        first = worker.stages[0]
-        predicted = plan.predicted.device_of(first)
-        versions = max(plan.predicted.stages[s].versions_held for s in worker.stages)
-        epochs = run.worker_epochs[worker.rank]
-        times, idle = run.times[worker.rank], run.idle_shares[worker.rank]
-        peak = _peak_bytes(run, worker)
-        held = max((epoch.versions_held for epoch in epochs), default=None)
+    for worker in figures["workers"]:
+        predicted = worker["per_mini_batch"]["predicted"]
+        times = worker["per_mini_batch"]["measured"] or dict.fromkeys(predicted)
+        idle, peak = worker["idle_share"], worker["memory"]["measured"]
+        accounted = plan.predicted.device_of(worker["stage"]).accounted_memory
+        held = worker["versions_held"]
         table.add_row(
-            worker.name,
-            "-" if times is None else format_seconds(times.compute_s),
-            format_seconds(steady[first].compute_s),
-            "-" if times is None else format_seconds(times.communication_s),
-            *["-" if times is None else format_seconds(times.loading_s)] * loading,
-            "-" if idle is None else f"{idle:.0%}",
-            f"{predicted.idle_share:.0%}",
-            "-" if peak is None else format_bytes(peak),
-            format_bytes(predicted.accounted_memory.total),
-            "-" if held is None else f"{held} ({versions})",
+            worker["name"],
+            _or_dash(times["compute_s"], format_seconds),
+            format_seconds(predicted["compute_s"]),
+            _or_dash(times["communication_s"], format_seconds),
+            *[_or_dash(times["loading_s"], format_seconds)] * loading,
+            _or_dash(idle, "{:.0%}".format),
+            f"{worker['idle_share_predicted']:.0%}",
+            _or_dash(peak and sum(peak), format_bytes),
+            format_bytes(accounted.total),
+            "-" if held["measured"] is None else f"{held['measured']} ({held['predicted']})",
         )
     console.print(table)
     of = "all training"
     if run.measured is not None and not run.epochs:
-        begin, end = mini_batches_of(run.measured)
-        of = f"mini-batches {begin} to {end - 1}, which were recorded"
+        begin, count = figures["recorded"]["first_mini_batch"], figures["recorded"]["mini_batches"]
+        of = f"mini-batches {begin} to {begin + count - 1}, which were recorded"
     console.print(
         Text(
             f"times: per mini-batch, of {of}; predicted in the steady state. idle: neither "
@@ -262,12 +250,12 @@ def print_run(console: Console, run: RunFacts) -> None:
             "dim",
         )
     )
-    console.print(_period_line(run))
+    console.print(Text(period_text(run.period_s, plan.predicted.period_s)))
     if run.epochs:
         last = run.epochs[-1]
         test = ", ".join(f"test {name} {value:.4g}" for name, value in last.test.items())
         console.print(
-            f"after {counted(len(run.epochs), 'epoch', 'epochs')}: train loss {last.train_loss:.4g}"
+            f"after {counted(len(run.epochs), 'epoch')}: train loss {last.train_loss:.4g}"
             + (f", {test}" if test else "")
         )
     for told in [] if run.summary is None else compile_lines(plan, run.summary):
@@ -276,22 +264,8 @@ def print_run(console: Console, run: RunFacts) -> None:
         console.print(Text(line, "yellow"))
 
 
-def _period_line(run: RunFacts) -> Text:
-    predicted = run.plan.predicted.period_s
-    text = f"period predicted {format_seconds(predicted)}"
-    if run.period_s:
-        ratio = f" ({run.period_s / predicted:.2f} ×)" if predicted else ""
-        text = f"period measured {format_seconds(run.period_s)}, {text[7:]}{ratio}"
-    return Text(text)
-
-
-def _peak_bytes(run: RunFacts, worker: Worker) -> int | None:
-    if run.summary is not None:
-        peak = run.summary.stages[worker.replicas[0].number].peak
-        return None if peak is None else peak.total
-    if run.measured is None:
-        return None
-    return max((sum(p.nbytes) for p in run.measured.memory if p.lane == worker.rank), default=None)
+def _or_dash(value: Any, text: Callable[[Any], str]) -> str:
+    return "-" if value is None else text(value)
 
 
 def _overview(runs: Sequence[RunFacts]) -> Any:
@@ -322,7 +296,7 @@ def _target_table(target: CurveTarget, curves: Sequence[RunCurve]) -> Any:
         cells = ["not reached", "-", "-"]
         if point is not None:
             cells = [
-                counted(point.mini_batches, "mini-batch", "mini-batches"),
+                counted(point.mini_batches, "mini-batch"),
                 f"{point.epochs:.3g}",
                 format_seconds(point.seconds),
             ]

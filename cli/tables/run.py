@@ -108,6 +108,15 @@ def _which(plan: Plan, report: StageReport) -> str:
     return f"{report.stage}.{report.replica}" if several else str(report.stage)
 
 
+def period_text(measured_s: float | None, predicted_s: float) -> str:
+    """The period, as far as it is known, beside what was predicted."""
+    predicted = f"predicted {format_seconds(predicted_s)}"
+    if not measured_s:
+        return f"period {predicted}"
+    ratio = f" ({measured_s / predicted_s:.2f} ×)" if predicted_s else ""
+    return f"period measured {format_seconds(measured_s)}, {predicted}{ratio}"
+
+
 def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     """Lines on the run as a whole."""
     lines = [
@@ -120,21 +129,14 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     ]
     if summary.stopped is not None:
         lines.append(Text(f"stopped early: {summary.stopped}"))
-    predicted = format_seconds(summary.predicted_period_s)
+    period = period_text(summary.measured_period_s, summary.predicted_period_s)
     if summary.measured_period_s is None:
-        lines.append(
-            Text(f"period predicted {predicted}; an inline run takes turns and measures none")
+        period += (
+            "; an inline run takes turns and measures none"
             if summary.mode == "inline"
-            else Text(f"period predicted {predicted}; too few mini-batches to measure it")
+            else "; too few mini-batches to measure it"
         )
-    else:
-        ratio = summary.measured_period_s / summary.predicted_period_s
-        lines.append(
-            Text(
-                f"period measured {format_seconds(summary.measured_period_s)}, predicted "
-                f"{predicted} ({ratio:.2f} ×)"
-            )
-        )
+    lines.append(Text(period))
     lines += _device_lines(plan, summary)
     if plan.predicted.sequence_distance is not None:
         lines.append(Text(f"v predicted {plan.predicted.sequence_distance}"))

@@ -74,7 +74,7 @@ class Run(Shown):
         try:
             return decode(read_limited(path, ""), RunSummary)
         except (ValueError, RecursionError) as error:
-            raise FileError(f"{path}: can't be read: {error}") from None
+            raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
 
     @property
     def epochs(self) -> list[EpochRecord]:

@@ -7,15 +7,17 @@ import io
 import json
 import re
 import shutil
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
+from helpers.output.commands import called
 from helpers.output.trace_format import check_trace
 from helpers.plans import plan_by_hand, with_times
 from rich.console import Console
-from timeprest.cli.pictures.html.run_data import distinct_names, read_facts, run_figures
-from timeprest.cli.run_commands.report import report
-from timeprest.cli.tables.run import summary_table
+from timeprest.cli.pictures.curves import curves_of
+from timeprest.cli.pictures.html.run_data import read_facts, run_figures
+from timeprest.cli.tables.names import names_by_system, names_of_paths
+from timeprest.cli.tables.run import period_text, summary_table
 from timeprest.planner.recordings.lane_times import lane_times
 from timeprest.planner.recordings.recording import window
 from timeprest.planner.systems.operations import Op
@@ -161,11 +163,7 @@ def test_memory_is_that_of_the_account(runs):
 # The report ----------------------------------------------------------------------------------
 
 
-def invoke(*arguments, code=0):
-    done = CliRunner().invoke(report, [str(a) for a in arguments])
-    assert done.exit_code == code, done.output
-    assert "Traceback" not in done.output
-    return done.output
+invoke = partial(called, "tp-run", "report")
 
 
 def test_a_report_has_page_trace_figure_and_text(processes, tmp_path):
@@ -262,6 +260,27 @@ def test_an_inline_run_says_nothing_about_idle(runs, tmp_path):
     assert shown["table"] == shown["page"] == shown["figure"] == shown["plan"]
 
 
+def test_an_inline_run_that_was_stopped_says_so(runs, tmp_path):
+    """As one that has ended: neither a measured period nor idle shares."""
+    folder = tmp_path / "stopped"
+    shutil.copytree(runs / "one", folder)
+    (folder / "summary.json").unlink()
+    text = invoke(folder)
+    assert ", inline" in text
+    assert "period measured" not in text
+    shown = idle_shown(folder, tmp_path)
+    assert shown["table"] == shown["page"] == shown["figure"] == shown["plan"]
+    (figures,) = json.loads(invoke(folder, "--json"))["runs"]
+    assert (figures["mode"], figures["period"]["measured_s"]) == ("inline", None)
+    assert all(curve.inline for curve in curves_of(figures, None))
+
+
+def test_a_period_of_nothing_has_no_ratio():
+    assert period_text(0.5, 0.25) == "period measured 500 ms, predicted 250 ms (2.00 ×)"
+    assert period_text(0.5, 0.0) == "period measured 500 ms, predicted 0 s"
+    assert period_text(None, 0.25) == "period predicted 250 ms"
+
+
 def test_idle_of_a_run_under_way_is_of_what_was_recorded(processes, tmp_path):
     """Until the first epoch is done; report and figure say the same then, too."""
     folder = tmp_path / "live"
@@ -300,8 +319,10 @@ def test_several_runs_are_told_apart(runs, tmp_path):
     assert len(found[0]["losses"]) == len(found[0]["loss_seconds"]) == found[0]["mini_batches"]
     assert found[0]["loss_seconds"] == sorted(found[0]["loss_seconds"])
     assert found[0]["loss_seconds"][-1] == pytest.approx(found[0]["epochs"][-1]["seconds"])
-    assert distinct_names(["a/x", "b/x"]) == ["a/x", "b/x"]
-    assert distinct_names(["x", "x"]) == ["x (1)", "x (2)"]
+    assert names_of_paths(["a/x", "b/x"]) == ["a/x", "b/x"]
+    assert names_of_paths(["x", "x", "y"]) == ["x (1)", "x (2)", "y"]
+    assert names_of_paths(["a/x", "a/x", "b/x"]) == ["a/x (1)", "a/x (2)", "b/x"]
+    assert names_by_system(["gpipe", "gpipe"], ["a", "gpipe-2"]) == ["a (gpipe)", "gpipe-2"]
     svg, table = tmp_path / "both.svg", tmp_path / "both.csv"
     more = ["--curves", table, "--target", "test loss=1e9"]
     text = invoke(runs / "one", runs / "two", "--svg", svg, *more)
@@ -316,8 +337,13 @@ def test_a_run_without_recording_says_what_is_missing(runs, tmp_path):
     text = " ".join(invoke(runs / "bare", "-o", tmp_path / "bare.html").split())
     assert "No timeline: operations weren't recorded; leave --record none out" in text
     page = tmp_path / "x.html"
-    assert "No timeline" in invoke(runs / "bare", "-o", page, "--svg", tmp_path / "x.svg", code=2)
-    assert not page.exists()
+    for option, file in (("--svg", tmp_path / "x.svg"), ("--trace", tmp_path / "x.json")):
+        said = invoke(runs / "bare", "-o", page, option, file, code=2)
+        assert f"{option}: No timeline" in said
+        assert not page.exists()
+        assert not file.exists()
+    for words, other in ((["--over", "epochs"], "--curves"), (["--svg-width", "85mm"], "--svg")):
+        assert f"{words[0]}: goes with {other}" in invoke(runs / "bare", *words, code=2)
 
 
 def test_a_run_without_its_end_is_reported_as_far_as_it_has_come(runs, tmp_path):

@@ -54,11 +54,11 @@ from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recordings.predicted import predicted
 from ....planner.recordings.recording import MEMORY_KINDS, Recording
-from ....planner.systems.placement import pattern_of
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...options.values import FileName
 from ...tables.palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
+from ...tables.stages import placement_name
 from ..svg.frame import FigureSettings, window_of
 
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------
@@ -249,26 +249,36 @@ def _variables(colours: Iterable[tuple[str, str, str]]) -> str:
 # A plan's page ------------------------------------------------------------------------------------
 
 
-def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[str, Any]:
+def plan_part(
+    plan: Plan, name: str, mini_batches: int | None = None, *, recorded: bool = True
+) -> dict[str, Any]:
     """The plan as its file has it, with a recording of what it predicts.
 
     Args:
         name: what the page calls it: its file's name, say.
         mini_batches: how many to record; by default as many as become steady, fewer where
             they are too many to look at.
+        recorded: False: without one.
 
     Raises ScheduleError for a plan whose stages wait for each other.
     """
+    part = {
+        "name": name,
+        "plan": msgspec.to_builtins(plan),
+        # Nothing where each stage has a device of its own.
+        **({"placement": placement_name(plan)} if plan.placement else {}),
+        "recording": None,
+        "mini_batches_shown": 0,
+    }
+    if not recorded:
+        return part
     recording = predicted(plan, mini_batches)
-    shown = {span.mini_batch for span in recording.spans}
     # It opens where a figure would be drawn.
     window = window_of(recording, FigureSettings())
     return {
-        "name": name,
-        "plan": msgspec.to_builtins(plan),
-        **placed_part(plan),
+        **part,
         "recording": {**columns(recording), "window": [window.begin_s, window.end_s]},
-        "mini_batches_shown": len(shown),
+        "mini_batches_shown": len({span.mini_batch for span in recording.spans}),
     }
 
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ....planner.plan import Plan
 from ....planner.recordings.lane_times import LaneTimes, steady_times
 from ....planner.recordings.recording import MEMORY_KINDS, Recording, by_kind
 from ....profiles.errors import FileError, ScheduleError
-from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Replica, Worker, workers_of
 from ....runtime.processes.locks import is_over
 from ....runtime.records.metrics import (
@@ -22,7 +19,6 @@ from ....runtime.records.metrics import (
     EvaluationRecord,
     RunSummary,
     StageEpoch,
-    decode,
     measured_times,
     training_times,
     worker_epochs,
@@ -30,8 +26,10 @@ from ....runtime.records.metrics import (
 from ....runtime.records.operation_log import read_stage_epochs
 from ....runtime.records.progress import read_progress
 from ....runtime.records.recording import counterpart, measured, mini_batches_of
+from ....runtime.records.run import Run
 from ....runtime.records.run_dir import RunDir
 from ....runtime.settings import RunSettings
+from ...tables.stages import memory_limit
 from .page import columns
 
 
@@ -44,9 +42,8 @@ class RunFacts:
         it; NaN where it wasn't a number. evaluations: those within epochs. of_epoch: mini-batches
         of an epoch; None: not known yet.
         worker_epochs: per worker, of each epoch that it has done. summary: None: the run hasn't
-        ended. times: per worker, of a mini-batch (`runtime.records.metrics.measured_times`); None:
-        not known
-            yet.
+        ended. mode: "processes" or "inline"; None: it hasn't begun. times: per worker, of a
+        mini-batch (`runtime.records.metrics.measured_times`); None: not known yet.
         measured, predicted: recordings of the same mini-batches; None: there are none.
         missing: what the report doesn't have, and how to get it.
     """
@@ -61,6 +58,7 @@ class RunFacts:
     evaluations: tuple[EvaluationRecord, ...]
     worker_epochs: tuple[tuple[StageEpoch, ...], ...]
     summary: RunSummary | None
+    mode: str | None
     times: tuple[LaneTimes | None, ...]
     measured: Recording | None
     predicted: Recording | None
@@ -69,7 +67,7 @@ class RunFacts:
     @property
     def inline(self) -> bool:
         """All stages took turns in one process."""
-        return self.summary is not None and self.summary.mode == "inline"
+        return self.mode == "inline"
 
     @property
     def idle_shares(self) -> tuple[float | None, ...]:
@@ -80,10 +78,18 @@ class RunFacts:
 
     @property
     def period_s(self) -> float | None:
-        """Measured, of the whole run where it has ended; else of what was recorded."""
+        """Measured, of the whole run where it has ended; else of what was recorded. None: not
+        known yet, or of an inline run."""
         if self.summary is not None:
             return self.summary.measured_period_s
-        return self.measured.period_s or None if self.measured is not None else None
+        if self.inline or self.measured is None:
+            return None
+        return self.measured.period_s or None
+
+    @property
+    def recordings(self) -> list[tuple[str, Recording]]:
+        """What was measured and what was predicted, as far as they are there, by these words."""
+        return [(r.source, r) for r in (self.measured, self.predicted) if r is not None]
 
 
 def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
@@ -100,8 +106,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     workers = workers_of(plan)
     losses, of_epoch, epochs, evaluations = _progress(where.metrics)
     missing = []
-    summary_path = where.path / "summary.json"
-    summary = _decoded(summary_path, RunSummary) if summary_path.exists() else None
+    summary = Run(run_dir).summary
     if summary is None:
         done = sum(len(each) for each in losses)
         missing.append(
@@ -142,6 +147,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
         evaluations,
         by_worker,
         summary,
+        _mode(where, summary, begun=bool(losses) or found is not None),
         times,
         found,
         beside,
@@ -189,12 +195,13 @@ def _progress(
     return by_epoch, of_epoch, tuple(epochs), tuple(evaluations)
 
 
-def _decoded(path: Path, kind: type[RunSummary]) -> RunSummary:
-    text = read_limited(path, "")
-    try:
-        return decode(text, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
+def _mode(where: RunDir, summary: RunSummary | None, *, begun: bool) -> str | None:
+    if summary is not None:
+        return summary.mode
+    # Processes say what they are at, from their start on.
+    if any(where.statuses.glob("*.json")):
+        return "processes"
+    return "inline" if begun else None
 
 
 # As data for the page and for --json --------------------------------------------------------------
@@ -208,7 +215,7 @@ def run_figures(facts: RunFacts) -> dict[str, Any]:
         "name": facts.name,
         "variant": facts.plan.variant,
         "target": facts.settings.task,
-        "mode": None if summary is None else summary.mode,
+        "mode": facts.mode,
         "ended": summary is not None,
         "missing": list(facts.missing),
         "mini_batches": sum(len(each) for each in facts.losses),
@@ -231,13 +238,7 @@ def run_part(facts: RunFacts) -> dict[str, Any]:
     """A run's part of the page's data."""
     return {
         **run_figures(facts),
-        "limits": [
-            min(
-                (m for d in s.devices if (m := facts.plan.cluster.devices[d].memory_bytes)),
-                default=None,
-            )
-            for s in facts.plan.stages
-        ],
+        "limits": [memory_limit(facts.plan, s) for s in range(len(facts.plan.stages))],
         "memory_kinds": list(MEMORY_KINDS),
         "recordings": {
             source: None if recording is None else columns(recording)
@@ -254,7 +255,8 @@ def _curve(facts: RunFacts) -> dict[str, list[float | None]]:
     among its mini-batches. Of an epoch under way, each takes as long as the last epoch's."""
     losses: list[float | None] = []
     seconds: list[float | None] = []
-    before, each = 0.0, facts.period_s or facts.plan.predicted.period_s
+    recorded_s = None if facts.measured is None else facts.measured.period_s
+    before, each = 0.0, facts.period_s or recorded_s or facts.plan.predicted.period_s
     for e, own in enumerate(facts.losses):
         if e < len(facts.epochs) and own:
             each = facts.epochs[e].seconds / len(own)
@@ -387,13 +389,3 @@ def _last_rate(facts: RunFacts) -> float | None:
 def _number(value: float) -> float | None:
     """The number, or None, JSON's null, for what isn't finite."""
     return value if math.isfinite(value) else None
-
-
-def distinct_names(paths: Sequence[str]) -> list[str]:
-    """Short names of run directories, told apart by as much of their paths as it takes."""
-    parts = [Path(path).resolve().parts for path in paths]
-    for depth in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(own[-depth:]) for own in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{'/'.join(own[-1:])} ({k + 1})" for k, own in enumerate(parts)]
