@@ -19,18 +19,22 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from timeprest.profiles.errors import UserError
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
+from timeprest.tests.benchmarks import shared
 
 STEPS, MINI_BATCH, MICRO_BATCHES, LENGTH, VOCABULARY = 20, 8, 4, 16, 100
 STAGES = (2, 3)
 RATE = 3e-4
 NEAR = 1e-4
 LIMIT_S = 300
+command = partial(shared.command, limit_s=LIMIT_S)
 
 DROPOUT = {
     "gpt2": "attn_pdrop=0,embd_pdrop=0,resid_pdrop=0",
@@ -117,33 +121,21 @@ def train_plainly(family: str, folder: Path) -> list[float]:
 
 
 def train_ours(family: str, folder: Path, stages: int) -> list[float]:
-    """Losses of a run in processes, by the commands. Raises RuntimeError with what they say."""
+    """Losses of a run in processes, by the commands. Raises UserError with what they say."""
     at = folder / family
     at.mkdir(exist_ok=True)
     profile, plan, run = at / "profile.json", at / f"plan{stages}.json", at / f"run{stages}"
     if not profile.exists():
-        _command(
+        command(
             "profile", target_of(family, folder), "--batch-size", MINI_BATCH, "--seconds", 2,
             "-o", profile,
         )  # fmt: skip
-    _command(
+    command(
         "plan", "solve", profile, "--stages", stages, "--devices", stages, "--replicas", "off",
         "--variant", "pipedream-flush", "--tied", "split", "--time-limit", 10, "-o", plan,
     )  # fmt: skip
-    _command("run", plan, "--steps", STEPS, "--no-evaluate", "--run-dir", run)
+    command("run", plan, "--steps", STEPS, "--no-evaluate", "--run-dir", run)
     return list(read_losses(run / "metrics.jsonl"))
-
-
-def _command(which: str, *words: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"timeprest.cli.{which}", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
 
 
 # Torch's ----------------------------------------------------------------------------------------
@@ -237,7 +229,7 @@ def verdict(train: Any, wanted: list[float], *where: Any) -> str:
     """ "equal", or what is the matter."""
     try:
         losses = train(*where)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except (RuntimeError, UserError) as error:
         return " ".join(str(error).split())[:200]
     apart = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
     if max(apart) <= NEAR:

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from timeprest.profiles.profile import Profile
 from timeprest.profiles.published.reader import import_profile, read_workload
 from timeprest.profiles.published.workload import Workload
 from timeprest.profiles.units import format_bytes
+from timeprest.tests.benchmarks.shared import head_of
 from timeprest.tests.helpers.drawn import lattices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -528,11 +529,6 @@ def section(table: Table, words: list[str]) -> tuple[str, list[str]]:
         headings = (*HEADINGS, "two on each: gain") if two_each else HEADINGS
         lines = [*head_of(headings), *lines]
     return "\n".join([f"## {table.title}", "", table.text, "", *lines, ""]), two_each
-
-
-def head_of(headings: Sequence[str]) -> list[str]:
-    """A table's first lines."""
-    return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
 
 
 TWO_EACH_TEXT = (

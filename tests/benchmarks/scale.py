@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile, check_profile
 from timeprest.profiles.units import format_bytes, format_seconds
+from timeprest.tests.benchmarks.shared import command, head_of, machine
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner_scale.md"
 TARGET = "gpt2:layers=96,width=12288,heads=96,context=2048,tied=0,dropout=0"
@@ -81,10 +80,8 @@ with five in the place of three the flush's plan on 4,096 devices took 160 s, ab
 
 def make_profile(path: Path) -> None:
     """Reckon the profile; about a minute."""
-    command = [sys.executable, "-m", "timeprest.cli.profile", TARGET, "--device", "meta"]
-    command += ["--spec", "a100-80gb", "--granularity", "op", "--batch-size", "8"]
-    command += ["--micro-batch-sizes", "1,2,4,8", "-q", "-o", str(path)]
-    subprocess.run(command, check=True)
+    how = ("--device", "meta", "--spec", "a100-80gb", "--granularity", "op", "--batch-size", 8)
+    command("profile", TARGET, *how, "--micro-batch-sizes", "1,2,4,8", "-q", "-o", path)
 
 
 def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
@@ -164,21 +161,18 @@ def main() -> None:
         found = []
         for system in SYSTEMS:
             for devices in DEVICES:
-                command = [sys.executable, __file__, "--profile", path]
-                command += ["--one", system, str(devices)]
-                done = subprocess.run(command, capture_output=True, text=True)
+                line = [sys.executable, __file__, "--profile", path, "--one", system, str(devices)]
+                done = subprocess.run(line, capture_output=True, text=True)
                 if done.returncode:
                     raise SystemExit(done.stderr)
                 found.append(json.loads(done.stdout))
                 print(row(found[-1]), flush=True)
     titles = ["system", "devices", "used", "stages", "recomputed", "N", "period", "bound", "gap"]
     titles += ["plans", "seconds", "memory of the solve"]
-    cores = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     lines = [
         HEAD,
-        f"{found[0]['layers']:,} layers; {cores}; one process a solve.\n",
-        "| " + " | ".join(titles) + " |",
-        "|" + "---|" * len(titles),
+        f"{found[0]['layers']:,} layers; {machine()}; one process a solve.\n",
+        *head_of(titles),
         *map(row, found),
         *(
             f"\n{case['system']} on {case['devices']:,}: {case['none']}."

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
 import statistics
 import time
@@ -25,6 +24,7 @@ from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.published.reader import import_profile
+from timeprest.tests.benchmarks.shared import head_of, machine
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner_sequences.md"
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "pipedream"
@@ -161,10 +161,9 @@ def page(seeds: Sequence[int], rows: list[str], all_found: list[Found]) -> str:
     proven = [found for found in all_found if found.gap == 0 and found.best_s < float("inf")]
     known = [found.shorter for found in proven if found.listed_s < float("inf")]
     plans = sum(found.best_s < float("inf") for found in all_found)
-    cores = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     head = f"""# Devices of several kinds, in the best sequence
 
-Made by `make bench-sequences` on {cores}. Clusters are drawn: 2 to 4
+Made by `make bench-sequences` on {machine()}. Clusters are drawn: 2 to 4
 kinds of 1 or 2 devices each, half of them listed kind by kind, the kinds in any sequence, the other
 half (*mixed*) in any sequence at all. Kinds are 0.4 to 3 times as fast as the device that was
 profiled; every other cluster limits memory, each kind's to 1 to 4 times an even share. Models are
@@ -194,8 +193,7 @@ listed had two thirds of it, so that a plan may even be worse.
         "listed (ms)",
     ]
     titles += ["best (ms)", "shorter", "gap", "seconds, listed", "seconds, best"]
-    table = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *rows]
-    return "\n".join([head, *table]) + "\n"
+    return "\n".join([head, *head_of(titles), *rows]) + "\n"
 
 
 def main() -> None:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from timeprest.profiles.zoo.text import Block
+from timeprest.tests.benchmarks.shared import command
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -32,33 +32,13 @@ EPOCHS = 3
 IGNORED = -100
 
 
-class Block(nn.Module):
-    """Attention to what came before, and a perceptron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.mixed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[m, n, WIDTH]`` → the same."""
-        shape = (x.size(0), x.size(1), HEADS, WIDTH // HEADS)
-        parts = self.mixed(self.first(x)).chunk(3, -1)
-        q, k, v = (part.reshape(shape).transpose(1, 2) for part in parts)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        found: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
-        return found
-
-
 class Net(nn.Module):
     """Ids ``[m, n]`` → scores ``[m, n, VOCABULARY]``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.blocks = nn.Sequential(*[Block(WIDTH, HEADS) for _ in range(LAYERS)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -132,30 +112,19 @@ class Padded(Unpadded):
 def planned(name: str, system: str, folder: Path) -> Path:
     """A plan of it."""
     profile, plan = folder / f"{name}.profile.json", folder / f"{name}.plan.json"
-    command("tp-profile", f"{__file__}:{name}", "-o", profile, "--batch-size", MINI_BATCH)
+    command("profile", f"{__file__}:{name}", "-o", profile, "--batch-size", MINI_BATCH)
     more = ("--variant", system, "--devices", 2, "--stages", 2, "--micro-batches", 4)
-    command("tp-plan", "solve", profile, "-o", plan, *more)
+    command("plan", "solve", profile, "-o", plan, *more)
     return plan
 
 
 def rate(plan: Path, where: Path) -> float:
     """Samples a second."""
     more = ("--run-dir", where, "--epochs", EPOCHS, "--no-evaluate", "--checkpoint-every", 0)
-    command("tp-run", plan, *more, "-q")
+    command("run", plan, *more, "-q")
     lines = map(json.loads, (where / "metrics.jsonl").read_text("utf-8").splitlines())
     epochs = [line for line in lines if line["kind"] == "epoch"]
     return float(median(epoch["samples_per_s"] for epoch in epochs[1:]))
-
-
-def command(program: str, *arguments: object) -> None:
-    """Run one of the package's commands."""
-    path = Path(sys.executable).parent / program
-    subprocess.run(
-        [str(path), *map(str, arguments)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def main() -> None:
@@ -164,6 +133,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--system", default="timeprest")
     asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
     ratios = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

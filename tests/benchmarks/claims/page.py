@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from timeprest.planner.study.results import results_of
@@ -11,6 +11,7 @@ from timeprest.planner.study.study import PLAIN, read_study
 from timeprest.profiles.files import write_bytes
 from timeprest.profiles.units import format_bytes, format_seconds
 
+from ..shared import markdown
 from .claims import CLAIMS, FoundCell, Outcome, Verdict, shown
 from .plans import BANDWIDTHS, SWEPT, plans_path, read_plans
 from .studies import FULL, SHORT, Cell, Effort, cells, study_path
@@ -54,11 +55,6 @@ def _missing(found: Sequence[FoundCell]) -> str:
     return f"**Not studied yet**: {', '.join(missing)}." if missing else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 # The claims -------------------------------------------------------------------------------------
 
 
@@ -76,10 +72,10 @@ def _claims(found: Sequence[FoundCell]) -> list[str]:
     return [
         "## The claims, and what was found",
         _so_far(len(found)),
-        _table(["", "source", "claim", "found"], rows),
+        markdown(["", "source", "claim", "found"], rows),
         "What that is made of: the figure of each cell. ✓ on the claim's side, ✗ against it, = "
         "equal within the seeds' spread, ? not known.",
-        _table(["", "figure", *names], details),
+        markdown(["", "figure", *names], details),
     ]
 
 
@@ -165,7 +161,7 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
         "best was among those that it called equal or undecided, or it said that training had "
         "hardly begun at its target."
         + (f" In {none} it recommends none, since none reached its target." if none else ""),
-        _table(head, rows),
+        markdown(head, rows),
     ]
 
 
@@ -198,7 +194,7 @@ def _bandwidths(found: Sequence[FoundCell]) -> list[str]:
         "## Winners flip with bandwidth",
         "Predicted time to the target, planned anew for each bandwidth; samples are those of the "
         f"study at {BANDWIDTHS[-1]} (its version differences). The shortest is bold.",
-        _table(["", "links", "data parallelism", *(f"`{n}`" for n in SWEPT)], rows),
+        markdown(["", "links", "data parallelism", *(f"`{n}`" for n in SWEPT)], rows),
     ]
 
 
@@ -236,7 +232,7 @@ def _cell(each: FoundCell) -> list[str]:
         f"Mini-batch {asked.mini_batch}, target: training loss {each.reckoning.target:.4g}, which "
         f"plain training reaches after {asked.steps} mini-batches at rate "
         f"{each.study.plain.rate:g}; all train {asked.length}. {first} is first: {told.why}.",
-        _table(head, rows),
+        markdown(head, rows),
     ]
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.systems.operations import UPDATE
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import read_file, write_file
 from timeprest.profiles.profile import Profile
 from timeprest.runtime.prepare.workers import all_replicas, workers_of
@@ -26,6 +24,7 @@ from timeprest.runtime.records.metrics import RunSummary, StageReport, decode
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
 
+from ... import shared
 from ..contestants import Contestant
 from ..report.records import Figures, StageFigures
 from ..tasks import RACES, target_of
@@ -40,16 +39,7 @@ UNEVEN = 5
 left out, and twice as many are timed."""
 
 
-def command(tool: str, *arguments: str) -> None:
-    """Run tp-profile, tp-plan or tp-run. Raises UserError with its last words."""
-    line = [sys.executable, "-m", f"timeprest.cli.{tool}", *arguments]
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LONGEST_S)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"tp-{tool}: took more than {LONGEST_S:.0f} s") from None
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise UserError("".join(last) or f"tp-{tool} failed")
+command = partial(shared.command, limit_s=LONGEST_S)
 
 
 def profiled(model: str, folder: Path, seconds: float, stages: int) -> Path:

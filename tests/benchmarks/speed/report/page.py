@@ -10,6 +10,7 @@ from pathlib import Path
 from timeprest.profiles.files import read_toml
 from timeprest.profiles.units import format_bytes
 
+from ...shared import markdown
 from ..contestants import ALL
 from ..machine.machine import machine
 from ..machine.pace import LEAST
@@ -20,7 +21,6 @@ from .records import DOCS, Results, held_of, read_results
 from .tables import (
     held_table,
     link_table,
-    markdown,
     speed_bars,
     speed_table,
     stage_by_stage,

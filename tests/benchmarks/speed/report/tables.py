@@ -6,16 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from timeprest.profiles.units import format_bytes
 
+from ...shared import markdown
 from ..contestants import ALL, BASE, bare_name, contestant_named
 from .bars import BarRow
 from .ratios import Ratio, bottleneck_idle, of_stages, over_runs, runs_of, speed_ratio
 from .records import Figures, Held, LinkRun, Round
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def names_in(rounds: Sequence[Round], model: str) -> list[str]:
