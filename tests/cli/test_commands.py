@@ -271,13 +271,6 @@ def test_an_untraceable_model_ends_in_one_line_naming_its_line(digits):
     assert "net.py:10: `if x.sum() > 0:`" in one_line(done.stderr)
 
 
-def test_usage_errors_have_code_2(digits):
-    commands = ("tp-plan solve", "tp-run plan.json --epochs 0", "tp-profile digits --threads x")
-    for command in commands:
-        done = call(*command.split(), cwd=digits, code=2)
-        assert "--help)" in one_line(done.stderr)
-
-
 @pytest.mark.slow
 def test_a_published_profile_is_planned_and_says_that_it_cant_be_run(digits):
     (digits / "chain.graph.txt").write_text(CHAIN)

@@ -14,10 +14,9 @@ import pytest
 import timeprest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from helpers.by_hand.profiles import profile_by_hand
+from helpers.output.commands import called
 from helpers.plans import chain_plan, plan_by_hand, with_times
-from timeprest.cli.plan import main
 from timeprest.planner.exports.blocks import blocks_of
 from timeprest.planner.exports.export import exported
 from timeprest.profiles.errors import FileError, PlanError, TargetError
@@ -28,10 +27,7 @@ from timeprest.runtime.records.progress import read_losses
 BERT = "bert-base:layers=4,width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
 
 
-def call(*words, code=0):
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == code, done.output
-    return done.output
+call = functools.partial(called, "tp-plan")
 
 
 @pytest.fixture

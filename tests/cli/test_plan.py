@@ -9,15 +9,16 @@ from importlib import import_module
 
 import msgspec
 import pytest
-from click.testing import CliRunner
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain
 from helpers.by_hand.studies import PLAIN_ARM, STEPS, arm, study
 from helpers.by_hand.workloads import workload_file
-from timeprest.cli.plan import main
+from helpers.output.commands import called
 from timeprest.planner.plan import read_plan
 from timeprest.planner.study.study import write_study
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
+
+call = partial(called, "tp-plan")
 
 
 @pytest.fixture
@@ -26,12 +27,6 @@ def folder(tmp_path, monkeypatch):
     write_file(tmp_path / "profile.json", chain(8, parameters=1000, saved=100))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def call(*words, code=0):
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == code, done.output
-    return done.output
 
 
 @pytest.mark.choice(0)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from itertools import pairwise
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.pipelines import ALL
 from helpers.drawn.plans import evaluated
+from helpers.output.commands import called
 from helpers.output.width import byte_counts, check_fits
 from helpers.plans import REPORT, chain_plan, plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timeprest.cli.plan import main
 from timeprest.cli.tables.layout import device_range, first_to_last, shortened
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.plan import pipeline_of, read_plan
@@ -27,11 +27,7 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes, format_rate, format_seconds, short_bytes
 
-
-def call(*words, width=100, code=0):
-    done = CliRunner().invoke(main, [str(word) for word in words], env={"COLUMNS": str(width)})
-    assert done.exit_code == code, done.output
-    return done.output
+call = partial(called, "tp-plan")
 
 
 def long_names(count):

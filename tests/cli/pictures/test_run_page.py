@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 from helpers.output.browser import Watched, chromium
+from helpers.output.commands import called
 from helpers.plans import plan_by_hand, with_times
-from timeprest.cli.run_commands.report import report
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -36,11 +35,10 @@ def runs(browser, mlp_profile, mlp_target, tmp_path_factory):
 def look(browser, runs, names, tmp_path):
     """The page of these runs, watched, and the figures of `--json`."""
     path = tmp_path / "report.html"
-    where = [str(runs / name) for name in names]
-    done = CliRunner().invoke(report, [*where, "-o", str(path), "--json"])
-    assert done.exit_code == 0, done.output
+    where = [runs / name for name in names]
+    printed = called("tp-run", "report", *where, "-o", path, "--json")
     watched = Watched(browser.new_page(viewport=WIDE, color_scheme="dark"))
-    return watched, watched.open(path), json.loads(done.stdout)
+    return watched, watched.open(path), json.loads(printed)
 
 
 def at_rest(watched):
