@@ -215,7 +215,7 @@ def test_files_are_what_their_names_say(tmp_path):
     with pytest.raises(FileError, match=r"curves.csv: isn't overwritten: a table \(CSV\) of cur"):
         check_output(paths[1], Kind.FIGURE)
     write_bytes(tmp_path / "foreign.pdf", b"%PDF-1.7\nsomebody's\n%%EOF\n")
-    with pytest.raises(FileError, match=r"foreign.pdf: isn't overwritten: a PDF of another orig"):
+    with pytest.raises(FileError, match=r"foreign.pdf: isn't overwritten: a file of another kind"):
         check_output(tmp_path / "foreign.pdf", Kind.FIGURE)
     with pytest.raises(UserError, match=r"--curves none.svg: no mini-batch is done yet"):
         write_curves("none.svg", (), ("epochs",), 241.0)
