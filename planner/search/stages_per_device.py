@@ -11,10 +11,12 @@ Index letters: S stages; D devices; v stages of each; N micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from bisect import bisect
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate, chain, combinations, pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
 
 import msgspec
 import numpy as np
@@ -36,7 +38,7 @@ from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked
 from .places import Assumptions
 from .relaxation import Relaxation
-from .state import CLOSE, SearchState
+from .state import CLOSE, SearchState, is_late
 
 _MOST_DOWNSETS = 3_000
 """Of graphs with more, cuts are tried in one topological order alone, between so many places."""
@@ -45,6 +47,9 @@ _MOST_PLACES = 128
 
 _MOST_SUBSETS = 32
 """Of the ways to leave devices out, so many are looked at."""
+
+_MOST_STATES = 100_000
+"""So many times the devices there are may be gone through to find them."""
 
 _STEP, _FASTER = 1.0005, 2.0
 """How much further loads are listed the first time, and how much faster each further time."""
@@ -84,10 +89,11 @@ def placed_branches(
             for placement in placements(name, size, number)
             if _has(placement, per_device, variant) and size <= most and stages in (None, size)
         }
+        subsets = _subsets(cluster, number)[0] if placed else ()
         for placement in placed:
             found += [
                 PlacedBranch(n, placement, devices, recompute)
-                for devices in _subsets(cluster, number)
+                for devices in subsets
                 for n in counts
                 if relaxation.allows(len(placement), n)
                 for recompute in relaxation.recompute
@@ -103,20 +109,51 @@ def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
     return max(placement.count(d) for d in range(devices)) == per_device
 
 
-def _subsets(cluster: Cluster, number: int) -> Iterator[tuple[int, ...]]:
-    """Devices to use, so many, one choice of those that make no difference."""
+@lru_cache(maxsize=4096)
+def _subsets(cluster: Cluster, number: int) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Devices to use, so many, one choice of those that make no difference; the fastest first.
+
+    Of neighbours that are alike the first ones stand for any. What may follow is looked at once for
+    all choices so far that make no difference to it.
+
+    Returns:
+        `_MOST_SUBSETS` at most, and whether they are all there are.
+    """
     homes = [d.machine for d in cluster.devices]
     kinds = [(d.memory_bytes, d.speed) for d in cluster.devices]
     fastest = sorted(range(len(kinds)), key=lambda d: -kinds[d][1])
-    seen = set()
-    for chosen in combinations(fastest, number):
+    last = {homes[d]: at for at, d in enumerate(fastest)}
+    found: dict[Hashable, tuple[int, ...]] = {}
+    states, most = set[Hashable](), _MOST_STATES // len(kinds)
+    # How many of the fastest were looked at, and which of them are chosen.
+    going: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    while going and len(found) < _MOST_SUBSETS and len(states) < most:
+        at, chosen = going.pop()
         devices = tuple(sorted(chosen))
         key = pattern(devices, homes, kinds)
-        if key not in seen:
-            seen.add(key)
-            yield devices
-        if len(seen) == _MOST_SUBSETS or (cluster.uniform and cluster.flat):
-            return
+        if len(devices) == number:
+            found.setdefault(key, devices)
+            continue
+        used, left = dict.fromkeys(homes[d] for d in devices), sorted(fastest[at:])
+        # Machines that go on, and where later devices come between those chosen.
+        on = tuple(home if last[home] >= at else None for home in used)
+        state = at, key, on, tuple(bisect(left, d) for d in devices)
+        if state in states:
+            continue
+        states.add(state)
+        end = at + 1
+        while end < len(fastest) and _alike(cluster, *fastest[end - 1 : end + 1]):
+            end += 1
+        missing = number - len(devices)
+        for count in range(max(missing - len(fastest) + end, 0), min(end - at, missing) + 1):
+            going.append((end, (*chosen, *fastest[at : at + count])))
+    return tuple(found.values()), not going and len(found) < _MOST_SUBSETS
+
+
+def _alike(cluster: Cluster, a: int, b: int) -> bool:
+    """Whether device b follows device a in the list, and is like it, in the same machine."""
+    first, second = cluster.devices[a], cluster.devices[b]
+    return b == a + 1 and first == msgspec.structs.replace(second, name=first.name)
 
 
 def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) -> PlanError:
@@ -237,10 +274,9 @@ class PlacedSearch:
 
     def _left_out(self) -> bool:
         """Whether there may be more ways to leave devices out than were looked at."""
-        ways: dict[int, set[tuple[int, ...]]] = {}
-        for branch in chain.from_iterable(self.branches):
-            ways.setdefault(len(branch.devices), set()).add(branch.devices)
-        return any(len(found) >= _MOST_SUBSETS for found in ways.values())
+        cluster = self.search.question.cluster
+        numbers = {len(branch.devices) for branch in chain.from_iterable(self.branches)}
+        return not all(_subsets(cluster, number)[1] for number in numbers)
 
     def _bound(self) -> None:
         """Bound what couldn't all be looked at: layers as they are, no part of one, whichever
@@ -271,8 +307,13 @@ class PlacedSearch:
                 bounds[branch] = max(bounds[branch], found.bound_s)
 
     def _look(self, branches: Sequence[PlacedBranch]) -> None:
-        courses = []
+        courses, left = list[_Course](), self.search.budget.seconds_left
+        until = None if left is None else time.monotonic() + left / 2
         for branch in branches:
+            self.search.bounds[branch] = self._least_s(branch.micro_batches)
+            # Where there are so many that they take all the time, the first ones get the rest.
+            if courses and is_late(until):
+                continue
             cuts = self._cuts(branch)
             courses.append(_Course(branch, cuts, self._places.lattice.complete, cuts.least_s))
             self.search.bounds[branch] = cuts.least_s
@@ -342,6 +383,7 @@ class PlacedSearch:
         search = self.search
         for start in (lambda course: course.cuts.even(), self._apart):
             for course in sorted(courses, key=lambda c: (c.below_s, c.cuts.stages)):
+                search.budget.check()
                 downsets = start(course) if self._may_gain(course) else None
                 if downsets is not None:
                     self._try(course, downsets)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from itertools import combinations
+
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.partition import device_loads
+from timeprest.planner.partition.placings import pattern
 from timeprest.planner.search import stages_per_device
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
@@ -202,12 +206,66 @@ def test_ways_to_leave_devices_out_that_were_not_looked_at_are_not_proven_worse(
     best = solve(chain(4), cluster, "timeprest", **asked)
     # The slowest two alone.
     monkeypatch.setattr(
-        stages_per_device, "_subsets", lambda cluster, number: iter([(0, 1)] * (number == 2))
+        stages_per_device, "_subsets", lambda cluster, number: (((0, 1),) * (number == 2), False)
     )
-    monkeypatch.setattr(stages_per_device, "_MOST_SUBSETS", 1)
     found = solve(chain(4), cluster, "timeprest", **asked)
     assert best.predicted.period_s < found.predicted.period_s
     assert found.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
+
+
+def cluster_of(*kinds):
+    """Devices of these speeds, in these machines."""
+    listed = tuple(
+        Device(name=f"d{k}", speed=speed, machine=machine)
+        for k, (speed, machine) in enumerate(kinds)
+    )
+    return Cluster(devices=listed, network=Network(bandwidth_bytes_per_s=1e10, latency_s=1e-6))
+
+
+def test_ways_to_leave_devices_out_are_those_that_differ():
+    rng = random.Random(5)
+    for _ in range(60):
+        homes, speeds = rng.choice(["a", "ab", "abc"]), rng.choice([(1.0,), (1.0, 2.0)])
+        devices = [(rng.choice(speeds), rng.choice(homes)) for _ in range(rng.randint(1, 7))]
+        cluster, order = (
+            cluster_of(*devices),
+            sorted(range(len(devices)), key=lambda d: -devices[d][0]),
+        )
+        for number in range(1, len(devices) + 1):
+            every = {}
+            for chosen in map(sorted, combinations(order, number)):
+                key = pattern(
+                    chosen, *zip(*((home, speed) for speed, home in devices), strict=True)
+                )
+                every.setdefault(key, tuple(chosen))
+            found, complete = stages_per_device._subsets(cluster, number)
+            assert found == tuple(every.values())[:32]
+            assert complete == (len(every) < 32)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        [(1.0, "a")] * 10 + [(2.0, "a")] * 10,
+        [(1.0 + (k >= 10), f"m{k}") for k in range(20)],
+    ],
+)
+def test_ways_to_leave_devices_out_are_not_gone_through_one_by_one(devices, monkeypatch):
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return pattern(*args)
+
+    monkeypatch.setattr(stages_per_device, "pattern", counted)
+    found, complete = stages_per_device._subsets(cluster_of(*devices), 10)
+    # Of 184,756.
+    assert len(calls) < 10_000
+    assert complete
+    assert len(found) == 11
+
+
+
 
 
 def test_numbers_of_stages_that_no_placement_has_are_skipped():
