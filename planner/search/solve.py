@@ -236,7 +236,11 @@ def _run(search: SearchState, placed: PlacedSearch | None, request: SearchReques
         deadline, left, rest = budget.deadline, budget.seconds_left, budget.effort // 2
         budget.effort -= rest
         budget.deadline = None if left is None else time.monotonic() + left / 2
-        stopped = _run_straight(search, request)
+        try:
+            stopped = _run_straight(search, request)
+        except KeyboardInterrupt:
+            placed.enter_bounds()
+            raise
         budget.effort, budget.deadline = max(budget.effort, 0) + rest, deadline
         straight = search.best
     try:

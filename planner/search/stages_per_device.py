@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -38,7 +39,7 @@ from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked
 from .places import Assumptions
 from .relaxation import Relaxation
-from .state import CLOSE, SearchState, is_late
+from .state import CLOSE, OutOfBudget, SearchState, is_late
 
 _MOST_DOWNSETS = 3_000
 """Of graphs with more, cuts are tried in one topological order alone, between so many places."""
@@ -239,23 +240,31 @@ class PlacedSearch:
     def run(self) -> None:
         """Look for the best plan. Raises OutOfBudget when the budget is used up; the search's
         bounds are true then, too."""
-        search = self.search
-        beyond = [PlacedBranch(n) for n in self._counts]
-        for branch in beyond:
-            search.bounds[branch] = self._least_s(branch.micro_batches)
-        try:
+        self.enter_bounds()
+        with self._bounding():
             if self._look_at_more() and not self._left_out():
-                for branch in beyond:
-                    del search.bounds[branch]
-        finally:
-            self._bound()
+                for n in self._counts:
+                    del self.search.bounds[PlacedBranch(n)]
+
+    def enter_bounds(self) -> None:
+        """Give the search bounds that hold whatever is found here."""
+        for n in self._counts:
+            self.search.bounds[PlacedBranch(n)] = self._least_s(n)
 
     def look_at(self, branches: Sequence[PlacedBranch]) -> None:
         """Look for the best plan of these branches alone. Raises as `run`."""
-        try:
+        with self._bounding():
             self._look(branches)
-        finally:
+
+    @contextmanager
+    def _bounding(self) -> Iterator[None]:
+        """Sharpens bounds afterwards; not after Ctrl-C, which ends all."""
+        try:
+            yield
+        except OutOfBudget:
             self._bound()
+            raise
+        self._bound()
 
     def _look_at_more(self) -> bool:
         """Look at 2, 3, … stages on each device while they pay. Returns whether that were all that

@@ -12,6 +12,7 @@ from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.partition import device_loads
 from timeprest.planner.partition.placings import pattern
+from timeprest.planner.search import solve as solve_module
 from timeprest.planner.search import stages_per_device
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
@@ -265,6 +266,44 @@ def test_ways_to_leave_devices_out_are_not_gone_through_one_by_one(devices, monk
     assert len(found) == 11
 
 
+def test_ctrl_c_before_several_stages_are_looked_at_leaves_a_true_bound(monkeypatch):
+    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((2, 3, 1))]
+    edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
+    asked = {"micro_batches": 1, "stages_per_device": None}
+    fast = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
+    best = solve(profile_by_hand(layers, edges), fast, **asked)
+    straight = solve_module._run_straight
+
+    def interrupted(search, request):
+        straight(search, request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solve_module, "_run_straight", interrupted)
+    plan = solve(profile_by_hand(layers, edges), fast, **asked)
+    assert plan.solver.stopped == "interrupted"
+    assert plan.predicted.period_s > best.predicted.period_s * 1.01
+    assert plan.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
+
+
+def test_after_ctrl_c_nothing_more_is_bounded(monkeypatch):
+    def tell(what, done, total):
+        if "stages on" in what:
+            raise KeyboardInterrupt
+
+    asked = {"variant": "timeprest", "micro_batches": 2, "stages_per_device": 2}
+    fast, times = uniform_cluster(2, latency="0s"), (4, 1, 3, 5, 2, 6)
+    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate(times)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(5)] + [("n5", "output", "t5", 8)]
+    profile, bounded = profile_by_hand(layers, edges), []
+
+    def bound(self):
+        bounded.append(self)
+
+    monkeypatch.setattr(stages_per_device.PlacedSearch, "_bound", bound)
+    plan = solve(profile, fast, progress=tell, **asked)
+    assert plan.solver.stopped == "interrupted"
+    assert not bounded
+    assert not plan.solver.optimal
 
 
 
