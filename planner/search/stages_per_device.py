@@ -76,11 +76,7 @@ def placed_branches(
     cluster, variant = relaxation.question.cluster, relaxation.variant
     most = relaxation.graph.most_stages
     found = []
-    for number in range(len(cluster.devices), 0, -1):
-        if number == 1 and asked.straight and not relaxation.limited:
-            # Several stages on a device of their own are no faster than one; but they may take
-            # less memory, of what a single operation needs.
-            continue
+    for number in range(len(cluster.devices), _least_devices(relaxation, asked) - 1, -1):
         placed = {
             placement: None
             for name in asked.patterns
@@ -100,6 +96,12 @@ def placed_branches(
                 for recompute in relaxation.recompute
             ]
     return found
+
+
+def _least_devices(relaxation: Relaxation, asked: StagesAsked) -> int:
+    """Fewer needn't be looked at: several stages on a device of their own are no faster than one;
+    but they may take less memory, of what a single operation needs."""
+    return 2 if asked.straight and not relaxation.limited else 1
 
 
 def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
@@ -271,11 +273,11 @@ class PlacedSearch:
         were asked for, and are possible."""
         search, asked = self.search, self.asked
         open_end = asked.open_end and asked.patterns != ("v",)
-        most = self.relaxation.graph.most_stages
+        most, least = self.relaxation.graph.most_stages, _least_devices(self.relaxation, asked)
         for per_device, branches in zip(asked.per_device, self.branches, strict=True):
             before_s = search.period_s
             self._look(branches)
-            if open_end and 2 * (per_device + 1) > most:
+            if open_end and least * (per_device + 1) > most:
                 return True
             if search.best is not None and search.period_s * SAME >= before_s:
                 break

@@ -306,6 +306,13 @@ def test_after_ctrl_c_nothing_more_is_bounded(monkeypatch):
     assert not plan.solver.optimal
 
 
+def test_more_stages_on_one_device_are_looked_at_where_that_saves_memory():
+    devices = (Device(name="a", memory_bytes=12_000), Device(name="b", memory_bytes=1))
+    cluster = Cluster(devices=devices, network=uniform_cluster(2).network)
+    asked = {"variant": "gpipe", "micro_batches": 1, "recompute": "on", "stages_per_device": None}
+    plan = solve(chain(5, saved=1000), cluster, **asked)
+    assert [stage.devices for stage in plan.stages] == [(0,)] * 3
+
 
 def test_numbers_of_stages_that_no_placement_has_are_skipped():
     asked = {"stages": 6, "micro_batches": 4}
