@@ -119,7 +119,7 @@ def _bound_all(search: SearchState) -> None:
                 solves = min(solves, 2)
             seconds = None if end is None else max(end - time.monotonic(), 0.0) / solves
             if _grain(search) > 1 and not assumed.identical:
-                seconds = min(seconds or _BOUND_S, _BOUND_S)
+                seconds = _BOUND_S if seconds is None else min(seconds, _BOUND_S)
             problem = search.relaxation.problem(branch, assumed)
             answer = _solve(search, problem, seconds)
             if answer.bound_s >= search.bounds[branch]:

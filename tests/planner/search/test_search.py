@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.problem import members, stage_bytes, stage_load
+from timeprest.planner.partition.solve import Found
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import diagnosis, exploration, first_plans, state
 from timeprest.planner.search import solve as solving
@@ -488,3 +489,24 @@ def test_devices_taken_together_need_no_replicas_that_divide_into_them(monkeypat
     monkeypatch.setattr(exploration, "_MOST_UNITS", 1)
     plan = solve(chain(4), uniform_cluster(2), "gpipe", micro_batches=1, replicas=True)
     assert plan.solver.optimal
+
+
+def test_once_time_is_up_bounds_get_none(monkeypatch):
+    given = []
+    monkeypatch.setattr(exploration, "_MOST_UNITS", 1)
+    monkeypatch.setattr(
+        exploration, "_solve", lambda search, problem, s: given.append(s) or Found(None, 0.0)
+    )
+    question = Question(
+        chain(4),
+        Cluster(
+            devices=(Device(name="a"), Device(name="b", speed=2.0)),
+            network=uniform_cluster(1).network,
+        ),
+        "gpipe",
+        4,
+        1.0,
+    )
+    search = explore(question, SearchRequest(replicas=True, time_limit_s=0.0), lambda *_: None)
+    assert exploration.run(search) == "time limit"
+    assert set(given) == {0.0}
