@@ -169,7 +169,10 @@ class Mip:
             early = answer.status == "time limit reached" and time.monotonic() < until
             if answer.status != "solve error" and not early:
                 return answer
-        return self._cbc(settings)
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return MipAnswer(None, -INFINITY, False, False, False, "time limit reached")
+        return self._cbc(replace(settings, time_limit_s=left_s))
 
     def _highs(self, settings: SolverSettings, feasibility: float) -> MipAnswer:
         highspy = import_module("highspy")

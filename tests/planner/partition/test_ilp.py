@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -383,6 +384,19 @@ def test_cbc_takes_over_where_highs_fails(monkeypatch):
     of = chain([2, 3, 4, 3], [10, 1, 1])
     assert solve_ilp(of).cut.objective_s == 8
     assert tried == list(mip.FEASIBILITY)
+
+
+def test_what_takes_over_has_what_is_left_of_the_time(monkeypatch):
+    failed = MipAnswer(None, -INF, False, False, False, "solve error")
+    given = []
+    monkeypatch.setattr(Mip, "_highs", lambda self, settings, f: time.sleep(0.02) or failed)
+    monkeypatch.setattr(Mip, "_cbc", lambda self, settings: given.append(settings) or failed)
+    made = Mip()
+    made.minimise(made.binary())
+    made.solve(SolverSettings(time_limit_s=60.0))
+    assert 0 < given[0].time_limit_s <= 59.96
+    made.solve(SolverSettings(time_limit_s=0.03))
+    assert len(given) == 1
 
 
 @pytest.mark.parametrize("infeasible", [True, False])
