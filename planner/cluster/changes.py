@@ -88,7 +88,7 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
     """
     devices = _so_many(cluster, change.devices or len(cluster.devices))
     devices = tuple(_device(device, change, what) for device in devices)
-    network = _network(cluster.network, change.bandwidth, change.latency, what)
+    network = _network(cluster.network, change.bandwidth, change.latency, f"{what}: ")
     between = cluster.between_machines
     if change.between_bandwidth or change.between_latency:
         if len({device.machine for device in devices}) < 2:
@@ -97,7 +97,10 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
                 "--per-machine, or give each device its machine in the cluster file"
             )
         between = _network(
-            between or cluster.network, change.between_bandwidth, change.between_latency, what
+            between or cluster.network,
+            change.between_bandwidth,
+            change.between_latency,
+            f"{what}: between-",
         )
     return msgspec.structs.replace(
         cluster,
@@ -146,12 +149,13 @@ def _device(device: Device, change: Change, what: str) -> Device:
 
 
 def _network(network: Network, bandwidth: str | None, latency: str | None, what: str) -> Network:
+    """`what`: stands before the field's name in messages."""
     if bandwidth is not None:
         now = network.bandwidth_bytes_per_s
-        found = _amount(bandwidth, now, parse_bandwidth, f"{what}: bandwidth")
+        found = _amount(bandwidth, now, parse_bandwidth, f"{what}bandwidth")
         network = msgspec.structs.replace(network, bandwidth_bytes_per_s=found)
     if latency is not None:
-        found = _amount(latency, network.latency_s, parse_seconds, f"{what}: latency")
+        found = _amount(latency, network.latency_s, parse_seconds, f"{what}latency")
         network = msgspec.structs.replace(network, latency_s=found)
     return network
 
