@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...profiles.errors import PlanError
 from .dp.enumerate import chains_below
 from .dp.identical_devices import FEW, identical_minimax
 from .dp.identical_devices_by_target import identical_by_targets
@@ -165,14 +166,23 @@ def source_for(
     """The solver to use for this problem's graph.
 
     Args:
-        solver: one of SOLVERS. "dp" lists the downsets however many there are.
-        deadline: by `time.monotonic`, for listing them.
+        solver: one of SOLVERS.
+        deadline: by `time.monotonic`, for listing the downsets.
+
+    Raises PlanError where "dp" is asked for, and they are too many or take too long.
     """
     if solver == "ilp":
         return IlpSource()
     limit = MOST_DOWNSETS if solver == "auto" else 10 * MOST_DOWNSETS
     lattice = find_downsets(problem, limit, deadline)
-    return IlpSource() if lattice is None else DpSource(lattice)
+    if lattice is not None:
+        return DpSource(lattice)
+    if solver == "dp":
+        late = deadline is not None and time.monotonic() > deadline
+        why = "listing the model's downsets takes longer than --time-limit"
+        many = f"the model has more than {limit:,} downsets"
+        raise PlanError(f"--solver dp: {why if late else many}; leave it out")
+    return IlpSource()
 
 
 @dataclass(frozen=True)
@@ -213,6 +223,8 @@ def solve_cut(
     Args:
         solver: one of SOLVERS.
         time_limit_s: the best cut found by then is the answer; None: no limit.
+
+    Raises PlanError as `source_for`.
     """
     begin = time.monotonic()
     deadline = None if time_limit_s is None else begin + time_limit_s

@@ -109,6 +109,8 @@ def test_more_downsets_than_can_be_listed_are_left_to_the_ilp(monkeypatch):
     assert listed.solver.optimal
     assert found.solver.optimal
     assert found.predicted.period_s == pytest.approx(listed.predicted.period_s, rel=1e-6)
+    with pytest.raises(PlanError, match="--solver dp: the model has more than 1,000 downsets"):
+        solve(profile, uniform_cluster(3, **FAST), **asked, solver="dp")
 
 
 def test_a_balanced_chain_reaches_the_bound():
