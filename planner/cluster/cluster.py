@@ -365,7 +365,7 @@ def uniform_cluster(
         memory = None
     memory_bytes = None if memory is None else parse_bytes(memory, "memory")
     if memory_bytes is not None and memory_bytes < 1:
-        raise FileError(f"memory: must be more than 0, not {memory!r}")
+        raise UserError(f"memory: must be more than 0, not {memory!r}")
     between = (between_bandwidth, between_latency) != (None, None)
     if between and per_machine is None:
         raise UserError("per_machine: say how many devices a machine has, to give links between")

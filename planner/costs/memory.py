@@ -218,7 +218,7 @@ def holdings(
     """Walk one stage's operations; enough of them to reach the steady state.
 
     Args:
-        kinds: of the operations (`kinds.numbered`).
+        kinds: of the operations (`operations.numbered`).
         entries, recompute: as for `versions.VersionWalk`.
     """
     micro, n = variant.backward_unit == "micro", micro_batches

@@ -58,7 +58,7 @@ runs empty after each mini-batch, fewer replicas, with less to compute again, ma
 
 _UNEQUAL = 1.15
 """A guess's expected period counts as so many times longer where stages of a pipeline that runs
-empty have different numbers of replicas: they wait for one another (docs/planner_scale.md)."""
+empty have different numbers of replicas: they wait for one another."""
 
 _UNEQUAL_FULL = 1.5
 """The same where the pipeline stays full and the schedule says what is in flight: neighbours with

@@ -1,7 +1,7 @@
 """Plans for an order that a user gives: it says stages, devices and micro-batches; the search cuts.
 
 Cuts are tried from the lowest load of their busiest device on, as for devices with several stages
-(`placed`), each by the order itself.
+(`stages_per_device`), each by the order itself.
 
 Index letters: S stages; D devices; N micro-batches.
 """

@@ -234,7 +234,7 @@ def studied(plan: Plan, name: str, file: str, arm: str) -> StudiedPlan:
 
 
 def cluster_name(cluster: Cluster) -> str:
-    """Devices and links in a few words: ``4 devices at 4 GB/s, 50 µs``."""
+    """Devices and links in a few words: ``4 devices, 4 GB/s and 50 µs``."""
     count = len(cluster.devices)
     kinds = "device" if count == 1 else "devices"
     links = ", ".join(

@@ -26,12 +26,14 @@ from .variables import SlotChoice, Slots, Units, between, joined, least_compute,
 # It is that of `problem`, with sets of layers for stages and these differences:
 #
 # - A tensor's maker is the layer among its ends that all others of them need. The device with the
-# maker counts the tensor as its upper cut's, unless it has all ends; others that have an end
-# count it as their lower cut's. For the stages of a cut that is the same. A tensor without a
-# maker counts as the smaller of its sides, at the smaller of wires' scales: no more than for a
-# cut. - The model's result is on whichever device suits best. - There is no before and after.
-# Stage counts and pins aren't kept, but devices that are all alike are no more than the stages
-# asked for. - Only options with one replica count; each device takes the one that suits it best.
+#   maker counts the tensor as its upper cut's, unless it has all ends; others that have an end
+#   count it as their lower cut's. For the stages of a cut that is the same. A tensor without a
+#   maker counts as the smaller of its sides, at the smaller of wires' scales: no more than for a
+#   cut.
+# - The model's result is on whichever device suits best.
+# - There is no before and after. Stage counts and pins aren't kept, but devices that are all alike
+#   are no more than the stages asked for.
+# - Only options with one replica count; each device takes the one that suits it best.
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ ORDERED = 4
 
 
 class AssignmentModel(Seats):
-    """The program of a problem (`placement_load.parted`), for loads up to `limit_s`.
+    """The program of a problem (as `parted` makes it), for loads up to `limit_s`.
 
     Attributes:
         possible: False where no load is so small.
@@ -314,8 +316,7 @@ class AssignmentModel(Seats):
 # Sets of layers that need not be contiguous: each device may hold several stretches of the
 # model ------------------------------------------------------------------------------------------
 # An integer program over assignments, one device per set. Its best load is no more than that of
-# any cut into stages of one device, and so tells what contiguity costs. What a set's load is says
-# `placement_load`.
+# any cut into stages of one device, and so tells what contiguity costs.
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def solve_noncontiguous(
 
     Args:
         warm: a cut to start from, if all its stages have one replica.
-        gap, time_limit_s, progress, stopped, solver: as in `ilp.solve_ilp`.
+        gap, time_limit_s, progress, stopped, solver: as in `search.solve_ilp`.
     """
     made = parted(problem)
     slots = device_slots(made)
