@@ -156,15 +156,6 @@ class LayerGraph:
         return found
 
     @cached_property
-    def chain(self) -> bool:
-        """Whether every tensor goes to the next layer alone, so that a cut has one link."""
-        last = len(self.names)
-        return all(
-            bool(t.ends >> self.position[t.edge.producer] + 1 & 1) and t.ends.bit_count() == 2
-            for t in self.tensors
-        ) and all(self.needs[k] >> (k - 1) & 1 for k in range(1, last))
-
-    @cached_property
     def lone_tensors(self) -> frozenset[int]:
         """Positions of tensors no two of which cross any cut together, as heavy as can be.
 

@@ -186,11 +186,6 @@ class StagesAsked:
     patterns: tuple[Pattern, ...]
     open_end: bool
 
-    @property
-    def placed(self) -> bool:
-        """Whether devices may have several stages."""
-        return bool(self.per_device)
-
 
 def stages_asked(
     variant: Variant, per_device: int | None, placement: str, stages: int | None

@@ -13,6 +13,7 @@ from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.pipelines import ALL
 from helpers.drawn.plans import evaluated
 from helpers.output.commands import called
+from helpers.output.schedules import schedule_text
 from helpers.output.width import byte_counts, check_fits
 from helpers.plans import REPORT, chain_plan, plan_by_hand
 from hypothesis import given, settings
@@ -21,7 +22,6 @@ from timeprest.cli.tables.layout import device_range, first_to_last, shortened
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.plan import pipeline_of, read_plan
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.placement import numbered_devices, pattern_of
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file

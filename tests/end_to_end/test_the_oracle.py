@@ -14,9 +14,9 @@ import pytest
 import torch
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.oracle import SGD, SYSTEMS, Adam, Oracle, distances, parse, unit_clock
+from helpers.output.schedules import schedule_text
 from mlp_task import WIDTHS, MLPTask
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.systems.operations import schedule_text
 
 STEPS = 9
 LAYERS = [["l0", "t0"], ["l1", "t1"], ["l2", "t2"], ["l3"]]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.oracle import SGD, Adam, Muon, Oracle, delays, parse
+from helpers.output.schedules import schedule_text
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.systems.operations import schedule_text
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights

@@ -34,7 +34,7 @@ def _in_time(place: Callable[[int, int], Place], deadline: float) -> Callable[[i
 def chains_below(
     problem: StageProblem,
     lattice: Lattice,
-    target: float | Callable[[], float],
+    target: Callable[[], float],
     *,
     deadline: float | None = None,
 ) -> Iterator[Cut]:
@@ -45,17 +45,16 @@ def chains_below(
     of its own. No chain is begun that can't be ended below the target.
 
     Args:
-        target: in s; less is less by more than rounding. Or a function that is asked again before
-            each stage: what it gives may fall.
+        target: in s; less is less by more than rounding. It is asked again before each stage: what
+            it gives may fall.
         deadline: on the clock of `time.monotonic`.
 
     Raises:
         OutOfTime: the deadline passed.
     """
-    asked = target if callable(target) else lambda: target
 
     def limit() -> float:
-        return just_below(asked())
+        return just_below(target())
 
     if limit() < 0:
         return

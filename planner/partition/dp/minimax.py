@@ -195,31 +195,6 @@ class Answer:
     complete: bool
 
 
-def minimax(
-    problem: StageProblem,
-    lattice: Lattice,
-    *,
-    below: float = float("inf"),
-    deadline: float | None = None,
-) -> Cut | None:
-    """The cut on a lattice whose largest stage load is smallest; None where there is none.
-
-    Among cuts with the same objective one with the fewest devices, then with the fewest stages;
-    on the first devices, where it makes no difference which.
-
-    Args:
-        below: only objectives less than this, by more than rounding, count.
-        deadline: on the clock of `time.monotonic`.
-
-    Raises:
-        OutOfTime: the deadline passed.
-    """
-    answer = minimax_with_bound(problem, lattice, below=below, deadline=deadline)
-    if not answer.complete:
-        raise OutOfTime
-    return answer.cut
-
-
 def minimax_with_bound(
     problem: StageProblem,
     lattice: Lattice,
@@ -227,7 +202,15 @@ def minimax_with_bound(
     below: float = float("inf"),
     deadline: float | None = None,
 ) -> Answer:
-    """As `minimax`, but what is known when time runs out."""
+    """The cut on a lattice whose largest stage load is smallest; less, where time runs out.
+
+    Among cuts with the same objective one with the fewest devices, then with the fewest stages;
+    on the first devices, where it makes no difference which.
+
+    Args:
+        below: only objectives less than this, by more than rounding, count.
+        deadline: on the clock of `time.monotonic`.
+    """
     if just_below(below) < 0:
         return Answer(None, below, complete=True)
     return _Search(Program(problem, lattice), just_below(below), deadline).answer(below)

@@ -141,7 +141,6 @@ class Sweep:
             where any number will do), downset and devices left, [L, D, K + 2]: infinite where
             it can't be within the target, and in the last column, so that −1 devices find it.
         least, most: devices that must be, and that can be, left at each downset, [D].
-        effort: stages looked at.
     """
 
     def __init__(self, program: Program, target: float, deadline: float | None = None) -> None:
@@ -154,7 +153,6 @@ class Sweep:
         size, levels = program.lattice.size, program.problem.stages or 0
         self.target, self._limits = target, Limits(program, target)
         self.least, self.most = self._windows()
-        self.effort = 0
         self.values = np.full((levels + 1, size, program.problem.devices + 2), np.inf)
         self.values[0, program.top, :-1] = 0.0
         self._targets = [Targets(program, self._limits) for _ in range(levels + 1)]
@@ -257,7 +255,6 @@ class Sweep:
         at = targets.above(below, most)
         if not len(at):
             return None
-        self.effort += len(at)
         above, need, places = targets.position[at], targets.need[at], program.places
         work = program.costs.work[above] - program.costs.work[below]
         which, number = self._choices(work, most - need)

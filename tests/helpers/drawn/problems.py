@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from hypothesis import strategies as st
+from timeprest.planner.partition.dp.minimax import minimax_with_bound
+from timeprest.planner.partition.dp.sweep import OutOfTime
 from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
@@ -171,3 +173,11 @@ def is_downset(problem: StageProblem, mask: int) -> bool:
     return all(not problem.needs[k] & ~mask for k in members(mask)) and all(
         mask & group in (0, group) for group in problem.together
     )
+
+
+def best_cut(problem, lattice, **how):
+    """The cut on a lattice whose largest load is smallest; None where there is none."""
+    answer = minimax_with_bound(problem, lattice, **how)
+    if not answer.complete:
+        raise OutOfTime
+    return answer.cut

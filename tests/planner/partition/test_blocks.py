@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from helpers.drawn.cases import examples
-from helpers.drawn.problems import drawn_problems, is_downset
+from helpers.drawn.problems import best_cut, drawn_problems, is_downset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp.blocks import blocks
 from timeprest.planner.partition.dp.lattice import find_downsets
-from timeprest.planner.partition.dp.minimax import minimax
 from timeprest.planner.partition.problem import cut_load
 
 
@@ -24,8 +23,8 @@ def test_a_cut_between_blocks_is_a_cut_of_the_layers(problem, most):
         below |= mask
         assert is_downset(problem, below)
     coarse, places = found.coarse(problem)
-    cut = minimax(coarse, places)
-    best = minimax(problem, lattice)
+    cut = best_cut(coarse, places)
+    best = best_cut(problem, lattice)
     if cut is None:
         return
     fine = found.fine(cut)

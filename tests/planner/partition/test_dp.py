@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.drawn import lattices
 from helpers.drawn.cases import examples
-from helpers.drawn.problems import all_cuts, brute_force, drawn_problems, is_downset
+from helpers.drawn.problems import all_cuts, best_cut, brute_force, drawn_problems, is_downset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import cost_tables, minimax
@@ -31,7 +31,6 @@ from timeprest.planner.partition.warm_start import (
     prefix_lattice,
 )
 
-best_cut = minimax.minimax
 MANY = 10**6
 
 VARIANTS = {
@@ -211,7 +210,7 @@ def test_all_cuts_below_a_target_are_listed_once(name, problem, factor):
     with pytest.MonkeyPatch.context() as patch:
         for module, attribute, value in VARIANTS[name]:
             patch.setattr(module, attribute, value)
-        found = list(chains_below(problem, find_downsets(problem, MANY), target))
+        found = list(chains_below(problem, find_downsets(problem, MANY), lambda: target))
     if same_places(problem):
 
         def key(cut):

@@ -163,5 +163,5 @@ def test_listing_cuts_ends_in_time_though_places_take_long():
 
     lattice = find_downsets(problem, 100)
     with pytest.raises(OutOfTime):
-        list(chains_below(replace(problem, place=place), lattice, 1.0, deadline=0.0))
+        list(chains_below(replace(problem, place=place), lattice, lambda: 1.0, deadline=0.0))
     assert not asked

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.drawn import lattices
 from helpers.drawn.cases import examples
-from helpers.drawn.problems import brute_force, drawn_problems, is_downset
+from helpers.drawn.problems import best_cut, brute_force, drawn_problems, is_downset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import identical_devices as rising
@@ -119,12 +119,10 @@ def many(devices, *, memory=None):
 
 
 def test_it_agrees_with_the_other_program():
-    from timeprest.planner.partition.dp.minimax import minimax
-
     for memory in (None, 2.0, 0.8, 0.4):
         problem = many(12, memory=memory)
         answer = solved(problem)
-        other = minimax(problem, find_downsets(problem, 10_000))
+        other = best_cut(problem, find_downsets(problem, 10_000))
         assert answer.cut.objective_s == pytest.approx(other.objective_s, rel=1e-9)
         assert devices_of(problem, answer.cut) == devices_of(problem, other)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.output.schedules import schedule_text
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.given import in_rules_of, ordered_schedule, read_order
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, OrderError

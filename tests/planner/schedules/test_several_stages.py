@@ -9,6 +9,7 @@ import pytest
 from helpers.by_hand.nf1b import list_schedule
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.pipelines import pipelines
+from helpers.output.schedules import parse_schedule, schedule_text
 from hypothesis import example, given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
@@ -20,7 +21,6 @@ from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.simulator.timeline import least_period_s, simulate
-from timeprest.planner.systems.operations import parse_schedule, schedule_text
 from timeprest.planner.systems.placement import numbered_devices, pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from helpers.output.schedules import schedule_text
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.costs.memory import holdings
@@ -15,7 +16,7 @@ from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.schedules.zero_bubble import postponed
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.simulator.timeline import least_period_s, simulate
-from timeprest.planner.systems.operations import Op, Schedule, schedule_text
+from timeprest.planner.systems.operations import Op, Schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 

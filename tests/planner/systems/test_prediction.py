@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.output.schedules import parse_schedule
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.pipeline import Link, Pipeline
-from timeprest.planner.systems.operations import parse_schedule
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 

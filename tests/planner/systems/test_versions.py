@@ -14,13 +14,14 @@ from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
 from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import pipelines
 from helpers.oracle import SGD, SYSTEMS, Oracle, distances, parse
+from helpers.output.schedules import schedule_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import sequence_distance, steady_state
 from timeprest.planner.simulator.timeline import simulate
-from timeprest.planner.systems.operations import Op, Schedule, schedule_text
+from timeprest.planner.systems.operations import Op, Schedule
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import VersionWalk, entry_versions, version_use

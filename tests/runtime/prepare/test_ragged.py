@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.oracle import SGD, Oracle
+from helpers.output.schedules import schedule_text
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
