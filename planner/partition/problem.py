@@ -220,6 +220,24 @@ class Cut:
     objective_s: float
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a solver found.
+
+    Attributes:
+        cut: the best one found; None where there is none.
+        bound_s: no cut that was asked for has a smaller objective. Without any cut: infinite, or
+            what objectives were to be below.
+        optimal: nothing more can be known: the cut is proven best, or it is that there is none.
+        interrupted: stopped from outside.
+    """
+
+    cut: Cut | None
+    bound_s: float
+    optimal: bool
+    interrupted: bool = False
+
+
 # The layer graph in bit masks -------------------------------------------------------------------
 
 

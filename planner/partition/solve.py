@@ -12,10 +12,10 @@ from .dp.enumerate import chains_below
 from .dp.identical_devices import FEW, identical_minimax
 from .dp.identical_devices_by_target import identical_by_targets
 from .dp.lattice import Lattice, find_downsets
-from .dp.minimax import Answer, minimax_with_bound
+from .dp.minimax import minimax_with_bound
 from .dp.sweep import OutOfTime
 from .ilp.search import solve_ilp
-from .problem import SAME, Cut, StageProblem
+from .problem import SAME, Answer, Cut, StageProblem
 from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000
@@ -29,19 +29,6 @@ Progress = Callable[[float, float], None]
 
 Target = Callable[[], float]
 """In s; may fall while cuts below it are looked for."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """Attributes:
-    cut: the best one found; None where there is none.
-    bound_s: no cut has a smaller objective; infinite where there is none.
-    interrupted: stopped from outside.
-    """
-
-    cut: Cut | None
-    bound_s: float
-    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Source(Protocol):
 
     def best(
         self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
-    ) -> Found:
+    ) -> Answer:
         """The best cut, or one that is good enough, and a bound on all cuts."""
 
     def each_below(
@@ -96,16 +83,15 @@ class DpSource:
 
     def best(
         self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
-    ) -> Found:
+    ) -> Answer:
         """See `Source`."""
         seconds, below = enough.seconds, enough.below
         deadline = None if seconds is None else time.monotonic() + seconds
-        answer = (
+        return (
             identical_minimax(problem, self.lattice, deadline=deadline)
             or self._by_targets(problem, below, enough.within, deadline)
             or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
         )
-        return Found(answer.cut, answer.bound_s)
 
     def _by_targets(
         self, problem: StageProblem, below: float, within: float, deadline: float | None
@@ -133,14 +119,13 @@ class IlpSource:
 
     def best(
         self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
-    ) -> Found:
+    ) -> Answer:
         """See `Source`."""
         begin, seconds = time.monotonic(), enough.seconds
         share = self.orders_s if seconds is None else min(self.orders_s, seconds / 4)
         warm = good_cut(problem, deadline=begin + share)
         left = None if seconds is None else max(seconds - (time.monotonic() - begin), 0.0)
-        answer = solve_ilp(problem, warm=warm, time_limit_s=left, progress=progress)
-        return Found(answer.cut, answer.bound_s, answer.interrupted)
+        return solve_ilp(problem, warm=warm, time_limit_s=left, progress=progress)
 
     def each_below(
         self, problem: StageProblem, target: Target, deadline: float | None = None

@@ -17,9 +17,8 @@ from ..costs.tied_parameters import bound_groups
 from ..evaluate import Evaluation, Question, better, evaluate
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices_by_target import identical_by_targets
-from ..partition.dp.minimax import Answer
-from ..partition.problem import Cut, StageProblem
-from ..partition.solve import DpSource, Enough, Found
+from ..partition.problem import Answer, Cut, StageProblem
+from ..partition.solve import DpSource, Enough
 from ..schedules.schedules import limit_ranges
 from .choices import Branch, Choice, capped, choice_of, in_flight_under
 from .places import Assumptions
@@ -252,7 +251,7 @@ class Fitting:
     def _any_cut(self, problem: StageProblem) -> Cut | None:
         source, enough = self.search.source, float("inf")
         left = max(self.seconds_left, _SECONDS / 4)
-        found: Answer | Found | None = None
+        found: Answer | None = None
         if isinstance(source, DpSource):
             self._blocks = self._blocks or blocks(problem, source.lattice, _BLOCKS)
             coarse, lattice = self._blocks.coarse(problem)

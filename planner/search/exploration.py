@@ -25,8 +25,8 @@ from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targe
 from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
-from ..partition.problem import SAME, Cut, StageProblem, members
-from ..partition.solve import DpSource, Enough, Found
+from ..partition.problem import SAME, Answer, Cut, StageProblem, members
+from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
 from .places import Assumptions, fixed_in_flight
@@ -356,7 +356,7 @@ def _placed(search: SearchState, problem: StageProblem, cuts: Iterable[Cut]) -> 
                 search.budget.check()
 
 
-def _solve(search: SearchState, problem: StageProblem, seconds: float | None) -> Found:
+def _solve(search: SearchState, problem: StageProblem, seconds: float | None) -> Answer:
     def tell(bound_s: float, best_s: float) -> None:
         best = min(best_s, search.period_s)
         search.say(f"bound {format_seconds(bound_s)}, best {shown(best)}")

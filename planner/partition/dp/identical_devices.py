@@ -19,6 +19,7 @@ import numpy as np
 
 from ..problem import (
     FITS,
+    Answer,
     CutTensor,
     Option,
     Place,
@@ -30,7 +31,6 @@ from ..problem import (
 from ..waits import Waits
 from .cost_tables import stage_loads
 from .lattice import Flags, Lattice, Positions
-from .minimax import Answer
 
 # Places of identical devices, where only what is in flight depends on the place -------------------
 
@@ -178,8 +178,8 @@ class _Halving:
             ]
             cut = cut_on_last_devices(self.problem, self.lattice.masks, steps)
         if low < high:
-            return Answer(cut, float(loads[low]), complete=False)
-        return Answer(cut, cut.objective_s if cut else float("inf"), complete=True)
+            return Answer(cut, float(loads[low]), optimal=False)
+        return Answer(cut, cut.objective_s if cut else float("inf"), optimal=True)
 
     def choices(self, target: float) -> Positions | None:
         """The stage to take from each downset, with the fewest devices; None without a cut."""

@@ -13,12 +13,11 @@ from time import monotonic
 
 import numpy as np
 
-from ..problem import FITS, Cut, StageProblem, Vector, cut_on_last_devices
+from ..problem import FITS, Answer, Cut, StageProblem, Vector, cut_on_last_devices
 from ..waits import Waits
 from .cost_tables import Flags, PairCosts, stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
-from .minimax import Answer
 from .program import SLACK, UNBOUNDED, Program, just_below
 from .sweep import CLOCK, OutOfTime
 
@@ -94,13 +93,13 @@ class IdenticalByTargets:
                     continue
                 low = target
                 if best is None:
-                    return Answer(None, below, complete=True)
+                    return Answer(None, below, optimal=True)
         except OutOfTime:
-            return Answer(best, min(low, high), complete=False)
+            return Answer(best, min(low, high), optimal=False)
         if best is None:
             # The bound alone shows that there is none.
-            return Answer(None, below, complete=True)
-        return Answer(best, min(low, high), complete=low >= just_below(high))
+            return Answer(None, below, optimal=True)
+        return Answer(best, min(low, high), optimal=low >= just_below(high))
 
     def excludes(self, target: float, deadline: float | None = None) -> bool:
         """Whether it is soon seen that no cut has loads up to a target.

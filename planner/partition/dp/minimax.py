@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from time import monotonic
 
 import numpy as np
 
-from ..problem import Cut, StageProblem, Step, Vector, cut_of
+from ..problem import Answer, Cut, StageProblem, Step, Vector, cut_of
 from .lattice import Lattice, Positions
 from .program import Program, just_below
 from .sweep import CLOCK, OutOfTime, Sweep
@@ -180,21 +179,6 @@ TIED = 1 + 1e-10
 """Loads within this factor are the best one as well."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What is known of the best cut.
-
-    Attributes:
-        cut: the best one below what was asked for; None where there is none, or none was found.
-        bound_s: no cut on the lattice has a smaller objective.
-        complete: nothing more can be known: the cut is the best, or there is none.
-    """
-
-    cut: Cut | None
-    bound_s: float
-    complete: bool
-
-
 def minimax_with_bound(
     problem: StageProblem,
     lattice: Lattice,
@@ -212,7 +196,7 @@ def minimax_with_bound(
         deadline: on the clock of `time.monotonic`.
     """
     if just_below(below) < 0:
-        return Answer(None, below, complete=True)
+        return Answer(None, below, optimal=True)
     return _Search(Program(problem, lattice), just_below(below), deadline).answer(below)
 
 
@@ -244,8 +228,8 @@ class _Search:
                     return self._best(sweep)
                 self.known_s = max(self.known_s, target)
         except OutOfTime:
-            return Answer(self.found, self.known_s, complete=False)
-        return Answer(self.found, self.found.objective_s if self.found else below, complete=True)
+            return Answer(self.found, self.known_s, optimal=False)
+        return Answer(self.found, self.found.objective_s if self.found else below, optimal=True)
 
     def _targets(self) -> Iterator[float]:
         bound, last, steps = self._program.bound_s, self._limit, STEPS
@@ -299,7 +283,7 @@ class _Search:
     def _best(self, sweep: Sweep) -> Answer:
         limit = min(sweep.best_s * TIED, sweep.target)
         try:
-            cut, complete = fewest_chain(sweep, limit, self._deadline), True
+            cut, optimal = fewest_chain(sweep, limit, self._deadline), True
         except OutOfTime:
-            cut, complete = any_chain(sweep), False
-        return Answer(cut, cut.objective_s, complete)
+            cut, optimal = any_chain(sweep), False
+        return Answer(cut, cut.objective_s, optimal)

@@ -9,7 +9,7 @@ T           is above each device's load, and to be small
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -329,7 +329,6 @@ class NoncontiguousAnswer:
         objective_s: their largest load; infinite without any.
         bound_s: no assignment has a smaller load; infinite where nothing fits.
         optimal: the assignment is proven best, or it is proven that there is none.
-        status: the solver's own word for how it ended.
         interrupted: stopped from outside.
     """
 
@@ -337,7 +336,6 @@ class NoncontiguousAnswer:
     objective_s: float
     bound_s: float
     optimal: bool
-    status: str
     interrupted: bool
 
 
@@ -347,15 +345,14 @@ def solve_noncontiguous(
     warm: Cut | None = None,
     gap: float = 0.0,
     time_limit_s: float | None = None,
-    progress: Callable[[float, float], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
     solver: str | None = None,
 ) -> NoncontiguousAnswer:
     """The assignment of layers to devices whose largest load is smallest.
 
     Args:
         warm: a cut to start from, if all its stages have one replica.
-        gap, time_limit_s, progress, stopped, solver: as in `search.solve_ilp`.
+        gap: relative; the search may end when load and bound are no further apart.
+        time_limit_s, solver: as in `search.solve_ilp`.
     """
     made = parted(problem)
     slots = device_slots(made)
@@ -364,8 +361,6 @@ def solve_noncontiguous(
         least_load(made, slots),
         gap=gap,
         time_limit_s=time_limit_s,
-        progress=progress,
-        stopped=stopped,
         solver=solver,
     )
     if warm is not None and all(problem.options[s.option].replicas == 1 for s in warm.stages):
@@ -381,6 +376,5 @@ def solve_noncontiguous(
         best.objective_s if best else math.inf,
         search.bound_s,
         search.optimal,
-        search.status,
         search.interrupted,
     )

@@ -70,7 +70,6 @@ class SolverSettings:
         gap: relative; between objective and bound, small enough to stop.
         time_limit_s: of wall time; infinite without a limit.
         progress: told the bound and the best objective when they have changed. HiGHS only.
-        stopped: asked about ten times a second; true ends the search. HiGHS only.
     """
 
     solver: str | None = None
@@ -78,7 +77,6 @@ class SolverSettings:
     gap: float = 0.0
     time_limit_s: float = INFINITY
     progress: Callable[[float, float], None] | None = None
-    stopped: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -270,8 +268,6 @@ def _run_highs(highs: Any, settings: SolverSettings) -> bool:
             if settings.progress is not None and seen != told:
                 told = seen
                 settings.progress(*told)
-            if settings.stopped is not None and settings.stopped():
-                raise KeyboardInterrupt
     except KeyboardInterrupt:
         interrupted = True
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from ..problem import Cut, StageProblem, cut_load
+from ..problem import Answer, Cut, StageProblem, cut_load
 from .mip import Mip, MipAnswer, SolverSettings
 from .stages import StageModel
 from .variables import least_load, make_slots
@@ -64,7 +64,6 @@ class Search(Generic[Found]):
         excluded: answers that aren't wanted.
         limits: tried before the real one, ascending, in s.
         best: what is known so far.
-        status: how it ended, in the solver's words.
     """
 
     program: Callable[[float, list[Found]], IntegerProgram[Found]]
@@ -75,10 +74,8 @@ class Search(Generic[Found]):
     gap: float = 0.0
     time_limit_s: float | None = None
     progress: Callable[[float, float], None] | None = None
-    stopped: Callable[[], bool] | None = None
     solver: str | None = None
     best: Found | None = None
-    status: str = "time limit reached"
     interrupted: bool = False
     optimal: bool = False
 
@@ -92,11 +89,8 @@ class Search(Generic[Found]):
             self._search()
         except KeyboardInterrupt:
             self.interrupted = True
-            self.status = "interrupted"
         known = self._known()
         self.optimal = self.bound_s >= known
-        if self.optimal:
-            self.status = "infeasible" if self.best is None else "optimal"
         self.bound_s = min(self.bound_s, known)
 
     def offer(self, found: Found) -> None:
@@ -134,7 +128,6 @@ class Search(Generic[Found]):
             return True
         known = self._known()
         answer = self._solve(program, limit_s, time_s)
-        self.status = answer.status
         found = None if answer.values is None else program.answer_of(answer.values)
         if found is not None and math.isinf(found.objective_s):
             # It fits within the solver's tolerance, but not really.
@@ -174,7 +167,7 @@ class Search(Generic[Found]):
                 bound_s = max(self.bound_s, min(bound * program.unit_s, limit_s))
                 self.progress(bound_s, min(self._known(), load * program.unit_s))
 
-        settings = SolverSettings(self.solver, start, self.gap, time_s, tell, self.stopped)
+        settings = SolverSettings(self.solver, start, self.gap, time_s, tell)
         return program.mip.solve(settings)
 
 
@@ -186,37 +179,16 @@ SMALL = 300
 """Layers times devices; a smaller program is as fast without trying limits."""
 
 
-@dataclass(frozen=True)
-class IlpAnswer:
-    """What the integer program found.
-
-    Attributes:
-        cut: the best one, no worse than the cut that was given; None where there is none.
-        bound_s: no allowed cut has a smaller load; infinite where there is no cut at all.
-        optimal: the cut is proven best, or it is proven that there is none.
-        status: the solver's own word for how it ended.
-        interrupted: stopped from outside.
-    """
-
-    cut: Cut | None
-    bound_s: float
-    optimal: bool
-    status: str
-    interrupted: bool
-
-
 def solve_ilp(
     problem: StageProblem,
     *,
     warm: Cut | None = None,
     below: float = math.inf,
     forbidden: Sequence[Cut] = (),
-    gap: float = 0.0,
     time_limit_s: float | None = None,
     progress: Callable[[float, float], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
     solver: str | None = None,
-) -> IlpAnswer:
+) -> Answer:
     """The cut whose largest stage load is smallest.
 
     Args:
@@ -225,11 +197,12 @@ def solve_ilp(
         below: only cuts with a smaller load, in s, are looked for. Where it is proven that there
             is none, the answer's bound is this number.
         forbidden: cuts that are not wanted; those with the same layers and options per stage.
-        gap: relative; the search may end when load and bound are no further apart.
         time_limit_s: of wall time, for writing programs down and solving them.
         progress: told the bound and the best load, in s, when they change.
-        stopped: asked about ten times a second; true ends the search, as Ctrl-C does.
         solver: "highs" or "cbc"; by default HiGHS where it is installed.
+
+    Returns:
+        The best cut, no worse than the one that was given; after Ctrl-C too.
     """
     slots = make_slots(problem)
     least_s = least_load(problem, slots)
@@ -240,16 +213,14 @@ def solve_ilp(
         below,
         list(forbidden),
         [least_s * times for times in LIMITS] if large else (),
-        gap,
-        time_limit_s,
-        progress,
-        stopped,
-        solver,
+        time_limit_s=time_limit_s,
+        progress=progress,
+        solver=solver,
     )
     if warm is not None and not any(_same(warm, cut) for cut in forbidden):
         search.offer(Cut(warm.stages, cut_load(problem, warm)))
     search.run()
-    return IlpAnswer(search.best, search.bound_s, search.optimal, search.status, search.interrupted)
+    return Answer(search.best, search.bound_s, search.optimal, search.interrupted)
 
 
 def _same(left: Cut, right: Cut) -> bool:

@@ -178,6 +178,6 @@ def is_downset(problem: StageProblem, mask: int) -> bool:
 def best_cut(problem, lattice, **how):
     """The cut on a lattice whose largest load is smallest; None where there is none."""
     answer = minimax_with_bound(problem, lattice, **how)
-    if not answer.complete:
+    if not answer.optimal:
         raise OutOfTime
     return answer.cut

@@ -198,7 +198,7 @@ def test_below_leaves_out_what_isnt_better(problem):
     assert solve(problem, below=found.objective_s) is None
     assert solve(problem, below=found.objective_s * (1 + 1e-6) + 1e-9) == found
     answer = minimax_with_bound(problem, find_downsets(problem, MANY), below=0.0)
-    assert (answer.cut, answer.bound_s, answer.complete) == (None, 0.0, True)
+    assert (answer.cut, answer.bound_s, answer.optimal) == (None, 0.0, True)
 
 
 @pytest.mark.parametrize("name", ["as it is", "places asked for one by one"])
@@ -335,7 +335,7 @@ def test_time_runs_out():
         best_cut(problem, lattice, deadline=past)
     answer = minimax_with_bound(problem, lattice, deadline=past)
     best = best_cut(problem, lattice)
-    assert not answer.complete
+    assert not answer.optimal
     assert sum(problem.modes[0].compute_s) / 4 <= answer.bound_s * (1 + 1e-6)
     assert answer.bound_s <= best.objective_s
 
@@ -349,7 +349,7 @@ def test_out_of_time_just_before_the_answer(monkeypatch):
 
     monkeypatch.setattr(minimax, "fewest_chain", late)
     answer = minimax_with_bound(problem, find_downsets(problem, MANY))
-    assert (answer.cut.objective_s, answer.bound_s, answer.complete) == (10.0, 10.0, False)
+    assert (answer.cut.objective_s, answer.bound_s, answer.optimal) == (10.0, 10.0, False)
     assert cut_load(problem, answer.cut) == 10.0
 
 
@@ -384,7 +384,7 @@ def test_where_time_is_short_the_bound_rises_on_the_way(monkeypatch):
         assert whole.cut == best
         last.append(tried[-1])
         answer = minimax_with_bound(problem, lattice, deadline=time.monotonic() + 600)
-        assert not answer.complete
+        assert not answer.optimal
         assert answer.bound_s <= best.objective_s <= answer.cut.objective_s
         bounds.append(answer.bound_s)
     assert bounds[1] > bounds[0]

@@ -77,8 +77,8 @@ def test_as_good_as_trying_everything(drawn, limit, sync, copies, copies_per_uni
         patch.setattr(rising, "FEW", 0)
         answer = solved(problem)
     best = brute_force(problem)
-    assert answer.complete
-    assert by_targets.complete
+    assert answer.optimal
+    assert by_targets.optimal
     if best is None:
         assert answer.cut is None
         assert by_targets.cut is None
@@ -170,7 +170,7 @@ def test_most_of_what_no_cut_keeps_to_is_soon_excluded():
 
 def test_where_nothing_fits():
     answer = solved(many(40, memory=1e-3))
-    assert (answer.cut, answer.bound_s, answer.complete) == (None, float("inf"), True)
+    assert (answer.cut, answer.bound_s, answer.optimal) == (None, float("inf"), True)
 
 
 def test_what_is_known_when_time_is_up():
@@ -178,7 +178,7 @@ def test_what_is_known_when_time_is_up():
     lattice = find_downsets(problem, 10_000)
     best = rising.identical_minimax(problem, lattice)
     late = rising.identical_minimax(problem, lattice, deadline=time.monotonic() - 1)
-    assert not late.complete
+    assert not late.optimal
     assert late.cut is None
     assert 0 < late.bound_s <= best.cut.objective_s
 
@@ -186,7 +186,7 @@ def test_what_is_known_when_time_is_up():
 def test_problems_of_other_kinds_are_left_alone():
     problem = many(40)
     lattice = find_downsets(problem, 10_000)
-    assert rising.identical_minimax(problem, lattice).complete
+    assert rising.identical_minimax(problem, lattice).optimal
     assert rising.identical_minimax(replace(problem, stages=3), lattice) is None
     assert rising.identical_minimax(replace(problem, place=lambda o, k: Place()), lattice) is None
     assert rising.identical_minimax(replace(problem, devices=2), lattice) is None

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
-from timeprest.planner.partition.problem import members, stage_bytes, stage_load
-from timeprest.planner.partition.solve import Found
+from timeprest.planner.partition.problem import Answer, members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import diagnosis, exploration, first_plans, state
 from timeprest.planner.search import solve as solving
@@ -495,7 +494,9 @@ def test_once_time_is_up_bounds_get_none(monkeypatch):
     given = []
     monkeypatch.setattr(exploration, "_MOST_UNITS", 1)
     monkeypatch.setattr(
-        exploration, "_solve", lambda search, problem, s: given.append(s) or Found(None, 0.0)
+        exploration,
+        "_solve",
+        lambda search, problem, s: given.append(s) or Answer(None, 0.0, False),
     )
     question = Question(
         chain(4),
