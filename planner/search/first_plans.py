@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..costs.recomputation import fewest, of_stage
 from ..costs.stage_costs import StageCost
 from ..partition.dp.blocks import Blocks, blocks
-from ..partition.dp.flushed_period import LEAST, period_of, with_least_period
+from ..partition.dp.flushed_period import period_of
 from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.lattice import Lattice
@@ -303,15 +303,7 @@ def _in_blocks(
         )
         or minimax_with_bound(coarse, lattice, below=search.period_s, deadline=deadline)
     )
-    cut = answer.cut
-    if cut is None:
-        return None
-    if search.identical and guess.replicas is not None and _waits(search, problem):
-        each = _ahead(search, guess)
-        if cut.objective_s * (LEAST if each > 1 else 1.0) < enough_s:
-            forward_s = of.summed(search.relaxation.forward_s(guess.branch.micro_batches))
-            cut = with_least_period(coarse, lattice, forward_s, cut, each, deadline)
-    return problem, of.fine(cut)
+    return None if answer.cut is None else (problem, of.fine(answer.cut))
 
 
 def _known_waits(search: SearchState) -> bool:

@@ -228,6 +228,19 @@ def test_all_cuts_below_a_target_are_listed_once(name, problem, factor):
     assert {key(cut): pytest.approx(cut.objective_s, abs=1e-9) for cut in found} == expected
 
 
+def test_listing_cuts_ends_in_time_though_places_take_long():
+    asked = []
+
+    def place(option, k):
+        asked.append(k)
+        return Place()
+
+    problem = by_hand([1, 2, 3], [0, 1, 2], place=place)
+    with pytest.raises(OutOfTime):
+        list(chains_below(problem, find_downsets(problem, MANY), lambda: 9.0, deadline=0.0))
+    assert not asked
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(drawn_problems(most=6, devices=3))
 def test_a_target_may_fall_while_cuts_are_listed(problem):
