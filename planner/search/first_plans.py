@@ -345,7 +345,6 @@ def _by_waits(
             of.summed(search.relaxation.forward_s(n)),
             of.summed(search.relaxation.way_s(n)),
             each=n // guess.replicas,
-            flushes=flushes,
             below_s=below_s,
             deadline=deadline,
         )

@@ -1,4 +1,4 @@
-"""Identical devices, as many for every stage, 1F1B over micro-batches: the least period by formula.
+"""Identical devices, as many for every stage, 1F1B that flushes: the least period by formula.
 
 The schedule says what each stage has in flight, and so what it waits for (`waits` has the
 formulas; where all stages have as many replicas a simulation takes hardly longer). A stage that
@@ -32,7 +32,7 @@ _PARTS, _MOST_PARTS = 2000, 12
 """Parts that a time is counted in, and layers of a stage that are told apart."""
 
 _TARGETS, _STEP = 6, 1.008
-"""Where the pipeline drains: targets from the least on, each so many times the one before."""
+"""Targets from the least on, each so many times the one before."""
 
 
 class Guessed(NamedTuple):
@@ -51,14 +51,12 @@ class _Stages:
         again_s: computed again for a micro-batch; infinite where nothing fits.
         mode: by position, of those that are mixed the one that computes more again.
         alone_s: what the period takes at least by the stage, but for what others compute again.
-        trip_s: of one micro-batch's way from the stage to the end and back, what is sure.
     """
 
     above: Positions
     again_s: Vector
     mode: Positions
     alone_s: Vector
-    trip_s: float
 
 
 def least_period(
@@ -68,7 +66,6 @@ def least_period(
     beyond_s: Vector,
     *,
     each: int,
-    flushes: bool,
     below_s: float = inf,
     deadline: float | None = None,
 ) -> Guessed | None:
@@ -79,16 +76,13 @@ def least_period(
         forward_s, beyond_s: per layer, [n]: of one micro-batch, its forward, and its way in both
             directions.
         each: n.
-        flushes: the pipeline drains after each mini-batch.
         below_s: longer periods are of no use.
         deadline: by `time.monotonic`.
 
     Returns:
         None where nothing fits.
     """
-    return _EqualReplicas(problem, lattice, forward_s, beyond_s, each, flushes, deadline).best(
-        below_s
-    )
+    return _EqualReplicas(problem, lattice, forward_s, beyond_s, each, deadline).best(below_s)
 
 
 class _EqualReplicas:
@@ -99,18 +93,15 @@ class _EqualReplicas:
         forward_s: Vector,
         beyond_s: Vector,
         each: int,
-        flushes: bool,
         deadline: float | None,
     ) -> None:
         self._problem, self._lattice = problem, lattice
-        self._each, self._flushes, self._deadline = each, flushes, deadline
+        self._each, self._deadline = each, deadline
         places = problem.place
         assert isinstance(places, IdenticalPlaces)
         (self._r,) = {option.replicas for option in problem.options}
         self._place = places.with_one[0]
-        most = min(problem.devices // self._r, lattice.layers)
-        # Where it never drains, no more than n stages ever have something in flight.
-        self._most = most if flushes else min(most, each)
+        self._most = min(problem.devices // self._r, lattice.layers)
         self._u = np.arange(1, self._most + 1)
         self._table = StageTable(problem, lattice, places)
         columns = np.array([lattice.column(layer) for layer in range(lattice.layers)])
@@ -136,7 +127,7 @@ class _EqualReplicas:
             else:
                 high, found = target, now
         best = min(best, found, key=lambda guess: guess.period_s)
-        for step in range(1, _TARGETS if self._flushes else 0):
+        for step in range(1, _TARGETS):
             target = high * _STEP**step
             if self._late or target >= best.period_s:
                 break
@@ -154,7 +145,7 @@ class _EqualReplicas:
         """No stage takes longer by itself, but for what others compute again."""
         parts = (stages.alone_s[np.isfinite(stages.alone_s)] for stages in self._stages)
         largest = max((float(part.max(initial=0.0)) for part in parts), default=0.0)
-        return largest + float(self._way[-1]) * (1 if self._flushes else self._each)
+        return largest + float(self._way[-1])
 
     # What stages cost ------------------------------------------------------------------------
 
@@ -172,8 +163,6 @@ class _EqualReplicas:
         fits = np.isfinite(again_s)
         again_s = np.where(fits, again_s, 0.0)
         load = np.where(fits, plain[:, None] + n * again_s, inf)
-        if not self._flushes:
-            return _Stages(above, again_s, mode, load, float(self._way[-1] - self._way[below]))
         work_s = (costs.compute[self._order[0]] / (n * self._r * self._place.speed))[:, None]
         forward_s = (self._forward[above] - self._forward[below])[:, None]
         beyond_s = (self._way[-1] - self._way[above])[:, None]
@@ -181,7 +170,7 @@ class _EqualReplicas:
         alone_s = load - again_s - (u - 1) * (work_s + again_s) + beyond_s
         full = load - again_s - (n - 1) * np.minimum(forward_s, work_s - forward_s + again_s)
         alone_s = np.where(u < n, alone_s, full)
-        return _Stages(above, again_s, mode, alone_s, 0.0)
+        return _Stages(above, again_s, mode, alone_s)
 
     # Chains ----------------------------------------------------------------------------------
 
@@ -199,11 +188,7 @@ class _EqualReplicas:
             if not len(stages.above):
                 continue
             rest = beyond[stages.above, :-1]
-            if self._flushes:
-                period = stages.alone_s + np.where(units < self._each, rest, 0.0)
-            else:
-                trip = stages.trip_s + stages.again_s + rest
-                period = np.maximum(stages.alone_s, self._each * trip / units)
+            period = stages.alone_s + np.where(units < self._each, rest, 0.0)
             total = np.where(period <= target, stages.again_s + rest + few, inf)
             at = total.argmin(axis=0)
             chosen[below, 1:] = at
@@ -211,7 +196,7 @@ class _EqualReplicas:
         count = int(beyond[0].argmin())
         if not np.isfinite(beyond[0, count]):
             return None
-        return self._guessed(chosen, count, target + beyond[0, count] * self._flushes)
+        return self._guessed(chosen, count, target + beyond[0, count])
 
     def _guessed(self, chosen: Positions, count: int, period_s: float) -> Guessed:
         steps, below = [], 0
