@@ -13,7 +13,7 @@ from ..simulator.clock import SimulatedMessage
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import Event, simulate, warm_mini_batches
 from ..systems.operations import BACKWARD, FORWARD, FORWARDS, UPDATE, Op
-from ..systems.versions import entry_versions, version_use
+from ..systems.versions import VersionWalk, entry_versions
 from .recording import Lane, MemoryPoint, Message, Recording, Span, by_kind, lanes_of, window
 
 MOST_OPERATIONS = 60_000
@@ -47,12 +47,9 @@ def predicted(
     timeline = simulate(pipeline, schedule, sent)
     lanes = lanes_of(plan)
     entries = entry_versions(pipeline.variant, plan.micro_batches, schedule[0])
-    used = []
-    for stage, own in zip(plan.stages, schedule, strict=True):
-        use = version_use(
-            pipeline.variant, plan.micro_batches, own, entries, recompute=bool(stage.recompute)
-        )
-        used.append(_uses(own, use.versions, use.differences))
+    used = [
+        _uses(own, VersionWalk(pipeline.variant, plan.micro_batches, entries)) for own in schedule
+    ]
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0
@@ -85,15 +82,19 @@ def predicted(
     return window(recording, first, first + count) if first or more else recording
 
 
-def _uses(
-    ops: Iterable[Op], versions: Iterable[int], differences: Iterable[int]
-) -> dict[Op, tuple[int, int | None]]:
-    """Version and forward version of each operation of a stage."""
-    difference = iter(differences)
-    return {
-        op: (version, version - next(difference) if op.kind == BACKWARD else None)
-        for op, version in zip(ops, versions, strict=True)
-    }
+def _uses(ops: Iterable[Op], walk: VersionWalk) -> dict[Op, tuple[int, int | None]]:
+    """Version of each operation of a stage, of an update the one it makes; and of backwards the
+    one that their forward used. Where micro-batches of one differ, it is the oldest."""
+    found: dict[Op, tuple[int, int | None]] = {}
+    for op in ops:
+        if op.kind == FORWARD:
+            found[op] = walk.forward(op), None
+        elif op.kind == BACKWARD:
+            found[op] = walk.backward(op), walk.forward_version(op)
+            walk.finish(op)
+        else:
+            found[op] = walk.update() if op.kind == UPDATE else walk.latest, None
+    return found
 
 
 _StageEvent = tuple[int, Event]

@@ -9,6 +9,7 @@ from math import ceil
 import pytest
 from helpers.by_hand.nf1b import list_schedule
 from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
+from helpers.by_hand.versions import version_use
 from helpers.drawn.pipelines import pipelines
 from helpers.output.schedules import parse_schedule, schedule_text
 from hypothesis import given
@@ -18,7 +19,7 @@ from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.simulator.timeline import simulate, warm_mini_batches
 from timeprest.planner.systems.operations import Op, Schedule, op_text, parse_op
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.planner.systems.versions import entry_versions, version_use
+from timeprest.planner.systems.versions import entry_versions
 from timeprest.profiles.errors import ScheduleError
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from helpers.by_hand.unit_pipelines import steady_period_s
+from helpers.by_hand.versions import version_use
 from helpers.drawn.pipelines import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
 from timeprest.planner.simulator.timeline import least_period_s, round_trip_s, simulate
 from timeprest.planner.systems.operations import FORWARDS, UPDATES
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.planner.systems.versions import entry_versions, version_use
+from timeprest.planner.systems.versions import entry_versions
 
 
 @given(laid_out(), st.integers(1, 3))

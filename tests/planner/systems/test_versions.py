@@ -11,6 +11,7 @@ from math import ceil
 import numpy as np
 import pytest
 from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
+from helpers.by_hand.versions import version_use
 from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import pipelines
 from helpers.oracle import SGD, SYSTEMS, Oracle, distances, parse
@@ -24,7 +25,7 @@ from timeprest.planner.simulator.timeline import simulate
 from timeprest.planner.systems.operations import Op, Schedule
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.planner.systems.versions import VersionWalk, entry_versions, version_use
+from timeprest.planner.systems.versions import VersionWalk, entry_versions
 
 PREDICTING = tuple(name for name, variant in VARIANTS.items() if variant.prediction)
 
