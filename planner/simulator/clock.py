@@ -12,12 +12,12 @@ transfers don't overlap computing, they are the next thing that both devices do.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable
 from math import gcd, inf, lcm
 from typing import NamedTuple
 
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
-from .pipeline import Pipeline, Way
+from .pipeline import Link, Pipeline
 
 NOT_YET = -1.0
 """Start of what hasn't run."""
@@ -131,8 +131,7 @@ class SimulatedClock:
             [[times[s] * pace for pace in paces[s]] for s in stages] for times in seconds
         ]
         self.update_s = [pipeline.update_op_s(s) for s in stages]
-        ways = pipeline.ways()
-        self._connect(ways)
+        self._connect()
         self._lanes = [
             [
                 (
@@ -146,40 +145,53 @@ class SimulatedClock:
             for kind in range(4)
         ]
 
-    def _connect(self, ways: Sequence[Way]) -> None:
-        wires: dict[object, int] = {}
-        for way in ways:
-            s, t, routes = way
-            kind = BACKWARDS if way.is_back else FORWARDS
-            r1, r2 = self.replicas[s], self.replicas[t]
-            shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
-            parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
-            for source, target, wire, wire_s, latency_s, overlaps in routes:
-                part = _Part(
-                    offset=target,
-                    wire=wires.setdefault(wire, len(wires)),
-                    wire_s=wire_s,
-                    latency_s=latency_s,
-                    blocks=None if overlaps else (self.free_s[t], target),
-                )
-                for k in range(len(parts)):
-                    if k % r1 == source and (shared or k % r2 == target):
-                        parts[k].append(part)
-            self.ports[kind][s].append(
-                _Port(
-                    t,
-                    self._left[kind][t],
-                    self._last_s[kind][t],
-                    self.ready_s[kind][t],
-                    parts,
-                    r1,
-                    r2 if shared else 0,
-                )
-            )
-            self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
+    def _connect(self) -> None:
+        """Find out what goes where, link by link: activations, then gradients."""
+        wires: dict[Hashable, int] = {}
+        links = self.pipeline.links
+        for link in links:
+            self._open_port(FORWARDS, link, wires)
+            if link.has_gradient:
+                self._open_port(BACKWARDS, link, wires)
         self._wire_free = [0.0] * len(wires)
-        self.blocking = any(not route.overlaps for way in ways for route in way.routes)
-        self.contended = self.blocking or len(wires) < sum(len(way.routes) for way in ways)
+        self.blocking = any(not route.overlaps for link in links for route in link.all_routes())
+        self.contended = self.blocking or len(wires) < sum(len(link.wires) for link in links)
+
+    def _open_port(self, kind: int, link: Link, wires: dict[Hashable, int]) -> None:
+        """`wires`: numbers of those there are so far; new ones are added."""
+        pipeline, back = self.pipeline, kind == BACKWARDS
+        s, t = (link.target, link.source) if back else (link.source, link.target)
+        r1, r2 = self.replicas[s], self.replicas[t]
+        shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
+        # A mini-batch's backward gives the gradients of all its micro-batches at once.
+        micro = pipeline.variant.backward_unit == "micro"
+        held = 1 if micro else pipeline.messages_per_route(link)
+        parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
+        for x in link.all_routes():
+            source, target = (x.target, x.source) if back else (x.source, x.target)
+            wire = x.wire_back if back else x.wire
+            part = _Part(
+                offset=target,
+                wire=wires.setdefault(wire, len(wires)),
+                wire_s=x.backward_s * held if back else x.forward_s,
+                latency_s=x.latency_s,
+                blocks=None if x.overlaps else (self.free_s[t], target),
+            )
+            for k in range(len(parts)):
+                if k % r1 == source and (shared or k % r2 == target):
+                    parts[k].append(part)
+        self.ports[kind][s].append(
+            _Port(
+                t,
+                self._left[kind][t],
+                self._last_s[kind][t],
+                self.ready_s[kind][t],
+                parts,
+                r1,
+                r2 if shared else 0,
+            )
+        )
+        self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
 
     def grow(self, mini_batches: int) -> None:
         """Make room for so many mini-batches in all."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import lcm
-from typing import NamedTuple
 
 from ..systems.variants import Variant
 
@@ -70,41 +69,6 @@ class Link:
             for route in self.all_routes()
             for wire in ((route.wire, route.wire_back) if self.has_gradient else (route.wire,))
         )
-
-
-class OneWay(NamedTuple):
-    """One direction of a route.
-
-    Attributes:
-        source, target: replicas.
-        wire: that each message keeps busy, for `wire_s`.
-        latency_s, overlaps: as of `Route`.
-    """
-
-    source: int
-    target: int
-    wire: Hashable
-    wire_s: float
-    latency_s: float
-    overlaps: bool
-
-
-class Way(NamedTuple):
-    """What a stage sends to another one: activations to a later one, or gradients back.
-
-    Attributes:
-        source, target: stages.
-        routes: of all pairs of their replicas that exchange messages.
-    """
-
-    source: int
-    target: int
-    routes: tuple[OneWay, ...]
-
-    @property
-    def is_back(self) -> bool:
-        """Whether it is gradients."""
-        return self.target < self.source
 
 
 @dataclass(frozen=True)
@@ -191,22 +155,6 @@ class Pipeline:
         if self.variant.whole_mini_batches:
             return self.micro_batches
         return self.micro_batches // lcm(self.replicas(link.source), self.replicas(link.target))
-
-    def ways(self) -> list[Way]:
-        """What goes from stage to stage, link by link: activations, then gradients."""
-        micro, found = self.variant.backward_unit == "micro", []
-        for link in self.links:
-            # A mini-batch's backward gives the gradients of all its micro-batches at once.
-            held = 1 if micro else self.messages_per_route(link)
-            there, back = [], []
-            for route in link.all_routes():
-                a, b, rest = route.source, route.target, (route.latency_s, route.overlaps)
-                there.append(OneWay(a, b, route.wire, route.forward_s, *rest))
-                back.append(OneWay(b, a, route.wire_back, route.backward_s * held, *rest))
-            found.append(Way(link.source, link.target, tuple(there)))
-            if link.has_gradient:
-                found.append(Way(link.target, link.source, tuple(back)))
-        return found
 
     def backward_op_s(self, stage: int) -> float:
         """Duration of one backward operation on one replica; where split, of its first part."""
