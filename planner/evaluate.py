@@ -12,11 +12,10 @@ import msgspec
 from ..profiles.files import ratio
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
-from .costs.device_memory import DeviceTies, device_peaks, tie_bytes, without_ties
+from .costs.device_memory import device_peaks, tie_bytes, walks_of, without_ties
 from .costs.layout import StageTimes, copies_beside, copies_from_outside, make_pipeline
 from .costs.memory import (
     Holdings,
-    HoldingsWalk,
     Moment,
     StageBytes,
     boundary_buffers,
@@ -482,30 +481,19 @@ def _predict_devices(
     micro = variant.backward_unit == "micro"
     schedule = numbered_schedule(steady.kinds, steady.turns, n, micro=micro, update_every=every)
     for stages, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
-        walks = {
-            s: HoldingsWalk(
-                variant,
-                n,
-                pipeline.replicas(s),
-                entries,
-                recompute=recompute[s],
-                update_every=every,
-            )
-            for s in stages
-        }
         tied = [
             (tie.stages, tie_bytes(variant, tie, copies_from_outside(pipeline, tie.owner)))
             for tie in ties
             if tie.owner in stages
         ]
-        walk = DeviceTies(variant, n, tied, entries, recompute=recompute, update_every=every)
+        walks, of_ties = walks_of(pipeline, stages, tied, entries, recompute)
         known = list(_until_entered(ops, len(entries), n)) if variant.synchronises else ops
-        memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known, walk)
+        memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known, of_ties)
         if not _all_seen(pipeline, steady):
             # More may be in flight at once than was seen.
-            memory = together([*(needs[s].peak(held[s]) for s in stages), *walk.most()])
+            memory = together([*(needs[s].peak(held[s]) for s in stages), *of_ties.most()])
             accounted = together(
-                [*(needs[s].accounted_peak(held[s]) for s in stages), *walk.most()]
+                [*(needs[s].accounted_peak(held[s]) for s in stages), *of_ties.most()]
             )
         yield DevicePrediction(
             stages=stages,

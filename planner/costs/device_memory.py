@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 from ..systems.variants import Variant
 from ..systems.versions import SharedWalk, VersionWalk
@@ -137,6 +138,24 @@ class DeviceTies:
     def most(self) -> list[MemoryByKind]:
         """Of each, at least what there was at any moment so far."""
         return [self.needs[k].by_kind(walk.fullest) for k, walk in self.walks.items()]
+
+
+def walks_of(
+    pipeline: Pipeline,
+    stages: Iterable[int],
+    ties: Sequence[tuple[Sequence[int], StageBytes]],
+    entries: Sequence[int],
+    recompute: Sequence[bool],
+) -> tuple[dict[int, HoldingsWalk], DeviceTies]:
+    """Walks of a device's stages, and of what several of them use; arguments as of `DeviceTies`."""
+    variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
+    walks = {
+        s: HoldingsWalk(
+            variant, n, pipeline.replicas(s), entries, recompute=recompute[s], update_every=every
+        )
+        for s in stages
+    }
+    return walks, DeviceTies(variant, n, ties, entries, recompute=recompute, update_every=every)
 
 
 def device_peaks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
 
-from ..costs.device_memory import DeviceTies
+from ..costs.device_memory import DeviceTies, walks_of
 from ..costs.memory import HoldingsWalk, Moment, StageBytes
 from ..plan import Plan, pipeline_of
 from ..schedules.schedules import make_schedule
@@ -50,6 +50,7 @@ def predicted(
     used = [
         _uses(own, VersionWalk(pipeline.variant, plan.micro_batches, entries)) for own in schedule
     ]
+    again = [bool(stage.recompute) for stage in plan.stages]
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0
@@ -63,10 +64,10 @@ def predicted(
                 Span(lane + j, s, *event.op, event.start_s, event.end_s, *used[s][event.op])
                 for s, event in events
             )
-        walks = {s: _walk_of(plan, pipeline, s, entries) for s in mine}
         holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
         if len(holds) == len(mine):
-            ties = _ties_of(plan, pipeline, mine, entries)
+            tied = [(tie.stages, tie.holds) for tie in plan.predicted.ties_on(mine)]
+            walks, ties = walks_of(pipeline, mine, tied, entries, again)
             memory += _memory(walks, ops, replicas, lane, holds, ties)
         lane += len(replicas)
     recording = Recording(
@@ -115,30 +116,6 @@ def _in_turns(
 
 
 # Memory --------------------------------------------------------------------------------------
-
-
-def _walk_of(plan: Plan, pipeline: Pipeline, s: int, entries: Sequence[int]) -> HoldingsWalk:
-    return HoldingsWalk(
-        pipeline.variant,
-        plan.micro_batches,
-        pipeline.replicas(s),
-        entries,
-        recompute=bool(plan.stages[s].recompute),
-        update_every=plan.update_every,
-    )
-
-
-def _ties_of(
-    plan: Plan, pipeline: Pipeline, stages: Sequence[int], entries: Sequence[int]
-) -> DeviceTies:
-    return DeviceTies(
-        pipeline.variant,
-        plan.micro_batches,
-        [(tie.stages, tie.holds) for tie in plan.predicted.ties_on(stages)],
-        entries,
-        recompute=[bool(stage.recompute) for stage in plan.stages],
-        update_every=plan.update_every,
-    )
 
 
 def _memory(
