@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import msgspec
 
@@ -89,31 +90,16 @@ def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
     low, high = below[-1], above[0]
     share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
 
-    def between(a: float, b: float) -> float:
-        return a + (b - a) * share
+    def between(field: str) -> Any:
+        a, b = getattr(low, field), getattr(high, field)
+        if a is None or b is None:
+            return None
+        found = a + (b - a) * share
+        return round(found) if field.endswith(("_bytes", "_tensors")) else found
 
-    def between_known(a: float | None, b: float | None) -> float | None:
-        return None if a is None or b is None else between(a, b)
-
-    return Measurement(
-        micro_batch=micro_batch,
-        forward_s=between(low.forward_s, high.forward_s),
-        backward_s=between(low.backward_s, high.backward_s),
-        saved_bytes=round(between(low.saved_bytes, high.saved_bytes)),
-        workspace_bytes=round(between(low.workspace_bytes, high.workspace_bytes)),
-        backward_input_s=between_known(low.backward_input_s, high.backward_input_s),
-        postponed_bytes=(
-            None
-            if (found := between_known(low.postponed_bytes, high.postponed_bytes)) is None
-            else round(found)
-        ),
-        backward_weight_s=between_known(low.backward_weight_s, high.backward_weight_s),
-        saved_tensors=(
-            None
-            if (count := between_known(low.saved_tensors, high.saved_tensors)) is None
-            else round(count)
-        ),
-    )
+    # How well it is known isn't interpolated.
+    fields = {*Measurement.__struct_fields__} - {"micro_batch", "relative_error"}
+    return Measurement(micro_batch=micro_batch, **{field: between(field) for field in fields})
 
 
 def in_a_stage(measured: Measurement, operation: OperationCost | None) -> Measurement:
