@@ -59,6 +59,18 @@ class CutTensor:
     kept_bytes: float = 0.0
     remade_bytes: float = 0.0
 
+    def with_another(self, other: CutTensor) -> CutTensor:
+        """Both as one, with the ends of this one."""
+        return CutTensor(
+            self.ends,
+            self.lower_s + other.lower_s,
+            self.upper_s + other.upper_s,
+            self.lower_bytes + other.lower_bytes,
+            self.upper_bytes + other.upper_bytes,
+            self.kept_bytes + other.kept_bytes,
+            self.remade_bytes + other.remade_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class Shared:

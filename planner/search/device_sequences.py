@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 
 import msgspec
 
@@ -266,11 +266,7 @@ def _lattice(search: SearchState, problem: StageProblem) -> Lattice:
     if isinstance(search.source, DpSource):
         return search.source.lattice
     # Of graphs with too many downsets, those along one topological order.
-    masks, below = [], 0
-    for group in joined(problem):
-        below |= group
-        masks.append(below)
-    return lattice_of(problem, masks)
+    return lattice_of(problem, accumulate(joined(problem), int.__or__))
 
 
 # Bounds, guesses, the proof ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -28,17 +29,18 @@ class Blocks:
 
     masks: tuple[int, ...]
 
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        return [list(members(mask)) for mask in self.masks]
+
     def coarse(self, problem: StageProblem) -> tuple[StageProblem, Lattice]:
         """The problem with blocks for layers, and all its downsets."""
         block_of = {j: g for g, mask in enumerate(self.masks) for j in members(mask)}
         block_of[problem.layers] = len(self.masks)
-        lists = [list(members(mask)) for mask in self.masks]
+        lists = self._rows
 
         def summed(values: Vector | None) -> Vector | None:
-            return None if values is None else np.array([values[rows].sum() for rows in lists])
-
-        def added(values: Vector) -> Vector:
-            return np.array([values[rows].sum() for rows in lists])
+            return None if values is None else self.summed(values)
 
         def ends(mask: int) -> int:
             return sum({1 << block_of[j] for j in members(mask)})
@@ -51,8 +53,8 @@ class Blocks:
             together=(),
             tensors=_merged_tensors([(ends(t.ends), t) for t in problem.tensors]),
             shared=_merged_shared([(ends(s.ends), s) for s in problem.shared]),
-            modes=tuple(_summed_mode(mode, added) for mode in problem.modes),
-            parameter_bytes=added(problem.parameter_bytes),
+            modes=tuple(_summed_mode(mode, self.summed) for mode in problem.modes),
+            parameter_bytes=self.summed(problem.parameter_bytes),
             serial_s=summed(problem.serial_s),
             before_s=summed(problem.before_s),
             after_s=summed(problem.after_s),
@@ -66,7 +68,7 @@ class Blocks:
 
     def summed(self, values: Vector) -> Vector:
         """Values of layers, [n], added up over each block's."""
-        return np.array([values[list(members(mask))].sum() for mask in self.masks])
+        return np.array([values[rows].sum() for rows in self._rows])
 
     def fine(self, cut: Cut) -> Cut:
         """A cut of the coarse problem as one of the problem it was made from."""
@@ -102,16 +104,7 @@ def _merged_tensors(tensors: list[tuple[int, CutTensor]]) -> tuple[CutTensor, ..
     found: dict[int, CutTensor] = {}
     for ends, tensor in tensors:
         if ends & (ends - 1):
-            old = found.get(ends, CutTensor(ends))
-            found[ends] = CutTensor(
-                ends,
-                old.lower_s + tensor.lower_s,
-                old.upper_s + tensor.upper_s,
-                old.lower_bytes + tensor.lower_bytes,
-                old.upper_bytes + tensor.upper_bytes,
-                old.kept_bytes + tensor.kept_bytes,
-                old.remade_bytes + tensor.remade_bytes,
-            )
+            found[ends] = found.get(ends, CutTensor(ends)).with_another(tensor)
     return tuple(found.values())
 
 

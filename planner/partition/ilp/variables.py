@@ -253,16 +253,7 @@ def between(
         ends = mask_of(numbers[end] for end in layers)
         if ends & (ends - 1):
             key = ends, numbers[layers[0]]
-            old = found.get(key, CutTensor(ends))
-            found[key] = replace(
-                old,
-                lower_s=old.lower_s + tensor.lower_s,
-                upper_s=old.upper_s + tensor.upper_s,
-                lower_bytes=old.lower_bytes + tensor.lower_bytes,
-                upper_bytes=old.upper_bytes + tensor.upper_bytes,
-                kept_bytes=old.kept_bytes + tensor.kept_bytes,
-                remade_bytes=old.remade_bytes + tensor.remade_bytes,
-            )
+            found[key] = found.get(key, CutTensor(ends)).with_another(tensor)
     shared = [replace(s, ends=mask_of(of[end] for end in members(s.ends))) for s in problem.shared]
     return tuple(found.values()), tuple(maker for _, maker in found), tuple(shared)
 
