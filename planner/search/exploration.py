@@ -31,7 +31,7 @@ from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
 from .places import Assumptions, fixed_in_flight
 from .relaxation import Relaxation
-from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
+from .state import CLOSE, Budget, OutOfBudget, SearchState, is_late, shown
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
@@ -458,7 +458,7 @@ def _move_borders(search: SearchState) -> None:
         devices = [stage.devices for stage in best.stages]
         ways = search.relaxation.recompute
         again = [selection_of(stage.recompute, ways) for stage in best.stages]
-        for s, other in _near(search.source.lattice.masks, downsets):
+        for s, other in _near(search.source.lattice.masks, downsets, search.budget):
             before_s = search.period_s
             cut = [*downsets[:s], other, *downsets[s + 1 :]]
             _try_downsets(search, cut, branch, devices, again)
@@ -467,10 +467,14 @@ def _move_borders(search: SearchState) -> None:
                 break
 
 
-def _near(masks: Sequence[int], downsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Other borders that differ by few layers: which one, and its downset; the nearest first."""
+def _near(
+    masks: Sequence[int], downsets: Sequence[int], budget: Budget
+) -> Iterator[tuple[int, int]]:
+    """Other borders that differ by few layers: which one, and its downset; the nearest first.
+    Raises OutOfBudget when time is up: there may be hundreds of thousands to look at."""
     found = []
     for s in range(1, len(downsets) - 1):
+        budget.check()
         low, mine, high = downsets[s - 1 : s + 2]
         for mask in masks:
             apart = (mask ^ mine).bit_count()

@@ -511,3 +511,8 @@ def test_once_time_is_up_bounds_get_none(monkeypatch):
     search = explore(question, SearchRequest(replicas=True, time_limit_s=0.0), lambda *_: None)
     assert exploration.run(search) == "time limit"
     assert set(given) == {0.0}
+
+
+def test_looking_for_borders_to_move_ends_when_time_is_up():
+    with pytest.raises(OutOfBudget):
+        list(exploration._near((0b0, 0b1, 0b11, 0b111), (0b0, 0b11, 0b111), Budget(deadline=0.0)))
