@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
+from math import fsum
 
 import numpy as np
 
@@ -263,7 +264,8 @@ class Relaxation:
     def recompute_s(self, micro_batches: int) -> Callable[[frozenset[str]], float]:
         """What computing a set of layers again takes for a micro-batch."""
         times = dict(zip(self.graph.names, self.forward_s(micro_batches).tolist(), strict=True))
-        return lambda again: sum(times[name] for name in again)
+        # Not by rounding either does it depend on the sequence that a set is gone through in.
+        return lambda again: fsum(times[name] for name in again)
 
     def _size(self, micro_batches: int, replicas: int) -> int:
         """Samples in a stage's micro-batch; uneven ones count as the largest."""
