@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import FITS, StageProblem, Vector, members
-from .lattice import Containment, Lattice, Positions
+from .lattice import Containment, Lattice, Positions, Words
 
 # What each option means at each place: asked of the problem once, when needed ---------------------
 
@@ -271,15 +271,16 @@ class PairCosts:
 
     Attributes:
         inside: which downsets hold which.
+        limited: bytes are counted, too.
         work: what the layers of a downset compute at the least, in any mode, with their serial
             work, in s at speed 1, [D]; never falls from a downset to one above it.
         before, after: what loads above and below a downset have besides, at the least, [D].
         nothing_beside: those are all 0.
     """
 
-    def __init__(self, problem: StageProblem, lattice: Lattice, places: Places) -> None:
-        """Add up over the downsets. Bytes only where memory is limited."""
-        self.problem, self.places = problem, places
+    def __init__(self, problem: StageProblem, lattice: Lattice, *, limited: bool) -> None:
+        """Add up over the downsets."""
+        self.problem, self.limited = problem, limited
         self.inside = Containment(lattice)
         modes, serial = problem.modes, problem.serial_s
         least: Vector = np.min([mode.compute_s for mode in modes], axis=0)
@@ -294,8 +295,41 @@ class PairCosts:
         self.before = zeros if before is None else self._sum(before)[0]
         self.after = zeros if after is None else after.sum() - self._sum(after)[0]
         self.wires = self._sums_of([(t.ends, [t.lower_s], [t.upper_s]) for t in problem.tensors])
-        if places.limited:
+        if limited:
             self._sum_bytes()
+
+    def above(self, below: int) -> Flags:
+        """Which downsets hold this one and more, [D]."""
+        holds = self.inside.holding(below, self._guarded)
+        holds[below] = False
+        return holds
+
+    @cached_property
+    def _guarded(self) -> Words:
+        return self.inside.counts | self.inside.guards[:, None]
+
+    def wires_between(self, below: int, above: Positions) -> tuple[Vector, Vector]:
+        """Of stages from one downset, in s at their lower and their upper cuts, [B] each."""
+        if self.wires is None:
+            return np.zeros(len(above)), np.zeros(len(above))
+        (lower,), (upper,) = self.wires.between(below, above)
+        return lower, upper
+
+    def bytes_between(self, below: int, above: Positions) -> tuple[Vector, Vector]:
+        """Held in any case, parameters left out, and per unit in flight, [M, B] each."""
+        once: Vector = self.fixed[:, above] - self.fixed[:, below, None]
+        flight: Vector = self.flight[:, above] - self.flight[:, below, None]
+        if self.shared is not None:
+            shared = self.shared.met_between(below, above)[0]
+            flight += np.outer(self.shared_in_flight, shared)
+            once += np.outer(self.shared_once, shared)
+        if self.held is not None:
+            (lower, kept, remade), (upper,) = self.held.between(below, above)
+            flight += np.outer(self.inputs_kept, kept) + np.outer(self.remade_kept, remade)
+            once += lower + upper
+        if self.workspace is not None:
+            once += self.inside.largest(self.workspace, below, above)
+        return once, flight
 
     def _sum_bytes(self) -> None:
         problem = self.problem
@@ -390,17 +424,15 @@ class Stages:
     Methods take p of those stages, `which`, with an option and a place each, [p].
     """
 
-    def __init__(self, costs: PairCosts, below: int, above: Positions) -> None:
+    def __init__(self, costs: PairCosts, places: Places, below: int, above: Positions) -> None:
         """Positions in the lattice."""
-        self._costs, self._below, self._above = costs, below, above
-        self._lower = self._upper = np.zeros(0)
-        if costs.wires is not None:
-            (self._lower,), (self._upper,) = costs.wires.between(below, above)
+        self._costs, self._places, self._below, self._above = costs, places, below, above
+        self._lower, self._upper = costs.wires_between(below, above)
 
     def loads(self, which: Positions, option: Positions, k: Positions) -> Vector:
         """Loads in s, [p]."""
         costs, problem, below = self._costs, self._costs.problem, self._below
-        places, above = costs.places, self._above[which]
+        places, above = self._places, self._above[which]
         mode, serial = places.mode[option], costs.serial
         return stage_loads(
             problem,
@@ -418,7 +450,7 @@ class Stages:
         """Whether stages are within their places' memory, [p]."""
         costs, below = self._costs, self._below
         unique, back = np.unique(which, return_inverse=True)
-        places, above = costs.places, self._above[which]
+        places, above = self._places, self._above[which]
         mode = places.mode[option]
         flight = costs.flight[mode, above] - costs.flight[mode, below]
         total: Vector = costs.fixed[mode, above] - costs.fixed[mode, below]

@@ -9,7 +9,7 @@ list of them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -20,16 +20,14 @@ import numpy as np
 from ..problem import (
     FITS,
     Answer,
-    CutTensor,
     Option,
     Place,
     StageProblem,
     Vector,
     cut_on_last_devices,
-    members,
 )
 from ..waits import Waits
-from .cost_tables import stage_loads
+from .cost_tables import PairCosts, stage_loads
 from .lattice import Flags, Lattice, Positions
 
 # Places of identical devices, where only what is in flight depends on the place -------------------
@@ -310,9 +308,7 @@ class StageTable:
 
     def __init__(self, problem: StageProblem, lattice: Lattice, places: IdenticalPlaces) -> None:
         self._problem = problem
-        columns = [lattice.column(layer) for layer in range(lattice.layers)]
-        self._member: Flags = np.array(columns).reshape(lattice.layers, lattice.size)
-        self._sum_up()
+        self._costs = PairCosts(problem, lattice, limited=True)
         replicas = np.array([option.replicas for option in problem.options], dtype=np.intp)
         self._usable: Positions = np.flatnonzero(replicas <= problem.devices)
         self._replicas = replicas[self._usable]
@@ -327,36 +323,6 @@ class StageTable:
             field: np.array([getattr(places.with_one[o], field) for o in self._usable])
             for field in (*PLACE, *COUNTS)
         }
-
-    def _sum_up(self) -> None:
-        problem = self._problem
-        tensors = problem.tensors
-        self._ends = self._counted([tensor.ends & problem.full for tensor in tensors])
-        last = np.array([tensor.ends.bit_count() for tensor in tensors], dtype=np.intp)
-        self._beyond = self._ends < last[:, None]
-        self._beyond[:, -1] = False
-        fields = ("lower_s", "lower_bytes", "kept_bytes", "remade_bytes")
-        self._lower = _fields(tensors, fields)
-        self._upper = _fields(tensors, ("upper_s", "upper_bytes"))
-        self._shared = self._counted([shared.ends for shared in problem.shared])
-        self._compute = self._sums(mode.compute_s for mode in problem.modes)
-        self._fixed = self._sums(mode.fixed_bytes for mode in problem.modes)
-        self._flight = self._sums(mode.flight_bytes for mode in problem.modes)
-        others = (problem.parameter_bytes, problem.serial_s, problem.before_s, problem.after_s)
-        zeros = np.zeros(problem.layers)
-        self._others = self._sums(zeros if values is None else values for values in others)
-
-    def _counted(self, masks: Sequence[int]) -> Positions:
-        """How many of the layers of each mask each downset has, [masks, D]."""
-        counts = np.zeros((len(masks), self._member.shape[1]), dtype=np.intp)
-        for row, mask in zip(counts, masks, strict=True):
-            row += self._member[list(members(mask))].sum(axis=0)
-        return counts
-
-    def _sums(self, values: Iterable[Vector]) -> Vector:
-        """Over the layers of each downset, [values, D]."""
-        sums: Vector = np.array(list(values)) @ self._member
-        return sums
 
     # Stages ----------------------------------------------------------------------------------
 
@@ -377,21 +343,19 @@ class StageTable:
 
     def of_modes(self, below: int) -> ModeCosts:
         """What stages from a downset cost in each mode."""
-        member = self._member
-        above = np.flatnonzero((member >= member[:, below, None]).all(axis=0))
-        above = above[above != below]
-        parameters, serial = _rise(self._others[:2], below, above)
-        lower, upper = self._at_cuts(below, above)
-        before, after = self._others[2:]
+        costs = self._costs
+        above = np.flatnonzero(costs.above(below))
+        serial = np.zeros(len(above))
+        if costs.serial is not None:
+            serial = costs.serial[above] - costs.serial[below]
         return ModeCosts(
             above,
-            _rise(self._compute, below, above),
-            *self._bytes(below, above, lower[1:], upper[1]),
-            parameters,
+            costs.compute[:, above] - costs.compute[:, below, None],
+            *costs.bytes_between(below, above),
+            costs.parameters[above] - costs.parameters[below],
             serial,
-            lower[0],
-            upper[0],
-            before[below] + (after[-1] - after[above]),
+            *costs.wires_between(below, above),
+            costs.before[below] + costs.after[above],
         )
 
     def common(self, below: int) -> CommonCosts:
@@ -402,9 +366,9 @@ class StageTable:
         for alike in self._alike:
             modes = self._mode[alike]
             worth[alike] = _worth_having(
-                (found.compute[modes], self._compute[:, -1].max()),
-                (found.once[modes], self._fixed[:, -1].max()),
-                (found.flight[modes], self._flight[:, -1].max()),
+                (found.compute[modes], self._costs.compute[:, -1].max()),
+                (found.once[modes], self._costs.fixed[:, -1].max()),
+                (found.flight[modes], self._costs.flight[:, -1].max()),
             )
         at, which = np.nonzero(worth)
         mode = self._mode[at]
@@ -443,38 +407,6 @@ class StageTable:
             found.above[good], self._usable[at], self._replicas[at], load[good], units[good]
         )
 
-    def _at_cuts(self, below: int, above: Positions) -> tuple[Vector, Vector]:
-        """Of the tensors at stages' lower and upper cuts, all that counts, [4, B] and [2, B]."""
-        ends = self._ends[:, below, None]
-        in_stage = self._ends[:, above] > ends
-        lower: Vector = self._lower @ (in_stage & (ends > 0))
-        upper: Vector = self._upper @ (in_stage & (ends == 0) & self._beyond[:, above])
-        return lower, upper
-
-    def _bytes(
-        self, below: int, above: Positions, lower: Vector, upper: Vector
-    ) -> tuple[Vector, Vector]:
-        """Held whatever is in flight, parameters left out, and for each unit, [M, B] each.
-
-        Args:
-            lower: held, kept and remade for tensors at lower cuts, [3, B].
-            upper: held for those at upper ones, [B].
-        """
-        problem, modes = self._problem, self._problem.modes
-        sizes = np.array([shared.nbytes for shared in problem.shared])
-        shared = sizes @ (self._shared[:, above] > self._shared[:, below, None])
-        held, kept, remade = lower
-        once = _rise(self._fixed, below, above) + held + upper
-        once += np.outer([mode.shared_once for mode in modes], shared)
-        flight = _rise(self._flight, below, above)
-        flight += np.outer([mode.shared_in_flight for mode in modes], shared)
-        flight += np.outer([mode.inputs_kept for mode in modes], kept)
-        flight += np.outer([mode.remade_kept for mode in modes], remade)
-        if problem.workspace_bytes is not None:
-            inside = self._member[:, above] & ~self._member[:, below, None]
-            once += (inside * problem.workspace_bytes[:, None]).max(axis=0, initial=0.0)
-        return once, flight
-
     def _units(self, at: Positions, once: Vector, flight: Vector, parameters: Vector) -> Positions:
         """How many may be in flight, 0 where not even one may; as many as devices at most, [p]."""
         limit = self._place["memory_bytes"][at] * FITS
@@ -490,18 +422,6 @@ class StageTable:
         most = np.where(most >= self._most[at], self._problem.devices, most)
         units: Positions = np.clip(most, 0, self._problem.devices).astype(np.intp)
         return units
-
-
-def _fields(tensors: Sequence[CutTensor], names: Sequence[str]) -> Vector:
-    """Of each tensor, [names, tensors]."""
-    found = [[getattr(tensor, name) for tensor in tensors] for name in names]
-    return np.array(found, dtype=np.float64).reshape(len(names), len(tensors))
-
-
-def _rise(sums: Vector, below: int, above: Positions) -> Vector:
-    """From one downset to others, [values, D] to [values, B]."""
-    rise: Vector = sums[:, above] - sums[:, below, None]
-    return rise
 
 
 def _worth_having(*numbers: tuple[Vector, float]) -> Flags:

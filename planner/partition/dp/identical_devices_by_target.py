@@ -15,7 +15,7 @@ import numpy as np
 
 from ..problem import FITS, Answer, Cut, StageProblem, Vector, cut_on_last_devices
 from ..waits import Waits
-from .cost_tables import Flags, PairCosts, stage_loads
+from .cost_tables import Flags, stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
@@ -310,7 +310,7 @@ class _Way:
         self._compute, self._serial = costs.compute[mode][order], None
         if costs.serial is not None:
             self._serial = costs.serial[order] / self._speed
-        self._limited = costs.places.limited and self._memory < UNBOUNDED
+        self._limited = costs.limited and self._memory < UNBOUNDED
         if self._limited:
             self._parameters = costs.parameters[order]
             self._fixed, self._flight = costs.fixed[mode][order], costs.flight[mode][order]
@@ -376,34 +376,12 @@ class _Way:
 def _above(program: Program, below: int) -> _Above:
     """All stages from one downset."""
     costs, problem = program.costs, program.problem
-    inside = costs.inside
-    order = program.order
-    holds = inside.holding(below, inside.counts | inside.guards[:, None])
-    above = order[holds[order] & (order != below)]
-    lower_s = upper_s = np.zeros(len(above))
-    if costs.wires is not None:
-        (lower_s,), (upper_s,) = costs.wires.between(below, above)
+    above = program.order[costs.above(below)[program.order]]
+    lower_s, upper_s = costs.wires_between(below, above)
     once = flight = np.zeros((len(problem.modes), 0))
-    if costs.places.limited:
-        once, flight = _bytes(costs, below, above)
+    if costs.limited:
+        once, flight = costs.bytes_between(below, above)
     return _Above(above, -costs.work[above], lower_s, upper_s, once, flight)
-
-
-def _bytes(costs: PairCosts, below: int, above: Positions) -> tuple[Vector, Vector]:
-    """Held in any case, parameters left out, and per unit in flight, [M, B] each."""
-    once: Vector = costs.fixed[:, above] - costs.fixed[:, below, None]
-    flight: Vector = costs.flight[:, above] - costs.flight[:, below, None]
-    if costs.shared is not None:
-        shared = costs.shared.met_between(below, above)[0]
-        flight += np.outer(costs.shared_in_flight, shared)
-        once += np.outer(costs.shared_once, shared)
-    if costs.held is not None:
-        (lower, kept, remade), (upper,) = costs.held.between(below, above)
-        flight += np.outer(costs.inputs_kept, kept) + np.outer(costs.remade_kept, remade)
-        once += lower + upper
-    if costs.workspace is not None:
-        once += costs.inside.largest(costs.workspace, below, above)
-    return once, flight
 
 
 def identical_by_targets(

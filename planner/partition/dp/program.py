@@ -91,7 +91,7 @@ class Program:
         """Sum up what stages cost; ask for all places if they are few or `every_place` is set."""
         self.problem, self.lattice = problem, lattice
         self.places = Places(problem, every=every_place)
-        self.costs = PairCosts(problem, lattice, self.places)
+        self.costs = PairCosts(problem, lattice, limited=self.places.limited)
         self.order = np.lexsort((np.arange(lattice.size), self.costs.work))[::-1]
         self.options = self.places.usable
         self.replicas = self.places.replicas[self.options]

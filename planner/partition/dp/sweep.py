@@ -259,7 +259,7 @@ class Sweep:
         work = program.costs.work[above] - program.costs.work[below]
         which, number = self._choices(work, most - need)
         option, first = program.options[number], need[which] + program.replicas[number]
-        stages, load = Stages(program.costs, below, above), np.empty(0)
+        stages, load = Stages(program.costs, program.places, below, above), np.empty(0)
         if not places.loads_vary:
             last = np.full(len(which), program.problem.devices)
             load, good = self._allowed(stages, which, option, last, memory=not places.bytes_vary)
