@@ -48,8 +48,9 @@ class SplitBackward:
         self._entries = list(zip(roots, grads, strict=True))
         self._anchors = [inlet.anchor for inlet in inlets if inlet.anchor is not None]
         self._parameters = list(parameters)
-        # What the second part runs, the last first: gradients, and the weights they are run to.
-        self._waiting: list[tuple[list[_Entry], list[nn.Parameter]]] = []
+        # What the second part runs, the last first: gradients, the weights they are run to, and
+        # the node of the chain where that begins.
+        self._waiting: list[tuple[list[_Entry], list[nn.Parameter], Node | None]] = []
         self.held_bytes = 0
 
     def inputs(self) -> None:
@@ -68,21 +69,27 @@ class SplitBackward:
         for node, reached in graph.branches.items():
             grads = enumerate(captured.get(node, ()))
             entries = [(GradientEdge(node, k), grad) for k, grad in grads if grad is not None]
-            self._waiting.append((entries, reached))
+            self._waiting.append((entries, reached, node))
         aside = [entry for entry in self._entries if entry[0].node not in graph.chain]
-        self._waiting.append((aside, graph.off_chain))
+        self._waiting.append((aside, graph.off_chain, None))
         # So all of the graph that lies behind the last branch is let go.
         self._entries = []
         # A loss's own gradient, one number, doesn't count.
-        kept = [grad for entries, _ in self._waiting for _, grad in entries if grad.dim()]
+        kept = [grad for entries, *_ in self._waiting for _, grad in entries if grad.dim()]
         self.held_bytes = sum({storage_key(t): storage_bytes(t) for t in kept}.values())
 
     def weights(self) -> None:
         """Second part: gradients of the weights are added to what is there."""
         while self._waiting:
-            entries, reached = self._waiting.pop()
-            if entries and reached:
+            entries, reached, node = self._waiting.pop()
+            if not entries or not reached:
+                continue
+            handle = None if node is None else node.register_prehook(_giver(entries))
+            try:
                 _run(entries, reached)
+            finally:
+                if handle is not None:
+                    handle.remove()
         self.held_bytes = 0
 
 
@@ -93,6 +100,17 @@ def _keeper(
         captured[node] = tuple(grads)
 
     return keep
+
+
+def _giver(entries: Sequence[_Entry]) -> Callable[[Sequence[Tensor | None]], Any]:
+    """Hooks on the tensor that a node made have run in the first part: what they make of their own
+    result isn't taken."""
+    kept = {edge.output_nr: grad for edge, grad in entries}
+
+    def give(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return tuple(kept.get(k) for k in range(len(grads)))
+
+    return give
 
 
 def _run(entries: Sequence[_Entry], leaves: Sequence[Tensor]) -> None:

@@ -154,6 +154,11 @@ def test_a_weight_used_side_by_side_waits():
     assert early == [False] * 5
 
 
+def hooked(tensor):
+    tensor.register_hook(lambda grad: 0.5 * grad)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -182,6 +187,7 @@ def test_a_weight_used_side_by_side_waits():
             id="a checkpoint",
         ),
         pytest.param(lambda m, v: [torch.stack([m.a(v), v]).unbind()[0]], id="half used"),
+        pytest.param(lambda m, v: [m.b(hooked(m.a(v)))], id="a hook on what a layer makes"),
     ],
 )
 def test_graphs(function):
