@@ -114,6 +114,14 @@ def test_stage_bytes_are_what_the_pieces_hold():
             assert cost.kept_bytes == saved.total, (border, layers)
 
 
+def test_an_inlet_admits_what_is_conjugated():
+    """torch leaves that in memory as it was, and computes it when it is read."""
+    conjugate = torch.tensor([1.0 + 2.0j]).conj()
+    for tensor in (conjugate, conjugate.imag):
+        assert tensor.is_conj() or tensor.is_neg()
+        torch.testing.assert_close(Inlet().admit(tensor).detach(), tensor)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_layers_have_the_users_names_and_all_parameters(name):
     model, _ = build(name)
