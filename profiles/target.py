@@ -97,6 +97,8 @@ class Target:
                     f"{self.name}: {name!r} has no shape before the model's first call (a lazy "
                     "module): give it its sizes, or call the model once where it is built"
                 )
+        # Of a backward that looked at it where it was built; stages begin without.
+        model.zero_grad()
         return model
 
     def call(self, samples: int) -> tuple[Call, Any]:

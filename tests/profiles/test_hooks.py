@@ -86,6 +86,11 @@ def test_what_isnt_trained_may_be_in_the_optimizer_or_not(tmp_path):
         assert task_optimizer(lambda _, o=optimizer: o, trained, named, "stage 0") is optimizer
 
 
+def test_a_model_begins_without_gradients():
+    """The first update would have them besides."""
+    assert all(p.grad is None for p in resolve(f"{TASKS}:LookedAt").model().parameters())
+
+
 # Missing and misspelt hooks -----------------------------------------------------------------
 
 MISSING = {
