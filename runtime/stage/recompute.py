@@ -61,7 +61,7 @@ class Recomputation:
     def __init__(self, module: fx.GraphModule, device: torch.device = CPU) -> None:
         self._device = device
         self._buffers = list(module.buffers())
-        self._changed = ChangedBuffers(self._buffers, only_updated(module))
+        self._changed = ChangedBuffers(module, only_updated(module))
         self._overwritten = ChangedInPlace[str](
             "{!r}, which a stage's forward is computed again from, is changed in place, and wasn't "
             "in the first run; make the operation one that isn't in place, or plan without "
@@ -454,7 +454,7 @@ class SelectedLayers:
         again: them alone, as a module; it gives nothing.
         buffers: those that they may change.
         buffers_of: per run of them, those that it may read or change.
-        changed: those that the stage's forward changes.
+        changed: those of `buffers` that the stage's forward changes.
         overwritten: of the values that they take, which the forward changes in place.
     """
 
@@ -485,7 +485,7 @@ class SelectedLayers:
         self.again = fx.GraphModule(piece.module, again)
         self.buffers = list(self.again.buffers())
         self.buffers_of = [_buffers_of(self.module, run) for run in runs]
-        self.changed = ChangedBuffers(self.module.buffers(), only_updated(self.module))
+        self.changed = ChangedBuffers(self.again, only_updated(self.module))
 
     def is_data(self, number: int) -> bool:
         """Whether a value is an input of the model, which is there anyway."""

@@ -235,7 +235,7 @@ class Stage:
         shapes = input_shapes(self.piece.inputs, values, self.specs) if self._settled else ()
         known = self._saved_by_shape.get(shapes) if self._settled else None
         # One of padding alone counts nothing.
-        with nullcontext() if part.real else unchanged(self.module.buffers()):
+        with nullcontext() if part.real else unchanged(self.module):
             if self._recomputation is None:
                 with self._statistics(op, part):
                     hooks = known is None

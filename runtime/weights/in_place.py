@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...profiles.errors import RunError
 
@@ -56,13 +56,14 @@ class ChangedBuffers:
     """Those of a stage. Which they are shows in the first forward; until then all are copied, and
     only those after that."""
 
-    def __init__(self, buffers: Iterable[Tensor], updated: Collection[int] = ()) -> None:
+    def __init__(self, module: nn.Module, updated: Collection[int] = ()) -> None:
         """
         Args:
-            buffers: the stage's.
-            updated: ids of those that its forward changes and doesn't read; they aren't copied.
+            module: that has them.
+            updated: ids of buffers that its forward changes and doesn't read; they aren't copied.
         """
-        self._buffers = [b for b in buffers if id(b) not in updated]
+        self._module = module
+        self._buffers = [b for b in module.buffers() if id(b) not in updated]
         self._changed = ChangedInPlace[int](
             "a buffer that a stage's forward is computed again from is changed, and wasn't in "
             "the first one; change it in every forward, or plan without --recompute"
@@ -84,7 +85,15 @@ class ChangedBuffers:
         ]
 
     def end(self) -> None:
-        """It is done. Raises RunError where it has changed others than the first forward did."""
+        """It is done. Raises RunError where it has changed others than the first forward did, or
+        put another tensor in a buffer's place."""
+        there = set(map(id, self._module.buffers()))
+        if any(id(buffer) not in there for buffer in self._buffers):
+            raise RunError(
+                "a buffer of what is computed again is given a new tensor in its forward "
+                "(self.mean = …): write into the one it has (self.mean.copy_(…)), or plan without "
+                "--recompute"
+            )
         # What is written through `.data` counts no version.
         self._changed.end({id(b) for b, before in self._first if not torch.equal(b, before)})
         self._first = []
@@ -102,11 +111,18 @@ def put_back(copies: BufferCopies) -> None:
 
 
 @contextmanager
-def unchanged(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Afterwards, buffers are what they were before."""
-    copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Afterwards, its buffers are what they were before."""
+    copies = [
+        (inner._buffers, name, buffer, buffer.detach().clone())
+        for inner in module.modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None
+    ]
     yield
-    for buffer, before in copies:
+    for buffers, name, buffer, before in copies:
+        # A forward may have put another tensor in its place.
+        buffers[name] = buffer
         # Graphs of forwards before keep running statistics, and would take this for a change that
         # their backward mustn't follow. Batch norms' own updates they don't see, either.
         buffer.data.copy_(before)

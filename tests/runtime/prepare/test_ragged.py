@@ -35,6 +35,7 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training import loop as training
+from timeprest.runtime.weights.in_place import unchanged
 
 FILE = TESTS / "tasks/data_tasks.py"
 EPOCHS = 2
@@ -393,6 +394,16 @@ def test_every_sample_has_one_place(samples, mini_batch, n):
         for i in range(n):
             seen += real_samples(segment, b, i)
     assert seen == list(range(samples))
+
+
+def test_padding_alone_leaves_buffers_that_a_forward_replaces():
+    module = torch.nn.BatchNorm1d(2)
+    mean = module.running_mean
+    with unchanged(module):
+        module.running_mean = mean + 1
+        mean.sub_(1)
+    assert module.running_mean is mean
+    assert mean.tolist() == [0.0, 0.0]
 
 
 def test_shapes_of_results():

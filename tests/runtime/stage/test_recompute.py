@@ -391,7 +391,7 @@ def buffers_kept(target):
     plan = plan_by_hand(profiled(target), "gpipe", 1, 2, recompute=[True])
     prepared = prepare(plan, RunSettings(task=target, steps=1, evaluate=False))
     module = prepared.model.pieces[0].module.train()
-    changed = ChangedBuffers(module.buffers(), only_updated(module))
+    changed = ChangedBuffers(module, only_updated(module))
     changed.begin()
     module(torch.randn(4, 6, dtype=torch.float64))
     changed.end()
@@ -414,7 +414,7 @@ def test_only_buffers_that_are_read_and_changed_are_kept(name, kept):
 
 def test_running_statistics_in_an_exported_graph_are_not_kept():
     exported = torch.export.export(Norms(), (torch.randn(4, 6),)).module()
-    changed = ChangedBuffers(exported.buffers(), only_updated(exported))
+    changed = ChangedBuffers(exported, only_updated(exported))
     changed.begin()
     exported(torch.randn(4, 6))
     changed.end()
@@ -424,12 +424,22 @@ def test_running_statistics_in_an_exported_graph_are_not_kept():
 def test_a_buffer_that_only_later_forwards_change_ends_the_run():
     """What the first run of that one found is gone."""
     module = fx.symbolic_trace(Averaged())
-    changed = ChangedBuffers(module.buffers(), only_updated(module))
+    changed = ChangedBuffers(module, only_updated(module))
     changed.begin()
     changed.end()
     changed.begin()
     module.mean.add_(1)
     with pytest.raises(RunError, match="is changed, and wasn't in the first one"):
+        changed.end()
+
+
+def test_a_buffer_that_a_forward_replaces_ends_the_run():
+    """A second run would begin at what the first one put there."""
+    module = nn.BatchNorm1d(8)
+    changed = ChangedBuffers(module)
+    changed.begin()
+    module.running_mean = module.running_mean + 1
+    with pytest.raises(RunError, match=r"given a new tensor in its forward \(self\.mean = …\)"):
         changed.end()
 
 
