@@ -110,12 +110,17 @@ class Recomputation:
 def _left_as_they_were(buffers: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Put random numbers and these buffers back afterwards."""
     random = random_state(device)
-    kept = [(b, b.detach().clone()) for b in buffers]
+    kept = [(b, b.detach().clone(), b._version) for b in buffers]
     try:
         yield
     finally:
         set_random_state(random, device)
-        put_back(kept)
+        for buffer, before, version in kept:
+            if buffer._version == version:
+                # As in `unchanged`: a batch norm's own update its graph doesn't see.
+                buffer.data.copy_(before)
+            elif not torch.equal(buffer, before):
+                put_back([(buffer, before)])
 
 
 # Some of a stage's layers ------------------------------------------------------------------------

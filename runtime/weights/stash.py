@@ -43,6 +43,13 @@ class _Reference(NamedTuple):
     copied_to: torch.dtype | None = None
 
 
+class _Saved(NamedTuple):
+    """Another tensor, and its version then: where there are hooks, torch doesn't look at it."""
+
+    tensor: Tensor
+    version: int
+
+
 class Substitutes(Protocol):
     """What stands in autograd's graph for tensors that are computed again (`stage.recompute`)."""
 
@@ -221,7 +228,7 @@ class WeightVersions:
             if k is None:
                 counted[key] = storage.nbytes()
                 # An operation that saves its own output would hold itself alive through it.
-                return tensor.detach()
+                return _Saved(tensor.detach(), tensor._version)
             offset = int(tensor.storage_offset())
             return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
 
@@ -260,8 +267,14 @@ class WeightVersions:
             self._views = {}
 
     def _unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(kept, _Saved):
+            if kept.tensor._version != kept.version:
+                raise TargetError(
+                    f"a tensor of shape {list(kept.tensor.shape)} is changed in place between the "
+                    "forward that takes it and its backward: of a buffer that forwards change, "
+                    "have them take a copy (self.mean.clone())"
+                )
+            return kept.tensor
         if not isinstance(kept, _Reference):
             filled: Tensor = kept.filled()
             return filled

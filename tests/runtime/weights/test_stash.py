@@ -9,6 +9,7 @@ import torch
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.operations import BACKWARD
+from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import LiveBytes
 from timeprest.profiles.target import resolve
@@ -79,6 +80,17 @@ def test_backward_uses_the_version_it_is_told():
             (grads[version],) = torch.autograd.grad(y.sum(), x)
     assert grads[0].item() == 2.0
     assert grads[1].item() == 8.0
+
+
+def test_a_backward_on_what_was_changed_since_is_refused():
+    """torch itself doesn't look, where there are hooks."""
+    weights, mean = WeightVersions([]), torch.ones(2)
+    x = torch.ones(2, requires_grad=True)
+    with weights.forward(None):
+        y = x * mean
+    mean.mul_(0.5)
+    with weights.backward(None), pytest.raises(TargetError, match=r"\[2\] is changed in place"):
+        y.sum().backward()
 
 
 def test_forward_on_an_older_version_leaves_the_latest_in_place():
