@@ -48,6 +48,22 @@ class _Admit(torch.autograd.Function):
         return None, None, None
 
 
+def give_gradients_own_memory(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Autograd lets a first gradient have the memory of another one that it is a view of, and adds
+    further ones in place: the other would change with it.
+
+    Args:
+        parameters: without a gradient before the backward that was just run.
+        others: gradients that went into it, or came out besides.
+    """
+    taken = set(map(storage_key, others))
+    for p in parameters:
+        if p.grad is not None and not p.grad.is_sparse:
+            if storage_key(p.grad) in taken:
+                p.grad = p.grad.clone()
+            taken.add(storage_key(p.grad))
+
+
 # Bytes that autograd keeps for the backward, counted by saved-tensor hooks ----------------------
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from .boundary import Inlet, storage_bytes, storage_key
+from .boundary import Inlet, give_gradients_own_memory, storage_bytes, storage_key
 
 _Entry = tuple[GradientEdge, Tensor]
 """A place in the graph, and the gradient that arrives there."""
@@ -84,12 +84,14 @@ class SplitBackward:
             entries, reached, node = self._waiting.pop()
             if not entries or not reached:
                 continue
+            fresh = [p for p in reached if p.grad is None]
             handle = None if node is None else node.register_prehook(_giver(entries))
             try:
                 _run(entries, reached)
             finally:
                 if handle is not None:
                     handle.remove()
+            give_gradients_own_memory(fresh, (grad for _, grad in entries))
         self.held_bytes = 0
 
 

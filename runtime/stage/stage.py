@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
 from ...planner.systems.versions import VersionWalk
-from ...profiles.autograd.boundary import Inlet, storage_key
+from ...profiles.autograd.boundary import Inlet, give_gradients_own_memory, storage_key
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.autograd.split_backward import SplitBackward
 from ...profiles.errors import RunError
@@ -180,8 +180,7 @@ class Stage:
 
         Args:
             entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
-            ahead: what predictions look ahead, of parameters that these stages use; of the stage's
-                own, where there are none.
+            ahead: what predictions look ahead, of parameters of these stages; none: of its own.
         """
 
         def walk(latest: int) -> VersionWalk:
@@ -224,8 +223,7 @@ class Stage:
             boundary_bytes: what the channels hold now.
 
         Returns:
-            The version used; the outputs to send, by name; the loss (of the micro-batch's own
-            samples, detached) on the last stage, where there are any.
+            The version used; the outputs to send, by name; the loss of what is real, detached.
         """
         assert op.micro_batch is not None
         version, tensors = self.policy.forward(op)
@@ -289,6 +287,7 @@ class Stage:
         self.ties.take_up(op)
         micros = {i: self._take_back(op, i) for i in mine}
         gone = {name: missing_gradients(message) for name, message in grads.items()}
+        fresh = [p for p in self.weights.every if p.grad is None]
         distance = None
         for weights in self.policy.backwards(op, mine):
             roots: list[Tensor | GradientEdge] = []
@@ -315,6 +314,7 @@ class Stage:
             for name in micros[mine[0]].inlets
         }
         messages = (*grads.values(), *back.values())
+        give_gradients_own_memory(fresh, messages)
         self._note(boundary_bytes + sum(g.nbytes for g in messages))
         if not self.variant.split_backward:
             self._kept_bytes -= sum(micro.saved_bytes for micro in micros.values())

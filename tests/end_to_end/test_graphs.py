@@ -67,6 +67,21 @@ def test_flush_systems_on_a_graph_are_plain_training(variant, stages, graph_prof
     assert summary.epochs[-1].test["loss"] == pytest.approx(wanted, abs=1e-10)
 
 
+@pytest.mark.parametrize("variant", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("placement", [(), (0, 0, 0)])
+def test_gradients_that_are_views_of_one_are_added_apart(variant, placement, tmp_path):
+    """Micro-batches of one sample: neither two parameters', nor one's and what goes to the stage
+    before, may be one memory when those of the next one come."""
+    name = f"{TESTS / 'tasks/variety_tasks.py'}:ShiftsTask"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[1, 8], seconds=0)
+    plan = plan_by_hand(with_times(profile), variant, 3, 8, placement=placement)
+    run(plan, RunSettings(task=name, steps=3, evaluate=False), tmp_path, inline=True)
+    _, model = train_plainly(name, plan.mini_batch, 3)
+    state = load_weights(tmp_path)
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest", "pipedream"])
 def test_asynchronous_systems_train_a_graph(variant, graph_profile, tmp_path):

@@ -467,6 +467,23 @@ class DrawingTask(SkipsTask):
         return self.Model().double()
 
 
+class Shifts(nn.Module):
+    """Of one sample, gradients of both are views of the same one."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return x + self.one.unsqueeze(0) + self.two.unsqueeze(0)
+
+
+class ShiftsTask(MLPTask):
+    def model(self):
+        first, last = nn.Linear(WIDTHS[0], 6), nn.Linear(6, WIDTHS[-1])
+        return nn.Sequential(first, Shifts(), nn.Tanh(), Shifts(), nn.Tanh(), last).double()
+
+
 class Mixed(nn.Module):
     """float32 first, float64 then; the shift is used, but nothing is learnt for it."""
 
