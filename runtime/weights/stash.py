@@ -177,7 +177,11 @@ class WeightVersions:
         target = older if reuse else self.scratch()
         with torch.no_grad():
             for p, old, made in zip(self.parameters, older, target, strict=True):
-                torch.lerp(p, old, share, out=made)
+                if p.requires_grad:
+                    torch.lerp(p, old, share, out=made)
+                else:
+                    # A table of integers, say: it is the same in all versions.
+                    made.copy_(p)
         return target
 
     # Using weights --------------------------------------------------------------------------

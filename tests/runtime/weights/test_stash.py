@@ -110,6 +110,19 @@ def test_forward_on_an_older_version_leaves_the_latest_in_place():
     assert weights.older_bytes == 0
 
 
+def test_weights_between_versions_leave_integers():
+    """A table that is a parameter so that it is saved and moved."""
+    table = nn.Parameter(torch.tensor([1, 0]), requires_grad=False)
+    weights = WeightVersions([nn.Parameter(torch.zeros(1)), table])
+    weights.keep_latest()
+    with torch.no_grad():
+        weights.parameters[0].add_(2.0)
+    weights.advance({0})
+    for reuse in (False, True):
+        made = weights.between(0, 0.5, reuse=reuse)
+        assert [t.tolist() for t in made] == [[1.0], [1, 0]]
+
+
 def test_no_graph_holds_an_older_version():
     """A forward runs on an older version; when that is dropped, its memory goes at once."""
     layer = nn.Linear(64, 64, bias=False)
