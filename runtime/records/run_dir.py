@@ -242,6 +242,8 @@ def tensor_bytes(named: Mapping[str, Tensor], metadata: dict[str, str] | None = 
     seen: set[int] = set()
     separate = {}
     for name, tensor in named.items():
+        # Files hold what is in memory, and that of a conjugate is another tensor's.
+        tensor = tensor.resolve_conj().resolve_neg()
         key = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.cpu().clone() if key in seen else tensor.cpu().contiguous()
         seen.add(key)

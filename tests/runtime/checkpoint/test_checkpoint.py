@@ -40,7 +40,7 @@ from timeprest.runtime.checkpoint.worker_state import pack, unpack
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import Observer, read_losses
-from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.records.run_dir import RunDir, load_weights, read_tensors, save_tensors
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
@@ -491,6 +491,13 @@ def test_state_that_no_file_can_hold(tmp_path):
     run(plan, settings, tmp_path / "without", inline=True)
     with pytest.raises(UserError, match="has ended, and it has no checkpoints"):
         resume(tmp_path / "without", inline=True)
+
+
+def test_conjugates_come_back_as_they_are(tmp_path):
+    """torch leaves those in memory as they were."""
+    conjugate = torch.tensor([1.0 + 2.0j]).conj()
+    save_tensors(tmp_path / "it", {"it": conjugate})
+    torch.testing.assert_close(read_tensors(tmp_path / "it")["it"], conjugate.resolve_conj())
 
 
 TREES = st.recursive(
