@@ -288,6 +288,11 @@ def _check_state(piece: Piece) -> None:
                 "(get_extra_state): checkpoints hold tensors alone; return one, or keep it in a "
                 "buffer"
             )
+        if value.dtype == torch.complex128:
+            raise TargetError(
+                f"the model's state {name!r} is of torch.complex128, which checkpoints can't hold: "
+                "make it torch.complex64, or hold it as numbers (torch.view_as_real)"
+            )
 
 
 def _unused(

@@ -381,6 +381,13 @@ class ExtraStateTask(FrozenNormTask):
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Remembering(8, 3)).double()
 
 
+class ComplexTask(FrozenNormTask):
+    def model(self):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model[2].register_buffer("phase", torch.ones(3, dtype=torch.complex128))
+        return model
+
+
 class Slope(nn.Module):
     """Of its inputs, as physics-informed networks take it."""
 

@@ -103,6 +103,7 @@ def test_copies_of_a_weight_are_treated_as_it_is(how):
     ("name", "whole", "why"),
     [
         ("ExtraStateTask", "2", "'2._extra_state' is no tensor but dict .get_extra_state.: check"),
+        ("ComplexTask", "2", "'2.phase' is of torch.complex128, which checkpoints can't hold"),
         ("SlopeTask", "layer", "the forward or the loss takes gradients itself .torch.autograd"),
     ],
 )
