@@ -175,15 +175,26 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         torch.cuda.manual_seed(int.from_bytes(digest[:8], "big"))
 
 
+def generators(device: torch.device) -> tuple[Any, ...]:
+    """States of those that a forward may draw from: Python's and NumPy's too."""
+    return *states(), random_state(device)
+
+
+def set_generators(given: tuple[Any, ...], device: torch.device) -> None:
+    """Go back to these states."""
+    *before, own = given
+    set_states(tuple(before))
+    set_random_state(own, device)
+
+
 @contextmanager
 def random_kept(device: torch.device) -> Iterator[None]:
     """Afterwards torch, Python's `random` and NumPy draw as if nothing had been drawn inside."""
-    before, own = states(), random_state(device)
+    before = generators(device)
     try:
         yield
     finally:
-        set_states(before)
-        set_random_state(own, device)
+        set_generators(before, device)
 
 
 # Time and memory --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Recomputation: a forward is run a second time before its backward, to the same result.
 
-Kept until then are the piece's inputs, the state of the random generator, and what the first run
+Kept until then are the piece's inputs, the states of the random generators, and what the first run
 found in those buffers that the forward changes and may read (a spectral norm's vectors). After the
 second run, buffers are what they were before it: changed once.
 
@@ -26,7 +26,7 @@ from ...profiles.errors import RunError
 from ...profiles.tracing.graph import fetch_attribute
 from ...profiles.tracing.pieces import LAYER, Piece
 from ..prepare.data import MicroBatchPart
-from ..prepare.devices import CPU, random_state, set_random_state
+from ..prepare.devices import CPU, generators, random_kept, set_generators
 from ..weights.in_place import BufferCopies, ChangedBuffers, ChangedInPlace, put_back
 from .batch_norm import only_updated
 
@@ -47,7 +47,7 @@ class ForwardInputs:
     target: Any
     part: MicroBatchPart
     nbytes: int
-    random: Tensor
+    random: tuple[Any, ...]
     buffers: BufferCopies
 
 
@@ -83,7 +83,7 @@ class Recomputation:
         nbytes = sum(values[name].nbytes for name in received)
         self._changed.begin()
         buffers = self._changed.copies()
-        return ForwardInputs(copies, target, part, nbytes, random_state(self._device), buffers)
+        return ForwardInputs(copies, target, part, nbytes, generators(self._device), buffers)
 
     def kept(self, found: ForwardInputs) -> None:
         """The forward is done: inputs and buffers that it left as they were need no copy.
@@ -101,7 +101,7 @@ class Recomputation:
     def as_in_first_run(self, found: ForwardInputs) -> Iterator[None]:
         """Random numbers and buffers are those of the first run; these are put back afterwards."""
         with _left_as_they_were(self._buffers, self._device):
-            set_random_state(found.random, self._device)
+            set_generators(found.random, self._device)
             put_back(found.buffers)
             yield
 
@@ -109,12 +109,11 @@ class Recomputation:
 @contextmanager
 def _left_as_they_were(buffers: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Put random numbers and these buffers back afterwards."""
-    random = random_state(device)
     kept = [(b, b.detach().clone(), b._version) for b in buffers]
     try:
-        yield
+        with random_kept(device):
+            yield
     finally:
-        set_random_state(random, device)
         for buffer, before, version in kept:
             if buffer._version == version:
                 # As in `unchanged`: a batch norm's own update its graph doesn't see.
@@ -188,7 +187,7 @@ class Remade:
         # Values of the run at hand with the memory of a tensor that these layers make.
         self._beside_made: list[tuple[Tensor, int]] = []
         # Before each run of these layers.
-        self._random: list[Tensor] = []
+        self._random: list[tuple[Any, ...]] = []
         self._buffers: list[BufferCopies] = []
         # Of what these layers save, in their sequence; None: it is kept.
         self._empty: list[Empty | None] = []
@@ -225,11 +224,11 @@ class Remade:
         """
         self._inside = True
         if self._again:
-            set_random_state(self._random[run], self._layers.device)
+            set_generators(self._random[run], self._layers.device)
             # Other layers, which don't run now, may have changed them before it.
             put_back(self._buffers[run])
             return
-        self._random.append(random_state(self._layers.device))
+        self._random.append(generators(self._layers.device))
         self._buffers.append(self._layers.changed.copies(self._layers.buffers_of[run]))
         kept = [self._values[number] for number in again]
         changed = any(k.original is not None and k.original._version != k.expected for k in kept)

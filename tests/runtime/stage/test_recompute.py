@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from graph_task import GraphTask
@@ -452,6 +453,21 @@ def test_an_input_that_only_later_forwards_change_ends_the_run():
     x.mul_(2)
     with pytest.raises(RunError, match="'x', which a stage's forward is computed again from, is"):
         recomputation.kept(found)
+
+
+def test_whatever_generator_is_drawn_from_again_draws_the_same():
+    """A forward that a granularity keeps whole may ask Python's or NumPy's."""
+
+    def drawn():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    recomputation = Recomputation(fx.symbolic_trace(nn.Identity()))
+    found = recomputation.keep({}, set(), None, MicroBatchPart(4, 4, 1.0, 1.0))
+    first = drawn()
+    recomputation.kept(found)
+    with recomputation.as_in_first_run(found):
+        assert drawn() == first
+    assert drawn() != first
 
 
 def test_what_is_kept_of_buffers_counts():
