@@ -277,7 +277,7 @@ class StageRunner:
                 name = c.spec.name
                 kept = name in self.stage.kept_outputs
                 part_sent = c.part(outputs[name])
-                if c.handed_over and self.stage.lasts(part_sent):
+                if self.stage.lasts(part_sent):
                     part_sent = part_sent.clone()
                 self.channels.send(c, FORWARD, part_sent, kept=kept)
                 self.metrics.sent_bytes += 0 if c.handed_over else part_sent.nbytes

@@ -261,8 +261,7 @@ class Stage:
         self._flying[op.mini_batch, op.micro_batch] = micro
         self._note(boundary_bytes, gradients_changed=False)
         self._drop()
-        detached = {name: tensor.detach() for name, tensor in outputs.items()}
-        return version, detached, None if loss is None else loss._replace(value=loss.value.detach())
+        return version, outputs, None if loss is None else loss._replace(value=loss.value.detach())
 
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
@@ -272,9 +271,8 @@ class Stage:
         In systems that split it, what gives the gradients of received inputs alone.
 
         Args:
-            grads: for each output that needs one, the gradients summed over the stages that
-                use it, ``[micro-batches of this backward, ...]``; there may be none
-                (`missing_gradients`).
+            grads: for each output that needs one, the sum over the stages that use it,
+                ``[micro-batches of this backward, ...]``; there may be none (`missing_gradients`).
 
         Returns:
             The version used, and the one the forward used, the oldest where micro-batches differ;
@@ -454,10 +452,12 @@ class Stage:
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
                 micro.loss = loss.value if self.loss.weighted else loss.value * part.weight
-        outputs = self._outputs(out)
-        for name, tensor in outputs.items():
-            if tensor.requires_grad:
-                micro.outlets[name] = get_gradient_edge(tensor)
+            outputs = self._outputs(out)
+            for name, tensor in outputs.items():
+                if tensor.requires_grad:
+                    micro.outlets[name] = get_gradient_edge(tensor)
+                # A parameter has these weights' memory here alone.
+                outputs[name] = tensor.detach()
         self.handed_over.check()
         if remade is not None:
             remade.finish()

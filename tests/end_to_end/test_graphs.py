@@ -82,6 +82,24 @@ def test_gradients_that_are_views_of_one_are_added_apart(variant, placement, tmp
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(("variant", "n"), [("pipedream-2bw", 4), ("spectrain", 1)])
+def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
+    variant, n, tmp_path
+):
+    """As what is computed of it, where a layer that is kept whole gives it as it is."""
+    found = []
+    for name in ("QueryTask", "ComputedQueryTask"):
+        target = f"{TESTS / 'tasks/variety_tasks.py'}:{name}"
+        sizes = {"batch_size": 8, "micro_batch_sizes": [2, 8], "seconds": 0}
+        profile = with_times(measure(resolve(target), **sizes, granularity="ask"))
+        plan = plan_by_hand(profile, variant, 3, n)
+        settings = RunSettings(task=target, steps=6, evaluate=False)
+        run(plan, settings, tmp_path / name, inline=True)
+        found.append(load_weights(tmp_path / name))
+    for key, weight in found[1].items():
+        torch.testing.assert_close(found[0][key], weight, rtol=0, atol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest", "pipedream"])
 def test_asynchronous_systems_train_a_graph(variant, graph_profile, tmp_path):

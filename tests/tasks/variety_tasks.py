@@ -491,6 +491,38 @@ class ShiftsTask(MLPTask):
         return nn.Sequential(first, Shifts(), nn.Tanh(), Shifts(), nn.Tanh(), last).double()
 
 
+class Query(nn.Module):
+    """Gives a parameter, itself or computed."""
+
+    def __init__(self, itself):
+        super().__init__()
+        self.query, self.itself = nn.Parameter(torch.ones(6)), itself
+
+    def forward(self, x):
+        return self.query if self.itself else self.query * 1
+
+
+class Queried(nn.Module):
+    def __init__(self, itself):
+        super().__init__()
+        self.ask = Query(itself)
+        self.first, self.last = nn.Linear(WIDTHS[0], 6), nn.Linear(6, WIDTHS[-1])
+
+    def forward(self, x):
+        query = self.ask(x)
+        return self.last(torch.tanh(self.first(x)) * query)
+
+
+class QueryTask(MLPTask):
+    def model(self):
+        return Queried(True).double()
+
+
+class ComputedQueryTask(MLPTask):
+    def model(self):
+        return Queried(False).double()
+
+
 class Mixed(nn.Module):
     """float32 first, float64 then; the shift is used, but nothing is learnt for it."""
 
