@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, floor
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from .values import Constant, Dynamic, Operand, Setting
 # Resize and Upsample: which entries of the input each entry of the result is made of ------------
 
 _COORDINATES = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel")
-_NEAREST = {
-    "round_prefer_floor": lambda x: ceil(x - 0.5),
-    "round_prefer_ceil": lambda x: floor(x + 0.5),
-    "floor": floor,
-    "ceil": ceil,
+_NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "round_prefer_floor": lambda x: (x - 0.5).ceil(),
+    "round_prefer_ceil": lambda x: (x + 0.5).floor(),
+    "floor": torch.floor,
+    "ceil": torch.ceil,
 }
 _TORCH_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -77,7 +76,7 @@ def _resize(
     shape = op.shape()
     if sizes is None:
         assert scales is not None
-        sizes = tuple(floor(n * s) for n, s in zip(shape, scales, strict=True))
+        sizes = tuple(int(_single(s) * n) for n, s in zip(shape, scales, strict=True))
     else:
         scales = tuple(m / n for n, m in zip(shape, sizes, strict=True))
     changed = [k for k, scale in enumerate(scales) if scale != 1]
@@ -85,10 +84,7 @@ def _resize(
         raise op.fail("resizes the batch dimension, which can't be imported")
     layer = _torch_layer(shape, sizes, scales, mode, coordinates, nearest)
     if layer is None:
-        places = {
-            k: [_source(i, shape[k], sizes[k], scales[k], coordinates) for i in range(sizes[k])]
-            for k in changed
-        }
+        places = {k: _sources(shape[k], sizes[k], _single(scales[k]), coordinates) for k in changed}
         axes = [(k, *_neighbours(x, shape[k], mode, nearest)) for k, x in places.items()]
         layer = Resize(axes)
     return op.module(layer, op.input(0))
@@ -120,28 +116,33 @@ def _torch_layer(
     return None
 
 
-def _source(i: int, size: int, result: int, scale: float, coordinates: str) -> float:
-    """Where the result's i-th entry lies in the input (ONNX operator Resize)."""
+def _single(scale: float) -> Tensor:
+    """Single precision, in which runtimes compute: 10 * 0.7 are 7 entries there, else 6."""
+    return torch.tensor(scale, dtype=torch.float32)
+
+
+def _sources(size: int, result: int, scale: Tensor, coordinates: str) -> Tensor:
+    """Where the result's entries lie in the input (ONNX operator Resize)."""
+    places = torch.arange(result, dtype=torch.float32)
     if coordinates == "asymmetric":
-        return i / scale
+        return places / scale
     if coordinates == "align_corners":
-        return i * (size - 1) / (result - 1) if result > 1 else 0.0
+        return places * (size - 1) / max(result - 1, 1)
     if coordinates == "pytorch_half_pixel" and result == 1:
-        return 0.0
-    return (i + 0.5) / scale - 0.5
+        return places
+    return (places + 0.5) / scale - 0.5
 
 
 def _neighbours(
-    places: list[float], size: int, mode: str, nearest: str
+    places: Tensor, size: int, mode: str, nearest: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Lower and upper neighbour of each place, and the upper one's weight."""
     if mode == "nearest":
-        low = torch.tensor([_NEAREST[nearest](x) for x in places]).clamp(0, size - 1)
+        low = _NEAREST[nearest](places).long().clamp(0, size - 1)
         return low, low, None
-    inside = [min(max(x, 0.0), size - 1.0) for x in places]
-    low = torch.tensor([floor(x) for x in inside])
-    weight = torch.tensor([x - floor(x) for x in inside])
-    return low, (low + 1).clamp(max=size - 1), weight
+    inside = places.clamp(0, size - 1)
+    low = inside.long()
+    return low, (low + 1).clamp(max=size - 1), inside - low
 
 
 RESIZING: dict[str, Handler] = {"Resize": resize, "Upsample": upsample}

@@ -428,6 +428,18 @@ CASES += [
         nearest_mode="floor",
         coordinate_transformation_mode="asymmetric",
     ),
+    *(
+        case(
+            "Resize",
+            {"x": ((2, 3, 30), F)},
+            {"s": np.float32([1, 1, scale])},
+            extra="x,,s",
+            nearest_mode="floor",
+            coordinate_transformation_mode="asymmetric",
+            mark=f"single-precision-{scale}",
+        )
+        for scale in (0.6, 0.7)
+    ),
 ]
 
 
