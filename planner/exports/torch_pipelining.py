@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from ..plan import Plan
 from .engines import UNTIE, Engine, EngineFiles, ranks_of
 from .schedule import schedule_csv
@@ -71,6 +73,11 @@ def for_torch(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
         raise TORCH.refuse(
             "it was profiled under autocast (float16), which trains with scaled losses alone, and "
             "the script scales none; profile with --autocast bfloat16, or without"
+        )
+    if plan.profile.varying is not UNSET:
+        raise TORCH.refuse(
+            "its mini-batches differ in shape, and there stages are traced for one shape; have "
+            "the data give all samples one length"
         )
     facts = look(plan)
     points = split_points(plan, facts)

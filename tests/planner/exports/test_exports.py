@@ -26,7 +26,7 @@ from timeprest.planner.systems.operations import Op, Schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, ScheduleError, UserError
 from timeprest.profiles.files import tomllib
-from timeprest.profiles.profile import SharedParameters
+from timeprest.profiles.profile import SharedParameters, VaryingShapes
 from torch import nn
 from torch.distributed.pipelining import schedules
 
@@ -458,6 +458,7 @@ def test_what_no_engine_has_is_refused(engine, plan, why):
     [
         ("torch", skipping, "tensor 't' skips from stage 0 to stage 2"),
         ("torchtitan", skipping, "tensor 't' skips from stage 0 to stage 2"),
+        ("torch", lambda: varying(chain_plan("gpipe")), "mini-batches differ in shape, and there"),
         ("torchtitan", lambda: gpt_plan((4, 9)), "'layers.1' is cut inside.*'layers.\\*'"),
         ("megatron", lambda: gpt_plan((4, 9)), "'layers.1.mlp' is on stage 1, others on stage 0"),
         ("deepspeed", lambda: gpt_plan((4, 9)), "'layers.1' is cut inside"),
@@ -529,6 +530,14 @@ def renamed(plan, old, new):
             msgspec.structs.replace(stage, nodes=tuple(n.replace(old, new) for n in stage.nodes))
             for stage in plan.stages
         ),
+    )
+
+
+def varying(plan):
+    """The plan, of a profile whose mini-batches differ in length."""
+    shapes = VaryingShapes(profiled=((8,),), least=((4,),), most=((8,),), batches=2)
+    return msgspec.structs.replace(
+        plan, profile=msgspec.structs.replace(plan.profile, varying=shapes)
     )
 
 
