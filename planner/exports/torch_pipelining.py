@@ -270,7 +270,7 @@ def task(seed):
     in_epoch = samples.size // MINI_BATCH
 
     def batch(step):
-        epoch, k = divmod(step, in_epoch)
+        epoch, k = divmod(step, in_epoch) if in_epoch else (0, step)  # a stream goes on
         tensors, target = samples.take(epoch, range(k * MINI_BATCH, (k + 1) * MINI_BATCH))
         args, kwargs = call.arguments(tensors)
         return tuple(args), kwargs, target
@@ -374,8 +374,8 @@ def main():
         leaves = dict(zip(roots, tree_leaves((args, kwargs)), strict=True))
         return {**(kwargs if first else {}), **{name: leaves[name] for name in wanted}}
 
-    parameters = [p for module in modules for p in module.parameters()]
-    optimizer = make_optimizer(parameters)
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    optimizer = make_optimizer(parameters) if parameters else None
     of_replica = torch.cat(torch.arange(MINI_BATCH).split(size)[replica::REPLICAS])
 
     # Targets can be nests of tensors, and the schedule splits one tensor: it is given their rows.
@@ -395,8 +395,9 @@ def main():
             losses=found if last else None,
             return_outputs=False,
         )
-<summed>        optimizer.step()
-        optimizer.zero_grad()
+<summed>        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
         if last:
             mean = torch.stack([value.detach() for value in found]).mean()

@@ -197,10 +197,66 @@ def test_torch_runs_what_was_written(tmp_path):
     names = [layer.name for layer in profile.layers]
     cut = [tuple(names[a:b]) for a, b in itertools.pairwise((0, 5, 6, 8, len(names)))]
     plan = plan_by_hand(with_times(profile), "zb-v", 4, 4, cut=cut, placement=(0, 1, 1, 0))
-    timeprest.export(plan, "torch", tmp_path / "out")
-    timeprest.run(plan, tmp_path / "run", steps=3, inline=True, evaluate=False)
+    theirs, ours = losses_there_and_here(plan, tmp_path)
+    assert theirs == pytest.approx(ours, abs=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_rank_may_have_nothing_to_train_and_samples_may_be_a_stream(tmp_path):
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    target = f"{tmp_path / 'frozen.py'}:Task"
+    profile = timeprest.profile(target, batch_size=8, seconds=0.01)
+    plan = plan_by_hand(
+        with_times(profile), "gpipe", 2, 2, mini_batch=8, cut=[("first",), ("second",)]
+    )
+    theirs, ours = losses_there_and_here(plan, tmp_path)
+    assert theirs == pytest.approx(ours, abs=1e-6)
+
+
+FROZEN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(40):
+            yield torch.randn(4, generator=generator), torch.randn(4, generator=generator)
+
+
+class Task:
+    def model(self):
+        return Net()
+
+    def data(self, split):
+        return Stream()
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def losses_there_and_here(plan, folder):
+    """Of three steps: by the script that is written, in processes, and by a run inline."""
+    timeprest.export(plan, "torch", folder / "out")
+    timeprest.run(plan, folder / "run", steps=3, inline=True, evaluate=False)
     words = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [tmp_path / "out" / "train.py", "--steps", "3", "--losses", tmp_path / "losses.json"]
+    script = [folder / "out" / "train.py", "--steps", "3", "--losses", folder / "losses.json"]
     done = subprocess.run(
         [sys.executable, *words, *map(str, script)],
         capture_output=True,
@@ -209,6 +265,5 @@ def test_torch_runs_what_was_written(tmp_path):
         check=False,
     )
     assert not done.returncode, done.stderr
-    theirs = json.loads((tmp_path / "losses.json").read_text())["losses"]
-    wanted = list(read_losses(tmp_path / "run" / "metrics.jsonl"))
-    assert theirs == pytest.approx(wanted, abs=1e-6)
+    theirs = json.loads((folder / "losses.json").read_text())["losses"]
+    return theirs, list(read_losses(folder / "run" / "metrics.jsonl"))
