@@ -68,7 +68,7 @@ def write_export(plan: Plan, engine: EngineName, folder: str | Path) -> tuple[li
         for name, text in found.files.items():
             write_bytes(place / name, text.encode())
     paths = [str(Path(folder) / name) for name in found.files]
-    return paths, [note.format(folder=folder) for note in found.notes]
+    return paths, [note.replace("{folder}", str(folder)) for note in found.notes]
 
 
 def _facts(plan: Plan) -> ModelFacts:

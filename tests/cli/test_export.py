@@ -59,6 +59,14 @@ def test_a_plan_without_a_model_has_no_script(folder):
     assert "by-hand" in said or "target" in said
 
 
+def test_what_a_note_repeats_may_have_braces(folder):
+    plan = chain_plan("pipedream-flush")
+    own = msgspec.structs.replace(plan.profile, target="{a}.py:Task")
+    write_file("other.json", msgspec.structs.replace(plan, profile=own))
+    said = call("export", "other.json", "--to", "deepspeed", "-o", "out")
+    assert "couldn't be looked at ({a}.py" in " ".join(said.split())
+
+
 def test_it_is_quiet_and_json(folder):
     assert call("export", "plan.json", "--to", "torchtitan", "-o", "a", "-q") == ""
     found = json.loads(call("export", "plan.json", "--to", "torchtitan", "-o", "b", "--json"))
