@@ -218,8 +218,9 @@ def reduction(function: Callable[..., Tensor], axes_input_since: int = 18) -> Ha
         else:
             axes = op.attribute("axes")
         nothing = op.attribute("noop_with_empty_axes", 0)
-        if not axes and nothing:
-            return op.input(0)
+        if not axes and nothing:  # each element for itself, of which the L1 norm is the amount
+            alone = op.call(functions.unsqueeze, op.input(0), (-1,))
+            return op.call(function, alone, (-1,), False)
         chosen = tuple(op.axis(axis) for axis in axes) if axes else None
         return op.call(function, op.input(0), chosen, keep)
 

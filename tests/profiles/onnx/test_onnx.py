@@ -382,7 +382,10 @@ CASES = [
     case("ReduceLogSum", IMAGE, axes=[1], mark="positive"),
     case("ReduceSum", IMAGE, {"a": i64(1, 3)}),
     case("ReduceMean", {"x": (("n", 6), F)}, mark="all"),
-    case("ReduceMean", opset=18, noop_with_empty_axes=1),
+    *(
+        case(op, opset=18, noop_with_empty_axes=1)
+        for op in ("ReduceMean", "ReduceL1", "ReduceSumSquare")
+    ),
     case("ArgMax", IMAGE, axis=1),
     case("ArgMin", IMAGE, axis=2, keepdims=0),
     case("Pad", IMAGE, {"p": i64(0, 0, 1, 2, 0, 0, 3, -1), "v": np.float32(0.5)}),
