@@ -176,7 +176,7 @@ def make_profile(
                 update_fixed_s=0.0,
                 update_s_per_byte=0.0,
             ),
-            whole_model=tuple(_totals(layers, k, m) for k, m in enumerate(sizes.listed)),
+            whole_model=totals(layers, sizes.listed),
             assumptions=(
                 *sizes.assumption,
                 *assumptions,
@@ -256,14 +256,20 @@ def _edges(
     return tuple(edges.values()), tuple(storages.values())
 
 
-def _totals(layers: Sequence[Layer], k: int, micro_batch: int) -> Totals:
-    measured = [layer.measurements[k] for layer in layers]
-    return Totals(
-        micro_batch=micro_batch,
-        forward_s=math.fsum(m.forward_s for m in measured),
-        backward_s=math.fsum(m.backward_s for m in measured),
-        saved_bytes=sum(m.saved_bytes for m in measured),
-    )
+def totals(layers: Sequence[Layer], sizes: Sequence[int]) -> tuple[Totals, ...]:
+    """Of a model that isn't there: the sums of its layers, for each micro-batch size."""
+    found = []
+    for size in sizes:
+        measured = [m for la in layers for m in la.measurements if m.micro_batch == size]
+        found.append(
+            Totals(
+                micro_batch=size,
+                forward_s=math.fsum(m.forward_s for m in measured),
+                backward_s=math.fsum(m.backward_s for m in measured),
+                saved_bytes=sum(m.saved_bytes for m in measured),
+            )
+        )
+    return tuple(found)
 
 
 def fingerprint_of(front_end: str, layers: Sequence[Layer], edges: Sequence[Edge]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from ..errors import FileError, TargetError
 from ..files import MAX_SECONDS
 from ..profile import Edge, Layer, Profile, check_profile
-from .cost_graph import MAX_BYTES, choose_sizes, fingerprint_of, topological_order
+from .cost_graph import MAX_BYTES, choose_sizes, fingerprint_of, topological_order, totals
 from .table import TableEdge, TableRow, profile_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def _changed(known: Profile, graph: nx.DiGraph) -> Profile:
         more = {
             "front_end": "networkx",
             "fingerprint": fingerprint_of("networkx", layers, edges),
+            "whole_model": totals(layers, known.micro_batch_sizes),
             "assumptions": (
                 *known.assumptions,
                 f"Its graph was changed: {len(names)} layers, where {known.target} has "

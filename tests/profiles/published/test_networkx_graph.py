@@ -42,6 +42,8 @@ def test_what_is_left_of_a_graph_is_another_model(mlp_profile):
     assert found.fingerprint != profile.fingerprint
     assert not found.can_run
     assert "Its graph was changed: " in found.assumptions[-1]
+    whole, parts = found.whole_model[-1], [layer.measurements[-1] for layer in found.layers]
+    assert whole.forward_s == pytest.approx(sum(m.forward_s for m in parts)), "not the whole's"
     timeprest.plan(found, stages=2, replicas=False)
 
 
