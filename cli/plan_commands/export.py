@@ -14,6 +14,7 @@ from ..errors import errors_as_lines, output, print_json
 from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, FolderName
+from ..tables.plan import tell_edited
 
 
 @click.command(
@@ -56,6 +57,7 @@ def export_plan(
             output().print(f"wrote {path}")
         for note in notes:
             output().print(note)
+        tell_edited(plan, plan_path)
 
 
 def write_export(plan: Plan, engine: EngineName, folder: str | Path) -> tuple[list[str], list[str]]:

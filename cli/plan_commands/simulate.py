@@ -20,6 +20,7 @@ from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, Whole
 from ..tables.layout import compact_table, device_range
+from ..tables.plan import tell_edited
 
 _MOST_OPERATIONS = 200_000
 
@@ -60,6 +61,7 @@ def simulate_plan(
     elif not quiet:
         devices = [_devices(plan, stage.devices) for stage in plan.stages]
         _print(pipeline, schedule, timeline, period_s, count, devices)
+        tell_edited(plan, plan_path)
 
 
 def _devices(plan: Plan, devices: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, tied_layers, values
 from ...profiles.tracing.shapes import specs_and_result
 from .loss import kind_of_loss
+from .prepare import laid_on
 from .tracing import trace_for_run
 
 _NOT_CALLED = ("parameter_groups", "scheduler")
@@ -26,10 +27,11 @@ def facts_of(plan: Plan) -> ModelFacts:
     Raises:
         TargetError: the task can't be imported or built, or fails.
         TraceError: the model can't be traced.
-        PlanError: it is another model than the plan's.
+        PlanError: it is another model than the plan's, or the plan was edited and not checked.
     """
     traced = trace_for_run(plan.profile.target, plan, [plan.micro_batch], evaluate=False)
     task, graph = traced.task, traced.training[plan.micro_batch]
+    laid_on(plan, graph)
     names = [layer.name for layer in graph.layers]
     call, wanted = traced.target.call(plan.micro_batch)
     result, calls = _run(traced.model, call, names)

@@ -192,7 +192,7 @@ def prepare(
     specs = {n: look.specs for n, look in looks.items()}
     hidden = {id(p) for p in hidden_matrices(traced.training[least], model)}
     matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
-    groups, sent = _laid_on(plan, traced.training[least])
+    groups, sent = laid_on(plan, traced.training[least])
     tell("cutting the model into stages")
     pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
@@ -306,7 +306,7 @@ def _unused(
     }
 
 
-def _laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[SentValue]]:
+def laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[SentValue]]:
     """The plan's cut on the model: the layers of each stage, and what goes from stage to stage.
 
     Raises PlanError where the plan says otherwise, or separates layers that share parameters more

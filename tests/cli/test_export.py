@@ -166,6 +166,28 @@ def test_deepspeed_is_given_chains_alone(target, pattern, why, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_an_edited_plan_is_checked_first(engine, tmp_path):
+    """Its edges are of other stages: a stage would be given what another one makes."""
+    (tmp_path / "skips.py").write_text(SKIPS)
+    profile = timeprest.profile(f"{tmp_path / 'skips.py'}:Task", batch_size=4, seconds=0.01)
+    cuts = [[("stem",), ("first", "second", "head")], [("stem", "first"), ("second", "head")]]
+    plan, other = (
+        plan_by_hand(with_times(profile), "pipedream-flush", 2, 2, mini_batch=4, cut=cut)
+        for cut in cuts
+    )
+    with pytest.raises(PlanError, match="after editing stages, run tp-plan check"):
+        exported(msgspec.structs.replace(plan, stages=other.stages), engine, facts_of)
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("export", "--to", "torchtitan", "-o", "out")])
+def test_what_was_edited_is_told(command, folder):
+    plan = msgspec.structs.replace(timeprest.Plan.load("plan.json"), mini_batch=16)
+    write_file("plan.json", plan)
+    name, *more = command
+    assert "plan.json: edited since it was made" in call(name, "plan.json", *more)
+
+
 SKIPS = """
 import torch
 from torch import nn
