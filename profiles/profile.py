@@ -91,6 +91,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Names of the `storages` among saved_bytes: tensors that other layers may keep too."""
     matrix_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
     """How much of parameter_bytes is matrices of hidden layers, where there are any."""
+    changes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Names of the `storages` that it takes and changes in place, where there are any."""
     measurements: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
 
 
@@ -347,9 +349,10 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
         raise FileError(f"{where}: micro_batch_sizes: must rise")
     for layer in profile.layers:
         _check_sizes(f"{where}: layer {layer.name!r}", layer.measurements, sizes)
-        for name in layer.saves:
+        for name in (*layer.saves, *(layer.changes or ())):
             if name not in storages:
-                raise FileError(f"{where}: layer {layer.name!r} saves unknown storage {name!r}")
+                does = "saves" if name in layer.saves else "changes"
+                raise FileError(f"{where}: layer {layer.name!r} {does} unknown storage {name!r}")
     if profile.loss:
         _check_sizes(f"{where}: loss", profile.loss, sizes)
     for edge in profile.edges:

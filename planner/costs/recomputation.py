@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from functools import cached_property
 from itertools import combinations
 
-from ...profiles.profile import Layer, Profile
+from ...profiles.profile import Profile
 
 Recompute = bool | tuple[str, ...]
 """Of a stage: whether its forward is run again; or the names of the layers that are."""
@@ -58,8 +58,8 @@ class KeptStorages:
         maker: storage → position of the layer that makes it; none for the model's inputs.
         savers: storage → positions of the layers whose backward needs it.
         uses: storage → (producer, consumer) by position, of each edge it goes along.
-        rewriters: storage → positions of the layers that change it in place, as far as it shows:
-            those that hand it on and are no `views`, and those named so that take it.
+        rewriters: storage → positions of the layers that change it in place: those that say so, and
+            for profiles that don't, those that hand it on and are no `views`.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -83,10 +83,9 @@ class KeptStorages:
         for edge in profile.edges:
             if self.maker.get(edge.storage) != self._position[edge.producer]:
                 handed_on.setdefault(edge.storage, set()).add(self._position[edge.producer])
-        for name, used in self.uses.items():
-            taking = {k for _, k in used if _in_place(profile.layers[k])}
-            if taking:
-                handed_on.setdefault(name, set()).update(taking)
+        for k, layer in enumerate(profile.layers):
+            for name in self.maker.keys() & set(layer.changes or ()):
+                handed_on.setdefault(name, set()).add(k)
         self.rewriters = {
             name: found
             for name, layers in handed_on.items()
@@ -172,7 +171,7 @@ class KeptStorages:
             if k not in makers
             and len(sources) == 1
             and not layers[k].saves
-            and not _in_place(layers[k])
+            and not layers[k].changes
             and not any(m.saved_bytes for m in layers[k].measurements)
         }
 
@@ -209,17 +208,6 @@ class KeptStorages:
                     added.append(view)
                     front.append(view)
         return added
-
-
-_IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
-"""Of the `operator` module."""
-
-
-def _in_place(layer: Layer) -> bool:
-    """Whether a layer's operations change what they get, by their names."""
-    name = layer.name.split(".")[-1].split("@")[0]
-    parts = [name, *layer.kind.split(" + ")]
-    return any(part in _IN_PLACE.split() or part.rstrip("_") not in ("", part) for part in parts)
 
 
 def selections(

@@ -177,6 +177,7 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
                 parameter_bytes=sizes["parameter"],
                 buffer_bytes=sizes["buffer"],
                 matrix_bytes=sizes["matrix"] or msgspec.UNSET,
+                changes=saved.changed_by(k) or msgspec.UNSET,
                 saves=tuple(sorted(key for key in saved.by_layer[k] if isinstance(key, str))),
                 measurements=_measurements(bench, k),
             )

@@ -58,6 +58,11 @@ class SavedByForward:
         """Bytes that autograd keeps for the whole model."""
         return sum({key: size for saved in self.by_layer for key, size in saved.items()}.values())
 
+    def changed_by(self, layer: int) -> tuple[str, ...]:
+        """Storages that a layer takes and changes in place."""
+        found = {self.crossings[name].storage for k, name in self.in_place if k == layer}
+        return tuple(sorted(found))
+
     def bound_by_changes(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
         """Layers that must stay together because one changes in place what the others use.
 

@@ -168,7 +168,9 @@ def test_what_is_changed_in_place_goes_together():
         msgspec.structs.replace(e, storage="one") if e.tensor == "acted" else e
         for e in profile.edges
     )
-    profile = msgspec.structs.replace(profile, edges=tuple(shared))
+    one, add, *rest = profile.layers
+    layers = (one, msgspec.structs.replace(add, changes=("one",)), *rest)
+    profile = msgspec.structs.replace(profile, edges=tuple(shared), layers=layers)
     assert KeptStorages(profile).rewriters == {"one": [1, 2]}
     assert selections(profile, 1) == ({"one", "add_", "act"},)
 

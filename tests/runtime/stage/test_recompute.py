@@ -79,6 +79,27 @@ class NormsTask:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+class Pooled(nn.Module):
+    """Its first layers overwrite what they get, and hand something else on."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.act1 = nn.Linear(6, 8), nn.ReLU(inplace=True)
+        self.two, self.act2 = nn.Linear(8, 8), nn.ReLU(inplace=True)
+        self.three = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.act1(self.one(x)) * 1.5
+        return self.three(nn.functional.max_pool1d(self.act2(self.two(x)), 2))
+
+
+class PooledTask(NormsTask):
+    """What makes the memory that they overwrite isn't computed again."""
+
+    def model(self):
+        return Pooled().double()
+
+
 class Averaged(nn.Module):
     """Takes a running mean from its input that the forward has changed just before, and after that
     once more."""
@@ -288,6 +309,17 @@ def test_a_view_and_its_base_are_one_memory_when_they_are_made_again(chosen, ali
     found = weights_of(target, plan, tmp_path)
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_copies_of_what_is_overwritten_are_in_the_plan(tmp_path):
+    """Though the layers that overwrite it hand on a tensor of their own."""
+    target = f"{FILE}:PooledTask"
+    profile = profiled(target)
+    assert [layer.changes or () for layer in profile.layers[:4]] == [(), ("one",), (), ("two",)]
+    plan = again(profile, plan_by_hand(profile, "gpipe", 1, 4), {0: ("act1", "act2")})
+    summary = run(plan, RunSettings(task=target, steps=2, evaluate=False), tmp_path, inline=True)
+    held = summary.stages[0].peak.activations_bytes
+    assert held == plan.predicted.stages[0].accounted.activations_bytes
 
 
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "v-timeprest", "pipedream-2bw"])
