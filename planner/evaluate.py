@@ -424,8 +424,8 @@ def _postponed_bytes(s: int, cost: StageCost, transfers: Sequence[Transfer]) -> 
     """Gradients that wait with a micro-batch for its weight part."""
     if any(c.target == s and c.needs_grad for c in transfers):
         return cost.postponed_bytes
-    # Nothing goes back, so all of the backward waits, with the gradients that came.
-    return sum(c.nbytes for c in transfers if c.source == s and c.needs_grad)
+    # Nothing goes back, so all of the backward waits, with the gradients that came, one a tensor.
+    return sum({c.tensor: c.nbytes for c in transfers if c.source == s and c.needs_grad}.values())
 
 
 # The prediction ------------------------------------------------------------------------------

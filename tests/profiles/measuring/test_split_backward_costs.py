@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 from click.testing import CliRunner
-from helpers.by_hand.profiles import chain
+from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.models.small import ZOO
 from helpers.plans import lone_stages
 from timeprest.cli.plan import main
@@ -111,6 +111,16 @@ def test_half_is_assumed_of_layers_with_weights():
     assert waiting[0] % 16 == 0
     assert waiting[1] > 0
     assert waiting[1] % (2 * 16 + 4) == 0
+
+
+def test_a_tensor_has_one_gradient_whoever_uses_it():
+    """Those of two stages are added before the first stage keeps it."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, ()) for k in range(3)]
+    edges = [("n0", "n1", "a", 16), ("n0", "n2", "a", 16), ("n1", "n2", "b", 16)]
+    profile = profile_by_hand(layers, [*edges, ("n2", "output", "c", 4)])
+    stages = lone_stages([["n0"], ["n1"], ["n2"]], [1, 1, 1])
+    first = evaluate(question(profile, devices=3), stages, 4).prediction.stages[0]
+    assert first.holds.postponed == 16
 
 
 def test_measured_parts_are_planned_with():
