@@ -48,7 +48,8 @@ def prediction_distances(
         updated_by: per stage, the stage of its device whose updates its weights' versions count;
             by default its own.
 
-    Raises ScheduleError when the schedule can't be run.
+    Raises ScheduleError where a stage's backward doesn't wait for the next one's, as its device
+    runs both.
     """
     if not variant.horizon:
         return tuple(Distances((), ()) for _ in schedule)
@@ -154,7 +155,12 @@ def _clocked(schedule: Schedule) -> list[_StageTimes]:
                 pending += [other for other in others if other not in pending]
             done[d] += 1
     if any(count < len(ops) for count, ops in zip(done, devices, strict=True)):
-        raise ScheduleError("deadlock: the order's stages wait for each other")
+        raise ScheduleError(
+            "how far predictions look ahead can't be counted: a stage's backward comes before the "
+            "forward of a later stage of its device, from which no gradient comes back; plan with "
+            "--stages-per-device 1, or another system than one that predicts to the round trip's "
+            "end (spectrain)"
+        )
     return times
 
 

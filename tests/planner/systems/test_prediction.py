@@ -10,6 +10,7 @@ from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import ScheduleError
 
 
 def pipeline(variant, stages, update_every=1):
@@ -82,6 +83,13 @@ def test_what_lands_when_the_round_trip_ends_does_not_count():
     found = prediction_distances(VARIANTS["spectrain"], parse_schedule(text))
     assert [d.forward for d in found] == [(0, 0), (0, 0)]
     assert [d.backward for d in found] == [(0, 0), (0, 0)]
+
+
+def test_a_backward_that_waits_for_no_gradient_is_refused_on_one_device():
+    """On the unit clock every stage's backward waits for the next stage's."""
+    text = "0F0 0B0 0U0 1F0 1B0 1U0"
+    with pytest.raises(ScheduleError, match="no gradient comes back; plan with"):
+        prediction_distances(VARIANTS["spectrain"], parse_schedule(text))
 
 
 def test_other_systems_predict_nothing():
