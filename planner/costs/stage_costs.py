@@ -271,8 +271,10 @@ class Costs:
         )
 
     def _waiting(self, layer: Layer, measured: Measurement) -> int:
-        """Gradients that wait for a layer's weight part: those of its outputs, if not measured."""
-        if measured.postponed_bytes is not None:
+        """Gradients that wait for a layer's weight part: those of its outputs, if not measured, or
+        where no gradient leaves it and all of its backward waits."""
+        first_part = any(edge.needs_grad for edge in self._needs[layer.name])
+        if measured.postponed_bytes is not None and first_part:
             return measured.postponed_bytes
         if not layer.parameter_bytes:
             return 0

@@ -123,6 +123,20 @@ def test_a_tensor_has_one_gradient_whoever_uses_it():
     assert first.holds.postponed == 16
 
 
+def test_what_sends_no_gradient_on_waits_with_its_outputs():
+    """As an embedding on a stage that sends others back: it has no first part to measure."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, ()) for k in range(3)]
+    edges = [("n0", "n2", "a", 16), ("n1", "n2", "b", 16), ("n2", "output", "c", 4)]
+    profile = profile_by_hand(layers, edges)
+    first, second, third = profile.layers
+    none = [msgspec.structs.replace(m, postponed_bytes=0) for m in second.measurements]
+    second = msgspec.structs.replace(second, measurements=tuple(none))
+    profile = msgspec.structs.replace(profile, layers=(first, second, third))
+    stages = lone_stages([["n0"], ["n1", "n2"]], [1, 1])
+    found = evaluate(question(profile), stages, 4).prediction.stages[1]
+    assert found.holds.postponed == 16 + 4
+
+
 def test_measured_parts_are_planned_with():
     """A quarter is for the inputs: three quarters are postponed, between sizes too."""
     layers = tuple(
