@@ -23,6 +23,10 @@ from .layers import Home, group, matches
 class _Tracer(fx.Tracer):
     """Traces a call with exactly the arguments given; the others keep their defaults."""
 
+    proxy_buffer_attributes = True
+    """What is computed of buffers alone is computed anew each time: they change, if only in the
+    other mode."""
+
     def __init__(self, call: Call, granularity: str) -> None:
         super().__init__()
         self.call = call
