@@ -42,7 +42,8 @@ _LOOKED_INTO = 64
 """Of a list or dict that is an attribute, so many of its first items."""
 
 _FROM_OUTSIDE = (
-    "the forward depends on what a trace can't see (random branches, or values it remembers)"
+    "the forward depends on what a trace can't see (random branches, values it remembers, or "
+    "weights that it reaches otherwise than by their names)"
 )
 
 
@@ -361,24 +362,32 @@ def _drawn(like: Tensor, number: int) -> Tensor:
 
 @contextmanager
 def _moved(model: nn.Module) -> Iterator[None]:
-    """Weights that are all one number changed a little: where a head begins with zeros, or a
-    layer's scale with next to nothing, gradients would be zeros, whatever becomes of them."""
-    before = []
+    """Other weights than those at the trace, by which constants that were made of them show.
+
+    Those that are all one number are changed a little: where a head begins with zeros, or a layer's
+    scale with next to nothing, gradients would be zeros, whatever becomes of them. The others are
+    doubled or halved, which is exact, and so can be undone without a copy.
+    """
+    before: list[tuple[nn.Parameter, Tensor | None, float]] = []
     with torch.no_grad():
         for k, p in enumerate(model.parameters()):
             if not p.is_floating_point() or not p.numel() or _is_fake(p):
                 continue
             value = p.detach().flatten()[0]
             if bool((p == value).all()):
-                before.append((p, value.clone()))
+                before.append((p, value.clone(), 1.0))
                 by = 0.1 * float(value.abs()) if abs(value) > _SMALL else _STEP
                 p.add_(by * _drawn(p, k))
+            elif p.requires_grad:
+                # As many of the one as of the other, whatever repeats itself in the model.
+                before.append((p, None, factor := 2.0 if k.bit_count() % 2 else 0.5))
+                p.mul_(factor)
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, value in before:
-                p.fill_(value)
+            for p, number, factor in reversed(before):
+                p.mul_(1 / factor) if number is None else p.fill_(number)
 
 
 @contextmanager

@@ -112,6 +112,28 @@ class ByAList(Base):
         return h + sum(p.square().sum() for p in self.a.parameters())
 
 
+class ByAFlatTensor(Base):
+    """Parameters that lie in one tensor, which is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.utils.parameters_to_vector(self.b.parameters()).detach()
+        nn.utils.vector_to_parameters(self.flat, self.b.parameters())
+
+    def between(self, h):
+        return h + self.flat.mean()
+
+
+class DetachedByAList(Base):
+    def between(self, h):
+        return h / sum(p.detach().norm() for p in self.a.parameters())
+
+
+class NumberOfAList(Base):
+    def between(self, h):
+        return h / max(float(p.abs().max()) for p in self.a.parameters())
+
+
 class SparseBuffers(Base):
     """Of which no copy is made into them."""
 
@@ -387,7 +409,9 @@ def test_a_front_end_is_taken_that_loses_nothing(make, front_end):
     assert getattr(model, "calls", 0) == 0
 
 
-@pytest.mark.parametrize(("make", "front_end"), [(OwnNorm, "fx")])
+@pytest.mark.parametrize(
+    ("make", "front_end"), [(OwnNorm, "fx"), (ByAFlatTensor, "export"), (DetachedByAList, "export")]
+)
 def test_what_training_changes_is_no_constant(make, front_end):
     model = build(make).eval()
     traced = trace(model, "it", call_of())
@@ -406,6 +430,7 @@ def test_what_training_changes_is_no_constant(make, front_end):
         (ZeroHead, r"'a\.weight' another gradient"),
         (Normed, r"'a\.weight' another gradient"),
         (AveragesAnew, r"another value in buffer 'mean'"),
+        (NumberOfAList, r"weights that it reaches otherwise than by their names"),
         (Skips, "the forward draws random numbers"),
         (SkipsByPython, "the forward draws random numbers"),
         (OwnGenerator, "the forward draws random numbers"),
