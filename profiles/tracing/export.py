@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..errors import TraceError
 from .call import Call
 from .fx import functions_called
 from .graph import TracedModel, fetch_attribute, output_node
@@ -61,6 +62,8 @@ def trace_export(
             dynamic_shapes=(shapes,) if free_batch else None,
             strict=False,
         )
+        if free_batch:
+            _check_free(program)
         # The checks of input shapes would be an operation of nobody's.
         checks = "check_guards" in inspect.signature(program.module).parameters
         exported = program.module(check_guards=False) if checks else program.module()
@@ -71,6 +74,21 @@ def trace_export(
     only_size = None if free_batch else call.tensors[0].shape[0]
     front_end = "export" if free_batch else "export-static"
     return TracedModel(module, layers, front_end, granularity, only_size)
+
+
+_ENDLESS = 1 << 30
+"""Samples, above any that a micro-batch has."""
+
+
+def _check_free(program: torch.export.ExportedProgram) -> None:
+    """Raise TraceError where a graph is for few samples alone: torch would have it check that."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        size: Any = value.shape[0] if isinstance(value, Tensor) and value.dim() else None
+        if isinstance(size, torch.SymInt):
+            most = program.range_constraints[size.node.expr].upper
+            if most < _ENDLESS:
+                raise TraceError(f"the forward does something else with more than {most} samples")
 
 
 def _copy(

@@ -24,6 +24,7 @@ from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint
 from timeprest.profiles.tracing.pieces import take_apart
+from torch import nn
 
 
 def build(name):
@@ -45,6 +46,20 @@ def test_the_first_front_end_that_can_takes_the_model(name):
     own = dict(model.named_parameters())
     for key, parameter in traced.module.named_parameters():
         assert parameter is own[key]
+
+
+def test_a_forward_that_does_something_else_with_many_samples_has_a_graph_for_each_size():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.a(x) * 2 if x.shape[0] > 4 else self.a(x)
+
+    traced = trace(Many().double(), "it", positional(doubles(2, 4)))
+    assert traced.front_end == "export-static"
+    assert traced.refusals[1].endswith("something else with more than 4 samples")
 
 
 def leaves_of(value):
