@@ -157,7 +157,10 @@ class Batches:
         workers, self._workers = self._workers, None
         if ended:
             self._items = iter(())
-            if not self.loader.persistent_workers:
+            if self._fetched is None or not self._fetched.persistent_workers:
+                # Of a stream, kept ones would go on with the random numbers of the epoch before,
+                # which a resumed run hasn't drawn.
+                self.loader._iterator = None
                 _end_workers(workers)
 
     def _open(self, epoch: int, first: int) -> None:
@@ -262,7 +265,8 @@ def _loader_of_jobs(
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+        # It is told of each epoch here, which doesn't reach workers that have a copy.
+        persistent_workers=loader.persistent_workers and not hasattr(loader.dataset, "set_epoch"),
     )
 
 

@@ -368,6 +368,24 @@ class LoadedAndKept(Loaded):
     more: ClassVar = {"persistent_workers": True}
 
 
+class ByEpoch(Rows42):
+    """Told of the epoch, which it adds."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, k):
+        x, y = super().__getitem__(k)
+        return x + self.epoch, y
+
+
+class KeptByEpoch(LoadedAndKept):
+    def samples(self, split):
+        return ByEpoch(self, split)
+
+
 class Noisy(Rows42):
     """With noise of all three generators, on inputs and targets."""
 
@@ -422,6 +440,14 @@ class StreamByWorkers(EndlessStream):
 
     def data(self, split):
         return DataLoader(super().data(split), batch_size=8, num_workers=2)
+
+
+class NoisyStreamKept(MLPTask):
+    """With noise, by a worker that stays."""
+
+    def data(self, split):
+        samples = Flow(Noisy(self, split))
+        return DataLoader(samples, batch_size=8, num_workers=1, persistent_workers=True)
 
 
 class WrongBatches(Loaded):

@@ -123,6 +123,15 @@ def test_any_batch_can_be_the_first():
         samples.close()
 
 
+@pytest.mark.parametrize("name", ["NoisyStreamKept", "KeptByEpoch"])
+def test_an_epoch_doesnt_hang_on_those_before(name):
+    first, _ = batches(name, 1, 1)
+    samples = Samples(resolve(f"{FILE}:{name}").task, "train", 8, seed=3)
+    samples.take(0, range(8))
+    assert torch.equal(samples.take(1, range(8))[0][0], first)
+    samples.close()
+
+
 @pytest.mark.parametrize(
     ("loader", "size"),
     [
