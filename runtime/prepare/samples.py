@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from ...profiles.errors import TargetError
 from ...profiles.tasks.batches import START_S, WAIT_S, Batches
 from ...profiles.tasks.hooks import call_hook
+from ...profiles.tasks.loaders import tell_epoch
 from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, only
 from ...profiles.tasks.prefetch import LOADING, Ahead
 from ...profiles.tasks.samples import Names, batch_size_of, collates, comes_in_batches, size_of
@@ -65,6 +66,7 @@ class Samples:
 
     def _open(self, parts: Parts, *, ahead: bool) -> None:
         self._read_from = self.dataset
+        self._told = [self.dataset]
         self._batches: Batches | None = None
         self._alone = False
         self.parts = parts
@@ -85,6 +87,7 @@ class Samples:
             found = only(self.dataset, parts, self._names)
             self._alone = has_only(self.dataset)
             self._read_from, self.parts = (self.dataset, ALL) if found is None else (found, parts)
+            self._told.append(found)
             if not isinstance(self._read_from, TensorDataset):
                 self._read_from = _Named(self._read_from, self.split)
         self._ahead = _TakenAhead(self, self._wait_s)
@@ -146,6 +149,8 @@ class Samples:
         Args:
             beside: the training, which draws random numbers too: samples are known to draw none.
         """
+        for data in self._told:
+            call_hook("data set's set_epoch", tell_epoch, data, epoch)
         shuffled = self._shuffle(epoch)
         chosen = shuffled[positions.start : positions.stop : positions.step]
         seeds = None

@@ -380,10 +380,19 @@ class ByEpoch(Rows42):
         x, y = super().__getitem__(k)
         return x + self.epoch, y
 
+    def only(self, parts):
+        return copy.copy(self)
 
-class KeptByEpoch(LoadedAndKept):
-    def samples(self, split):
+
+class ChosenByEpoch(MLPTask):
+    def data(self, split):
         return ByEpoch(self, split)
+
+
+class KeptByEpoch(ChosenByEpoch):
+    def data(self, split):
+        samples = super().data(split)
+        return DataLoader(samples, batch_size=8, num_workers=1, persistent_workers=True)
 
 
 class Noisy(Rows42):

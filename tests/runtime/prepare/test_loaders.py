@@ -28,6 +28,7 @@ from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.batches import Batches
 from timeprest.profiles.tasks.loaders import why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
+from timeprest.profiles.tasks.parts import ALL, INPUTS
 from timeprest.profiles.tasks.prefetch import Ahead
 from timeprest.profiles.tasks.samples import few, pick, size_of, some_samples
 from timeprest.runtime.prepare.samples import Samples
@@ -129,6 +130,19 @@ def test_an_epoch_doesnt_hang_on_those_before(name):
     samples = Samples(resolve(f"{FILE}:{name}").task, "train", 8, seed=3)
     samples.take(0, range(8))
     assert torch.equal(samples.take(1, range(8))[0][0], first)
+    samples.close()
+
+
+@pytest.mark.parametrize("name", ["KeptByEpoch", "ChosenByEpoch"])
+@pytest.mark.parametrize("parts", [ALL, {INPUTS}])
+def test_data_are_told_of_the_epoch_whoever_chooses_and_whatever_is_read(name, parts):
+    task = resolve(f"{FILE}:{name}").task
+    own = Rows42(task, "train")
+    samples = Samples(task, "train", 8, seed=3, parts=frozenset(parts))
+    for epoch in (0, 2):
+        (x,), _ = samples.take(epoch, range(8))
+        told = {tuple(row) for row in (own.x + epoch).tolist()}
+        assert told >= {tuple(row) for row in x.tolist()}
     samples.close()
 
 
