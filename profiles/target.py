@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .errors import TargetError
 from .tasks.hooks import describe_error
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
+from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
     batch_size_of,
     first_batch,
@@ -29,6 +30,7 @@ from .tasks.samples import (
 from .tasks.shapes import LookedAt, look_at_batches, samples_alone
 from .tasks.task import Task
 from .tracing.call import Call
+from .tracing.random_states import seed_all
 from .zoo import BUILT_IN
 from .zoo.hf_model import is_config
 
@@ -73,6 +75,8 @@ class Target:
     def model(self, seed: int = 0) -> nn.Module:
         """Build the model with its initial weights for this seed. Raises TargetError."""
         torch.manual_seed(seed)
+        # Each worker builds it: a mask of NumPy's numbers must be the same one, too.
+        seed_all(seed)
         model = call_users_code(self.name, "building the model", self._factory)
         if not isinstance(model, nn.Module):
             given = "None" if model is None else f"a {type(model).__name__}"
@@ -188,7 +192,7 @@ class Target:
     @functools.cached_property
     def _parameters(self) -> tuple[set[str], bool]:
         """Names of the forward's arguments, and whether it takes any others by name."""
-        with torch.random.fork_rng(devices=[]):
+        with OwnRandomness(0)():
             try:
                 with torch.device("meta"):
                     model = self.model()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers.by_hand.cuts import places_to_cut
@@ -285,6 +287,16 @@ def test_a_users_task_and_factory_are_profiled(user_file):
     assert profile.loss
     found = resolve(f"{user_file}:net", [parse_input("3:float32")])
     assert not measure(found, batch_size=4, seconds=0).loss
+
+
+def test_a_seed_makes_the_same_weights_whoever_draws_them():
+    def drawn():
+        sizes = np.random.randint(1, 2**20), random.randrange(1, 2**20)
+        return torch.nn.Linear(*map(int, sizes), device="meta")
+
+    target = Target("it", None, drawn, ())
+    found = [str(target.model(seed)) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(
