@@ -379,6 +379,11 @@ class HuggingFaceSamples(Dataset[Any]):
                 f"{self._request.target}: its data has columns {', '.join(sorted(names))}; for "
                 f"{family} there must be {_NEEDED[family]}"
             )
+        if lost := sorted(self._arguments & names - {*IDS, *BESIDE, *LABELS, "pixel_values"}):
+            raise TargetError(
+                f"{self._request.target}: its data has a column {lost[0]}, which the model's "
+                "forward takes and isn't given here: leave it out, or write a task of your own"
+            )
 
     # Tokens
 
