@@ -67,6 +67,8 @@ def trace_export(
         # The checks of input shapes would be an operation of nobody's.
         checks = "check_guards" in inspect.signature(program.module).parameters
         exported = program.module(check_guards=False) if checks else program.module()
+    for body in exported.modules():
+        _leave_out_types(body)
     graph, attributes = _copy(exported, model, call, structures[-1])
     module = fx.GraphModule(attributes, graph, type(model).__name__)
     module.training = model.training
@@ -89,6 +91,16 @@ def _check_free(program: torch.export.ExportedProgram) -> None:
             most = program.range_constraints[size.node.expr].upper
             if most < _ENDLESS:
                 raise TraceError(f"the forward does something else with more than {most} samples")
+
+
+def _leave_out_types(body: nn.Module) -> None:
+    """Leave out checks that tensors have the types of the trace: under autocast some have others,
+    and are converted all the same."""
+    if isinstance(body, fx.GraphModule):
+        for node in list(body.graph.nodes):
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                body.graph.erase_node(node)
+        body.recompile()
 
 
 def _copy(

@@ -83,10 +83,13 @@ class _Tracer(fx.Tracer):
         return super().create_proxy("call_function", without_gradient, (proxy,), {})
 
 
-def _modes() -> tuple[bool, ...]:
+def _modes() -> tuple[int, ...]:
     """What a forward may switch for some of its operations."""
+    # Within how many: one that switches autocast off shows where a run is under autocast.
+    nested = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), nested, *autocast)
 
 
 def without_gradient(value: Any) -> Any:

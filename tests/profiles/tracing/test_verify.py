@@ -193,6 +193,14 @@ class NoGradient(Base):
         return h * scale
 
 
+class WithoutAutocast(Base):
+    """Where nothing is under autocast, nothing of it shows."""
+
+    def between(self, h):
+        with torch.autocast("cpu", enabled=False):
+            return self.b(h.float())
+
+
 class Hooked(Base):
     def between(self, h):
         h = h * 1
@@ -380,6 +388,7 @@ def build(make):
         (TwoResults, "fx"),
         (Checkpointed, "fx"),
         (NoGradient, "fx"),
+        (WithoutAutocast, "export"),
         (ByAnotherName, "fx"),
         (WithAFunction, "fx"),
         (ByAList, "export"),
