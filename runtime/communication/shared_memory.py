@@ -89,7 +89,8 @@ def _tell(connection: socket.socket, box: int, slot: int) -> None:
     try:
         connection.send(record)
     except BlockingIOError:
-        # There are fewer slots than records that the socket holds: only a moment's want of memory.
+        # There are fewer slots (`MOST_RECORDS`) than records that the socket holds: only a moment's
+        # want of memory.
         connection.settimeout(_MOMENT_S)
         try:
             connection.sendall(record)

@@ -25,6 +25,11 @@ SLOT_BYTES = 2**20
 """Memory of a route's slots, where those that stand for posted receives take less."""
 
 MOST_SLOTS = 64
+"""Of a route."""
+
+MOST_RECORDS = 128
+"""Slots between two workers, but for those that stand for posted receives: each that is filled is a
+record in their socket, which holds 200 and more until the other one looks."""
 
 _ALIGNED = 64
 _SIZE = torch.int64.itemsize
@@ -133,18 +138,19 @@ def boxes(
     Args:
         varying: messages have shapes of their own; slots are for those of the routes.
     """
+    messages = [
+        (route, kind)
+        for route in routes
+        for kind in ((FORWARD, BACKWARD) if route.spec.needs_grad else (FORWARD,))
+        if route.ends(kind) == (source, target)
+    ]
+    most = min(MOST_SLOTS, MOST_RECORDS // max(1, len(messages)))
     found: list[Box] = []
-    for route in routes:
-        for kind in (FORWARD, BACKWARD):
-            if kind == BACKWARD and not route.spec.needs_grad:
-                continue
-            if route.ends(kind) != (source, target):
-                continue
-            shape, dtype = route.shape(kind), route.spec.dtype
-            size = max(1, torch.Size(shape).numel() * dtype.itemsize)
-            ahead = RECEIVES_AHEAD[kind]
-            slots = max(ahead, min(MOST_SLOTS, SLOT_BYTES // size))
-            offset = found[-1].end if found else 0
-            key = (route.number, kind)
-            found.append(Box(key, shape, dtype, ahead, slots, offset, varying))
+    for route, kind in messages:
+        shape, dtype = route.shape(kind), route.spec.dtype
+        size = max(1, torch.Size(shape).numel() * dtype.itemsize)
+        ahead = RECEIVES_AHEAD[kind]
+        slots = max(ahead, min(most, SLOT_BYTES // size))
+        offset = found[-1].end if found else 0
+        found.append(Box((route.number, kind), shape, dtype, ahead, slots, offset, varying))
     return tuple(found)

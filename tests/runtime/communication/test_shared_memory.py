@@ -160,6 +160,18 @@ def test_small_messages_have_slots_of_their_own():
     assert boxes([route(needs_grad=False)], 1, 0) == ()
 
 
+def test_many_tensors_wait_for_a_receiver_that_is_busy():
+    """There are more messages than the socket holds records."""
+    routes = [route(number) for number in range(6)]
+    source, target = both(*routes)
+    for k in range(MOST_SLOTS):
+        for c in routes:
+            source.send(c, FORWARD, message(c, k))
+    for k in range(MOST_SLOTS):
+        for c in routes:
+            assert torch.equal(target.receive(c, FORWARD), message(c, k))
+
+
 def test_a_sender_waits_where_it_is_asked_to():
     c = route()
     source, target = both(c, timeout_s=0.1)
