@@ -31,6 +31,7 @@ from .checkpoint.start import (
     noted_sizes,
     rewind_logs,
     settings_to_resume,
+    source,
 )
 from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
@@ -89,6 +90,11 @@ def run(
     settings = check_settings(settings)
     check_delays(plan, settings)
     where.check_new()
+    if settings.start_from is not None:
+        found = source(Path(settings.start_from))
+        if found is not None:
+            # A run that is going on writes newer ones, and all workers must start from the same.
+            settings = msgspec.structs.replace(settings, start_from=str(found.path))
     return _run(where, plan, settings, observer or Observer(), rendezvous, inline=inline)
 
 

@@ -583,6 +583,24 @@ def test_starting_from_weights_alone_or_one_checkpoint(stopped, mlp_target, tmp_
     assert found[0][0] != read_losses(tmp_path / "new" / "metrics.jsonl")[0]
 
 
+def test_all_workers_start_from_the_same_checkpoint(stopped, mlp_target, tmp_path):
+    """The run that another starts from may be going on, and write newer ones."""
+    shutil.copytree(stopped, tmp_path / "first")
+    newest = tmp_path / "first/checkpoints/00000008"
+
+    class Goes(Observer):
+        def begin(self, begun):
+            shutil.copytree(stopped / "checkpoints/00000004", newest.with_name("00000012"))
+
+    plan = plan_for(mlp_target, "gpipe", 2)
+    settings = settings_for(mlp_target, steps=2, start_from=str(tmp_path / "first"))
+    run(plan, settings, tmp_path / "then", inline=True, observer=Goes())
+    settings = msgspec.structs.replace(settings, start_from=str(newest))
+    run(plan, settings, tmp_path / "named", inline=True)
+    found = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("then", "named")]
+    assert found[0] == found[1]
+
+
 def tp_run_prints(*arguments):
     done = CliRunner().invoke(main, [str(a) for a in arguments])
     assert done.exit_code == 0, done.output
