@@ -40,7 +40,9 @@ def pack(tree: Any, tensors: dict[str, Tensor], path: str) -> Any:
     # Types alone: a subclass would come back as something else.
     if tree is None or type(tree) in (bool, int, str):
         return tree
-    if type(tree) is float:
+    if type(tree) is float or (isinstance(tree, float) and type(tree).__module__ == "numpy"):
+        # NumPy's of the same bits, as a rate by np.cos is, comes back as Python's.
+        tree = float(tree)
         return tree if math.isfinite(tree) else {"float": str(tree)}
     if type(tree) in (list, tuple):
         parts = [pack(part, tensors, f"{path}/{k}") for k, part in enumerate(tree)]

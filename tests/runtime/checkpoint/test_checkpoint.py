@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -516,6 +517,12 @@ TREES = st.recursive(
 def test_plain_state_comes_back_as_it_was(tree):
     found = unpack(json.loads(json.dumps(pack(tree, {}, "state"))), {})
     assert repr(found) == repr(tree)
+
+
+def test_a_rate_that_numpy_has_computed_comes_back():
+    """As of a LambdaLR whose function calls np.cos."""
+    found = unpack(json.loads(json.dumps(pack({"lr": np.float64(0.1)}, {}, "groups/0"))), {})
+    assert repr(found) == "{'lr': 0.1}"
 
 
 # Other plans, other tools --------------------------------------------------------------------
