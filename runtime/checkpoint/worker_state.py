@@ -175,6 +175,13 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
 
     Raises KeyError or ValueError for a state that isn't this stage's.
     """
+    advice = "put the task back as it was, or start another run by tp-run PLAN --from RUN"
+    own = None if stage.optimizer is None else type(stage.optimizer).__name__
+    if own != state.optimizer:
+        raise ValueError(f"its optimizer was {state.optimizer}, and is {own} now; {advice}")
+    if (stage.scheduler is None) != (state.scheduler is None):
+        had = "no" if state.scheduler is None else "a"
+        raise ValueError(f"it had {had} scheduler, unlike now; {advice}")
     buffers = dict(stage.module.named_buffers())
     for name, tensor in tensors.items():
         if name.startswith(_BUFFERS):

@@ -482,6 +482,48 @@ def test_a_folder_that_cant_be_made(mlp_target, tmp_path):
         run(plan, settings, tmp_path / "run", inline=True, observer=InTheWay())
 
 
+CHANGING = """
+import sys
+
+import numpy as np
+import torch
+
+sys.path.append({tasks!r})
+from mlp_task import ShortEpochs
+
+
+def adam(self, parameters):
+    return torch.optim.Adam(parameters)
+
+
+def waves(self, optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 + np.cos(update))
+
+
+class Changing(ShortEpochs):
+    scheduler_step = "update"
+    {hook}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("", "optimizer = adam", "its optimizer was SGD, and is Adam now"),
+        ("", "scheduler = waves", "it had no scheduler"),
+        ("scheduler = waves", "", "it had a scheduler"),
+    ],
+)
+def test_a_task_that_was_changed_since(before, after, message, tmp_path):
+    path, target = tmp_path / "changing.py", f"{tmp_path / 'changing.py'}:Changing"
+    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook=before))
+    plan = plan_for(target, "gpipe", 2)
+    run(plan, settings_for(target, steps=4), tmp_path / "run", inline=True)
+    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook=after))
+    with pytest.raises(FileError, match=message):
+        resume(tmp_path / "run", steps=8, inline=True)
+
+
 def test_state_that_no_file_can_hold(tmp_path):
     plan = plan_for(f"{TASKS}:Odd", "timeprest", 2)
     settings = settings_for(f"{TASKS}:Odd")
