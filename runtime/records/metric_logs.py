@@ -131,8 +131,8 @@ class MetricLog(Protocol):
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Those of a mini-batch."""
 
-    def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Those of an evaluation after so many mini-batches."""
+    def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
+        """Those of an evaluation after so many mini-batches. None: it isn't finite."""
 
     def close(self) -> None:
         """The run is over."""
@@ -168,9 +168,8 @@ class MetricLogs(Callback):
     def on_evaluation(self, event: EvaluationDone) -> None:
         """Write its figures."""
         metrics = {
-            f"{VALIDATION}{name}": value
+            f"{VALIDATION}{name}": value if math.isfinite(value) else None
             for name, value in event.figures.items()
-            if math.isfinite(value)
         }
         for log in self._logs:
             log.write_evaluation(event.mini_batch, event.epoch + 1, metrics)
@@ -206,7 +205,7 @@ class _CsvFile(GrowingFile):
         self.columns = ["step", "epoch", *columns]
         self.append(_lines([self.columns]))
 
-    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
         """A row, empty where there is no value."""
         if not self.columns:
             self._begin(list(metrics))
@@ -247,7 +246,7 @@ class CsvLog:
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         self._metrics.write(step, epoch, metrics)
 
-    def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+    def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
         self._evaluations.write(step, epoch, metrics)
 
     def close(self) -> None:
@@ -270,9 +269,10 @@ class TensorBoardLog:
         except OSError as error:
             raise FileError(f"{folder}: can't be written: {error.strerror}") from None
 
-    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
 
     write_evaluation = write
 
@@ -315,8 +315,9 @@ class WandbLog:
         except wandb.Error as error:
             raise UserError(f"--log wandb: {' '.join(str(error).split())}") from None
 
-    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "epoch": epoch}, step=step)
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
+        known = {name: value for name, value in metrics.items() if value is not None}
+        self._run.log({**known, "epoch": epoch}, step=step)
 
     write_evaluation = write
 

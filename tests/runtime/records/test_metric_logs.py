@@ -16,8 +16,19 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import Stopped
 from timeprest import Callback, Trainer
 from timeprest.profiles.errors import UserError
-from timeprest.runtime.records.callbacks import MiniBatchDone
-from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, metrics_of, peak_of
+from timeprest.runtime.records.callbacks import (
+    EvaluationDone,
+    MiniBatchDone,
+    RunBegun,
+    RunEnded,
+)
+from timeprest.runtime.records.metric_logs import (
+    NAMES,
+    VALIDATION,
+    MetricLogs,
+    metrics_of,
+    peak_of,
+)
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -71,6 +82,19 @@ def test_csv_has_each_mini_batch(mlp_profile, mlp_target, tmp_path):
     told = [line.test["loss"] for line in lines if not isinstance(line, Losses)]
     assert [row["step"] for row in evaluated] == ["4", "6"]
     assert column(evaluated, f"{VALIDATION}loss") == told
+
+
+def test_a_figure_that_isnt_finite_at_first_has_a_column(mlp_profile, tmp_path):
+    logs = MetricLogs()
+    plan, settings = plan_of(mlp_profile), RunSettings(task="", log="csv")
+    how = {"mini_batches": 2, "epoch_mini_batches": 1}
+    logs.on_begin(RunBegun(plan=plan, settings=settings, run_dir=tmp_path, **how))
+    for k, f1 in enumerate((math.nan, 0.5)):
+        figures = {"loss": 1.0, "f1": f1}
+        logs.on_evaluation(EvaluationDone(mini_batch=1 + k, epoch=k, figures=figures))
+    logs.on_end(RunEnded(summary=None))
+    found = rows(tmp_path, "evaluations.csv")
+    assert [row[f"{VALIDATION}f1"] for row in found] == ["", "0.5"]
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_path):
