@@ -263,7 +263,8 @@ class TensorBoardLog:
     def __init__(self, folder: Path, event: RunBegun) -> None:
         """Raises FileError and UserError."""
         writer = _library("tensorboard").SummaryWriter
-        purge = event.resumed_at + 1 if event.resumed_at else None
+        # Without a checkpoint, a run that goes on begins anew.
+        purge = event.resumed_at + 1 if event.settings.resumed else None
         try:
             self._writer = writer(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
         except OSError as error:

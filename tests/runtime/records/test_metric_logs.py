@@ -116,8 +116,11 @@ def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_pa
 
 
 class Unplugged(Callback):
+    def __init__(self, at=6):
+        self.at = at
+
     def on_mini_batch(self, event):
-        if event.mini_batch == 6:
+        if event.mini_batch == self.at:
             raise Stopped
 
 
@@ -130,12 +133,15 @@ def test_without_the_option_nothing_is_written(mlp_profile, mlp_target, tmp_path
 
 @pytest.mark.slow
 def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path):
-    """By TensorBoard's own reader; after a resumed run, each step once."""
+    """By TensorBoard's own reader; in a resumed run, also from its beginning, each step once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir = tmp_path / "run"
-    train(mlp_profile, mlp_target, run_dir, "tensorboard", checkpoint_every=4).run()
+    how = {"checkpoint_every": 4, "callbacks": [Unplugged(3)]}
+    with pytest.raises(Stopped):
+        train(mlp_profile, mlp_target, run_dir, "tensorboard", **how).run()
+    Trainer(None, run_dir, inline=True).resume()
     Trainer(None, run_dir, inline=True).resume(steps=8)
     found = EventAccumulator(str(run_dir / "dashboards/tensorboard"))
     found.Reload()
