@@ -446,10 +446,11 @@ def measured_times(
     Returns:
         None while there is neither.
     """
-    lengths = {record.epoch: record.mini_batches for record in records}
-    done = [epoch for epoch in epochs if epoch.epoch in lengths]
+    # An epoch that was the last, and went on when the run grew, has several.
+    done = list(zip(epochs, records, strict=False))
     if done:
-        return training_times(done).per(sum(lengths[epoch.epoch] for epoch in done))
+        mini_batches = sum(record.mini_batches for _, record in done)
+        return training_times(epoch for epoch, _ in done).per(mini_batches)
     if recording is None or all(span.lane != rank for span in recording.spans):
         return None
     return lane_times(recording)[rank].per(mini_batches_in(recording, rank))

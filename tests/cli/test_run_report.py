@@ -28,7 +28,7 @@ from timeprest.runtime.records.metrics import RunSummary, decode
 from timeprest.runtime.records.operation_log import ALL, NONE, record_named
 from timeprest.runtime.records.recording import counterpart, measured, mini_batches_of
 from timeprest.runtime.records.run_dir import RunDir
-from timeprest.runtime.run import run
+from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import RunSettings
 
 
@@ -121,6 +121,22 @@ def test_measured_and_predicted_are_of_the_same_operations(runs, name):
     both = messages(found).keys() & messages(other).keys()
     assert len(both) > 0.8 * len(found.messages) > 0
     assert all(messages(found)[key] == messages(other)[key] for key in both)
+
+
+def test_an_epoch_that_went_on_when_the_run_grew(mlp_profile, mlp_target, tmp_path):
+    """It has two records: seconds, evaluations and times of a mini-batch are of both."""
+    make_run(mlp_profile, mlp_target, tmp_path / "run", eval_every=10)
+    resume(tmp_path / "run", steps=50, inline=True)
+    figures = run_figures(read_facts(tmp_path / "run"))
+    assert [(e["epoch"], e["mini_batches"]) for e in figures["epochs"]] == [(0, 20), (0, 50)]
+    assert figures["loss_seconds"][19] == pytest.approx(figures["epochs"][0]["seconds"])
+    assert figures["loss_seconds"][49] == pytest.approx(figures["epochs"][1]["seconds"])
+    evaluated = figures["evaluations"]
+    assert [each["mini_batches"] for each in evaluated] == [10, 20, 30, 40, 50]
+    assert [e["seconds"] for e in evaluated] == sorted(e["seconds"] for e in evaluated)
+    for worker in figures["workers"]:
+        each = worker["per_mini_batch"]["measured"]["compute_s"]
+        assert 50 * each == pytest.approx(worker["compute_s"])
 
 
 @pytest.mark.slow

@@ -178,8 +178,8 @@ def _progress(
     tuple[EvaluationRecord, ...],
 ]:
     """Losses by epoch, mini-batches of an epoch, the epochs that are done, and the evaluations
-    within epochs."""
-    losses: dict[int, list[float]] = {}
+    within epochs. An epoch that was the last, and went on when the run grew, counts as several."""
+    losses: list[list[float]] = []
     of_epoch = None
     epochs, evaluations = [], []
     for line in read_progress(path):
@@ -188,10 +188,11 @@ def _progress(
         elif isinstance(line, EvaluationRecord):
             evaluations.append(line)
         else:
-            own = losses.setdefault(line.epoch, [])
-            own += [math.nan if loss is None else loss for loss in line.losses]
+            while len(losses) <= len(epochs):
+                losses.append([])
+            losses[-1] += [math.nan if loss is None else loss for loss in line.losses]
             of_epoch = of_epoch or line.of
-    by_epoch = tuple(tuple(losses[e]) for e in sorted(losses))
+    by_epoch = tuple(map(tuple, losses))
     return by_epoch, of_epoch, tuple(epochs), tuple(evaluations)
 
 
@@ -288,20 +289,22 @@ def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
 def _evaluations(facts: RunFacts) -> list[dict[str, Any]]:
     """All of them, within epochs and at their ends, counted from the run's beginning."""
     found = []
-    ends = {record["epoch"]: record for record in _epochs(facts)}
+    ends = _epochs(facts)
     for record in facts.evaluations:
-        # Epochs before it are done.
-        before = ends.get(record.epoch - 1, {"mini_batches": 0, "seconds": 0.0})
+        # Epochs before it are done, and it may have been one until the run grew.
+        first = max((e["mini_batches"] for e in ends if e["epoch"] < record.epoch), default=0)
+        at = first + record.mini_batches
+        before_s = max((e["seconds"] for e in ends if e["mini_batches"] < at), default=0.0)
         found.append(
             {
                 "epoch": record.epoch,
-                "mini_batches": before["mini_batches"] + record.mini_batches,
-                "seconds": before["seconds"] + record.seconds,
+                "mini_batches": at,
+                "seconds": before_s + record.seconds,
                 "test": {name: _number(value) for name, value in record.test.items()},
             }
         )
     kept = ("epoch", "mini_batches", "seconds", "test")
-    found += [{name: end[name] for name in kept} for end in ends.values() if end["test"]]
+    found += [{name: end[name] for name in kept} for end in ends if end["test"]]
     return sorted(found, key=lambda each: each["mini_batches"])
 
 
