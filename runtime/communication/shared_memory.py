@@ -340,6 +340,9 @@ class Outbox:
 
 _RANK = struct.Struct("<I")
 
+_MOST_OF_NAME = 80
+"""Bytes that the folder of folders with sockets may take of their names, which have 107 at most."""
+
 
 def can_share_memory() -> bool:
     """Whether this system has what shared memory takes: Linux has."""
@@ -489,8 +492,9 @@ def _memory(name: str, nbytes: int) -> int:
 @contextmanager
 def _listening(count: int, timeout_s: float) -> Iterator[tuple[socket.socket, str]]:
     """A socket that this user's processes can call, and its address."""
+    long = len(os.fsencode(tempfile.gettempdir())) > _MOST_OF_NAME
     try:
-        made = tempfile.TemporaryDirectory(prefix="timeprest-")
+        made = tempfile.TemporaryDirectory(prefix="timeprest-", dir="/tmp" if long else None)
     except OSError as error:
         raise RunError(f"{error.filename}: can't be made: {error.strerror}") from None
     with (

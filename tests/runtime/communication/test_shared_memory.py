@@ -286,6 +286,17 @@ def test_nothing_stays_behind_in_the_file_system():
     target.end()
 
 
+def test_a_long_name_of_the_folder_for_temporary_files(tmp_path, monkeypatch):
+    """A socket's name has 107 bytes at most."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    c = route()
+    source, target = both(c)
+    source.send(c, FORWARD, message(c, 3))
+    assert torch.equal(target.receive(c, FORWARD), message(c, 3))
+
+
 def test_shared_memory_is_for_one_host_and_the_cpu():
     assert transport.between_processes(GLOO, "auto", one_host=True) == SHARED
     assert transport.between_processes(GLOO, "auto", one_host=False) == GLOO
