@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...profiles.tracing.call import dense, summed
 from ..stage.stage import Stage
+from ..weights.outside import OutsideRules
 
 _LOOKED_INTO = 64
 """Entries of a list or dict that are looked at; of longer ones, besides, how many there are."""
@@ -43,6 +44,9 @@ def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
             usual = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)))
             own |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             found |= _of(f"the optimizer's (stage {stage.number}) ", optimizer, own, usual)
+        if isinstance(stage.rules, OutsideRules):
+            kept = {id(t) for by in stage.rules.kept.values() for t in by.values()}
+            found |= _of(f"the rules' (stage {stage.number}) ", stage.rules.own, kept)
     task = stages[0].task
     found |= _of("the task's ", task)
     for name, value in _attributes(task).items():
@@ -91,7 +95,11 @@ def _of(
             continue
         if isinstance(value, (list, dict)):
             items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-            marks = [(str(key), _mark(item, own)) for key, item in items[:_LOOKED_INTO]]
+            marks = [
+                # A tensor's text has its numbers.
+                (str(id(key) if isinstance(key, Tensor) else key), _mark(item, own))
+                for key, item in items[:_LOOKED_INTO]
+            ]
             found[where + name] = (len(items), marks)
         elif (mark := _mark(value, own)) is not None:
             found[where + name] = mark

@@ -28,35 +28,39 @@ def context_of(plan: Plan, stage: int, updates: int) -> StageContext:
 
 
 class OutsideRules(StageRules):
-    """A stage's. Where they fail, PluginError names file and line."""
+    """A stage's. Where they fail, PluginError names file and line.
+
+    Attributes:
+        own: the plugin's object.
+    """
 
     def __init__(self, rules: StageRules, plugin: str) -> None:
-        self._rules, self._plugin = rules, plugin
+        self.own, self._plugin = rules, plugin
 
     @property
     def kept(self) -> Mapping[str, Mapping[nn.Parameter, Tensor]]:  # type: ignore[override]
         """Their state, by name and parameter."""
-        return self._rules.kept
+        return self.own.kept
 
     def rate(self, update: int) -> float:
         """Of the learning rate, what an update has."""
-        return self._called("rate", lambda: float(self._rules.rate(update)))
+        return self._called("rate", lambda: float(self.own.rate(update)))
 
     def before_update(self) -> None:
         """The weights are about to change."""
-        self._called("before_update", self._rules.before_update)
+        self._called("before_update", self.own.before_update)
 
     def after_update(self) -> None:
         """They have changed."""
-        self._called("after_update", self._rules.after_update)
+        self._called("after_update", self.own.after_update)
 
     def forward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
         """Write the weights of a forward that looks so many updates ahead."""
-        self._called("forward_weights", lambda: self._rules.forward_weights(updates, into))
+        self._called("forward_weights", lambda: self.own.forward_weights(updates, into))
 
     def backward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
         """Write the weights of a backward so many updates after its forward."""
-        self._called("backward_weights", lambda: self._rules.backward_weights(updates, into))
+        self._called("backward_weights", lambda: self.own.backward_weights(updates, into))
 
     def _called(self, hook: str, run: Callable[[], _T]) -> _T:
         return call_plugin(self._plugin, run, hook)

@@ -119,6 +119,16 @@ def test_a_resumed_run_has_its_state(mine, mlp_profile, mlp_target, tmp_path):
     same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_resumed_run_says_what_it_hasnt_of_its_state(mine, mlp_profile, mlp_target, tmp_path):
+    counts = "    def after_update(self):\n        self.counted = getattr(self, 'counted', 0) + 1\n"
+    mine.write_text(SHOWN.replace("    def after_update(self):\n", counts))
+    load_plugin(str(mine))
+    own, _ = both_plans(mlp_profile, 2)
+    run(own, settings_of(mlp_target, checkpoint_every=4), tmp_path, inline=True)
+    with pytest.warns(TaskWarning, match=r"^the rules' \(stage 0\) counted, [^,]*counted: changed"):
+        Trainer(None, tmp_path, inline=True).resume({}, at=8)
+
+
 def test_plans_name_their_plugin(mine, mlp_profile, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_file("profile.json", with_times(mlp_profile))

@@ -61,7 +61,7 @@ class Kept(nn.Module):
 def test_weights_are_no_plain_attributes():
     module = Kept()
     optimizer = torch.optim.Adam(module.parameters())
-    stage = SimpleNamespace(number=0, module=module, optimizer=optimizer, task=object())
+    stage = SimpleNamespace(number=0, module=module, optimizer=optimizer, rules=None, task=object())
     before = plain_attributes([stage])
     module.normed(module.inner(torch.randn(2, 3, 4))[0]).sum().backward()
     optimizer.step()
@@ -75,7 +75,7 @@ def test_large_tensors_are_told_by_what_is_written_into_them():
     """A task's data aren't summed up at each checkpoint."""
     task = SimpleNamespace(data=torch.zeros(2**21), mask=torch.ones(3), sparse=torch.eye(2))
     task.sparse = task.sparse.to_sparse()
-    stage = SimpleNamespace(number=0, module=nn.Linear(1, 1), optimizer=None, task=task)
+    stage = SimpleNamespace(number=0, module=nn.Linear(1, 1), optimizer=None, rules=None, task=task)
     before = plain_attributes([stage])
     task.mask = torch.ones(3)
     assert not changed(before, [stage])
