@@ -114,7 +114,8 @@ class RunDir:
             shutil.rmtree(self.checkpoint(place), ignore_errors=True)
             if self.checkpoint(place).exists():
                 raise FileError(f"{self.checkpoint(place)}: can't be removed; remove it")
-        for path in (self.summary, *self.statuses.glob("*.json")):
+        final = self.weights(0).parent.glob("stage*.safetensors")
+        for path in (self.summary, *self.statuses.glob("*.json"), *final):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

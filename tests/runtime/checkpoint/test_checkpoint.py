@@ -191,6 +191,8 @@ def test_a_run_that_grew_is_stopped_and_goes_on(tmp_path, mlp_target):
     with pytest.raises(Stopped):
         resume(tmp_path / "stopped", steps=13, inline=True, observer=StopsAfter(4))
     assert checkpoints_in(RunDir(tmp_path / "stopped"))[-1] not in (5, 13)
+    with pytest.raises(FileError, match="no weights in it; has the run ended"):
+        load_weights(tmp_path / "stopped")
     resume(tmp_path / "stopped", inline=True)
     assert_same(tmp_path / "whole", tmp_path / "stopped", 13)
 
