@@ -276,6 +276,9 @@ class Outbox:
             self._ended = True
             self._some_wait.notify_all()
         if self._thread is not None:
+            # What it may still wait for, the one that computes has taken.
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RD)
             self._thread.join(self._timeout_s)
         self._connection.close()
 

@@ -209,6 +209,33 @@ def test_a_record_that_the_thread_takes_is_not_waited_for(monkeypatch):
     source.throttle(0)
 
 
+def test_a_thread_that_waits_for_a_record_that_was_taken_ends_at_once(monkeypatch):
+    c = route(shape=LARGE)
+    source, target = both(c, timeout_s=30.0)
+    real, goes_on, waits = shared_memory._wait, threading.Event(), threading.Event()
+
+    def late(connection, deadline):
+        if threading.current_thread() is not threading.main_thread():
+            goes_on.wait(5)
+            waits.set()
+        real(connection, deadline)
+
+    monkeypatch.setattr(shared_memory, "_wait", late)
+    for k in range(3):
+        source.send(c, FORWARD, message(c, k))
+    target.receive(c, FORWARD)
+    source.throttle(2)
+    for _ in range(2):
+        target.receive(c, FORWARD)
+    source.throttle(0)
+    goes_on.set()
+    assert waits.wait(5)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    source.end()
+    assert time.monotonic() - begin < 10
+
+
 def test_a_receiver_waits_no_longer_than_the_bound():
     c = route()
     _, target = both(c, timeout_s=0.1)
