@@ -59,9 +59,18 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
             + "; for more, give "
             + (f"--steps above {done}" if settings.steps else f"--epochs above {settings.epochs}")
         )
-    if not done or scheduler_step(prepared.task) == "epoch":
+    if not done:
         return
     saved = Saved(where.checkpoint(done))
+    then = (done, saved.info.epoch, saved.info.epoch_mini_batches)
+    if then not in {(s.end, s.epoch, s.offset + s.mini_batches) for s in prepared.segments}:
+        raise UserError(
+            f"{where.path}: the training data have another length than before, when mini-batch "
+            f"{done} was the {then[2]}. of epoch {then[1] + 1}: put them back as they were, or "
+            f"start another run from the weights: tp-run PLAN --from {where.path}"
+        )
+    if scheduler_step(prepared.task) == "epoch":
+        return
     for name in saved.info.files:
         if name.startswith("state/") and name.endswith(".json") and (saved.path / name).exists():
             most = _total_steps(saved.worker_state(Path(name).stem))
