@@ -223,7 +223,8 @@ def _updates(prepared: Prepared) -> list[int]:
 
 def _tolerance(prepared: Prepared) -> tuple[float, str]:
     """The tolerance of the least precise dtype of parameters and autocast, and its name."""
-    dtypes = {p.dtype for piece in prepared.model.pieces for p in piece.module.parameters()}
+    parameters = (p for piece in prepared.model.pieces for p in piece.module.parameters())
+    dtypes = {p.dtype.to_real() for p in parameters}
     if prepared.model.autocast is not None:
         dtypes.add(prepared.model.autocast)
     known = [dtype for dtype in dtypes if dtype in TOLERANCES] or [torch.float32]

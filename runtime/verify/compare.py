@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """"loss", "gradient" or "weight"."""
     absolute: float
     relative: float
-    """Over the largest number of the same tensor (for a loss, over the loss)."""
+    """Over the largest finite number of the same tensor (for a loss, over the loss)."""
     allowed: float
     """As absolute, of the same tensor."""
     name: str | None = None
@@ -101,20 +102,20 @@ def compare(
 def weight_spread(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
     """By name, the largest difference of two states; what is counted has no rounding errors."""
     return {
-        name: _largest(a[name].double() - b[name].double())
+        name: _apart(a[name], b[name])
         for name in a
-        if name in b and a[name].is_floating_point()
+        if name in b and (a[name].is_floating_point() or a[name].is_complex())
     }
 
 
 def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -> Difference:
-    return _worst(
-        "loss",
-        (
-            _difference("loss", abs(f - w), abs(w), tolerance * abs(w), mini_batch=b)
-            for b, (f, w) in enumerate(zip(found, wanted, strict=True))
-        ),
-    )
+    def differences() -> Iterator[Difference]:
+        for b, (f, w) in enumerate(zip(found, wanted, strict=True)):
+            scale = abs(w) if math.isfinite(w) else 0.0
+            off = 0.0 if f == w else abs(f - w)
+            yield _difference("loss", off, scale, tolerance * scale, mini_batch=b)
+
+    return _worst("loss", differences())
 
 
 def _gradients(
@@ -131,18 +132,20 @@ def _gradients(
             mine: Mapping[str, Tensor] = mine,
             scales: Mapping[str, float] = scales,
             floor: float = floor,
+            missing: set[str] = missing,
             k: int = k,
             b: int = b,
         ) -> Iterator[Difference]:
             for name, gradient in gradients_in(wanted.gradients, k):
                 if name in mine:
-                    off = _largest(mine[name].double() - gradient.double())
+                    off = _apart(mine[name], gradient)
                     allowed = tolerance * scales[name] + floor
                     yield _difference("gradient", off, scales[name], allowed, name, b)
+                elif gradient.any():
+                    missing.add(name)
 
         worst.append(_worst("gradient", differences()))
-        missing |= {name for name in mine if name not in scales and _largest(mine[name]) > 0}
-        missing |= {name for name in scales if name not in mine and scales[name] > 0}
+        missing |= {name for name in mine if name not in scales and mine[name].any()}
     result = _worst("gradient", worst)
     return msgspec.structs.replace(result, missing=tuple(sorted(missing)))
 
@@ -156,7 +159,7 @@ def _weights(
     def differences() -> Iterator[Difference]:
         for name, tensor in wanted.items():
             if name in found:
-                off = _largest(found[name].double() - tensor.double())
+                off = _apart(found[name], tensor)
                 scale = _largest(tensor)
                 allowed = tolerance * scale + spread.get(name, 0.0)
                 yield _difference("weight", off, scale, allowed, name)
@@ -194,6 +197,19 @@ def _worst(what: str, differences: Iterable[Difference]) -> Difference:
     return max(differences, key=beyond, default=none)
 
 
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference; none where both have the same infinity, NaN where one has NaN."""
+    a, b = _wide(found), _wide(wanted)
+    off = torch.where(a == b, 0.0, (a - b).abs())
+    return float(off.max()) if off.numel() else 0.0
+
+
 def _largest(tensor: Tensor) -> float:
-    """Largest absolute value; NaN where there is one. Of booleans, 1 or 0."""
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    """Largest finite absolute value: a mask's infinity is no measure of its other numbers. Of
+    booleans, 1 or 0."""
+    sizes = _wide(tensor).abs()
+    return float(sizes.where(sizes.isfinite(), 0.0).max()) if sizes.numel() else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

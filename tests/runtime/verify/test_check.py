@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import msgspec
@@ -26,7 +27,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training.dropout import WithoutDropout
 from timeprest.runtime.verify import check as checking
 from timeprest.runtime.verify.check import INLINE, ONE_BY_ONE, WHOLE, check
-from timeprest.runtime.verify.compare import weight_spread
+from timeprest.runtime.verify.compare import TrainingResults, compare, weight_spread
 
 FILE = TESTS / "tasks/variety_tasks.py"
 ORDERS = [("gpipe", 2), ("gpipe", 4), ("pipedream-flush", 3), ("zb-h1", 3)]
@@ -216,6 +217,38 @@ def test_a_wrong_optimizer_is_found(monkeypatch):
     assert gradient.mini_batch == 2
     assert weight.name in variety_tasks.Skips().state_dict()
     assert weight.absolute > weight.allowed
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        ([-INFINITE, 1.0], [-INFINITE, 1.0], True),
+        ([-INFINITE, 1.0], [-INFINITE, 1.1], False),
+        ([1.0, 1.0], [INFINITE, 1.0], False),
+        ([float("nan"), 1.0], [1.0, 1.0], False),
+        ([1 + 2j], [1 + 2j], True),
+        ([1 + 2j], [1 + 3j], False),
+    ],
+)
+def test_infinite_and_complex_numbers_differ_where_they_do(found, wanted, same):
+    """A mask's infinity is no measure of its other numbers."""
+    found, wanted = torch.tensor(found), torch.tensor(wanted)
+    losses = [], []
+    if not found.is_complex():
+        losses = found.tolist(), wanted.tolist()
+    mine, others = (
+        TrainingResults(figures, [], {"mask": state}, [])
+        for figures, state in zip(losses, (found, wanted), strict=True)
+    )
+    loss, _, weight = compare(mine, others, 1e-4)
+    assert weight.same == same
+    assert loss.same == same or not losses[0]
+    assert math.isfinite(weight.relative) or not math.isfinite(weight.absolute)
+    spread = weight_spread({"mask": found}, {"mask": wanted})["mask"]
+    assert (spread == 0) == same
 
 
 def test_everything_that_settings_change_is_done_on_both_sides():
