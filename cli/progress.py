@@ -97,6 +97,8 @@ class Bar:
         """
         if self.quiet:
             return
+        # A run that is restarted has fewer steps done than before.
+        self._first = None
         with self._lock:
             self._phase = what, time.monotonic()
         if self.shown:

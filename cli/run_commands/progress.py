@@ -130,6 +130,9 @@ class Rate:
 
     def __call__(self, done: int, now: float) -> float | None:
         """After so many mini-batches; None: too early to say."""
+        if self._seen and done < self._seen[-1][1]:
+            # The run has been restarted from a checkpoint.
+            self._seen.clear()
         self._seen.append((now, done))
         while len(self._seen) > 2 and now - self._seen[1][0] > _WINDOW_S:
             self._seen.popleft()

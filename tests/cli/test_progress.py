@@ -168,6 +168,17 @@ def test_time_left():
     assert time_left(10, 5, 4) == ""
 
 
+def test_the_time_left_is_of_the_steps_since_the_last_phase(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Bar("training", quiet=False) as bar:
+        for before in (50, 20):
+            bar.doing("loading")
+            for k in range(41):
+                bar("epoch 1", before + k, 100)
+                clock.now += 1
+    assert "epoch 1 (68 s, 53 s left)" in sys.stderr.getvalue()
+
+
 def test_samples_per_second_are_of_the_last_seconds():
     rate = Rate(16)
     assert rate(1, 0.0) is None
@@ -175,6 +186,9 @@ def test_samples_per_second_are_of_the_last_seconds():
     for second in range(2, 20):
         found = rate(11 + (second - 1), float(second))
     assert found == pytest.approx(16)
+    # A restarted run is at an earlier mini-batch.
+    assert rate(5, 30.0) is None
+    assert rate(7, 31.0) == pytest.approx(32)
 
 
 def test_busy_shares_are_those_of_the_looks():
