@@ -513,13 +513,15 @@ def check(
 
     Raises as `run`. That something differs is in the report's verdict.
     """
+    from .profiles.measuring.measure import settings_put_back
     from .runtime.settings import settings_of
     from .runtime.verify.check import check as compare
 
     check_not_importing("timeprest.check")
     plan = _loaded(plan, Plan, "plan")
     asked = {**settings, "task": None if task is None else name_of(task)}
-    return compare(plan, settings_of(plan, asked), run_dir=run_dir, inline=inline)
+    with settings_put_back():
+        return compare(plan, settings_of(plan, asked), run_dir=run_dir, inline=inline)
 
 
 def dry_run(
@@ -538,13 +540,15 @@ def dry_run(
     Raises as `run`, for what makes a run impossible, and TargetError where a hook or a stage fails;
     `problems` has the rest.
     """
+    from .profiles.measuring.measure import settings_put_back
     from .runtime.settings import settings_of
     from .runtime.verify.dry_run import dry_run as look
 
     check_not_importing("timeprest.dry_run")
     plan = _loaded(plan, Plan, "plan")
     asked = {**settings, "task": None if task is None else name_of(task)}
-    found = look(plan, settings_of(plan, asked), str(run_dir))
+    with settings_put_back():
+        found = look(plan, settings_of(plan, asked), str(run_dir))
     assert found is not None
     return found
 

@@ -20,6 +20,7 @@ import torch
 from .. import __version__
 from ..planner.plan import Plan, check_plan
 from ..profiles.errors import RunError, StoppedError, TaskWarning, UserError
+from ..profiles.measuring.measure import settings_put_back
 from ..profiles.measuring.process_settings import keep_freed_memory
 from ..profiles.tasks.objects import as_bytes, check_not_importing, give, name_of
 from .checkpoint.start import (
@@ -445,7 +446,8 @@ class Trainer:
     def _told(self, first: Callable[[], RunSummary], changes: Mapping[str, Any]) -> RunSummary:
         again = partial(resume, self.where, changes, **self._how)
         try:
-            summary = with_restarts(first, again, self._max_restarts, self._observer.restart)
+            with settings_put_back():
+                summary = with_restarts(first, again, self._max_restarts, self._observer.restart)
         except BaseException as error:
             self._observer.end(RunEnded(summary=None, error=error))
             raise

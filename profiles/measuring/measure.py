@@ -64,7 +64,8 @@ def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[in
 
 @contextmanager
 def settings_put_back() -> Iterator[None]:
-    """For a program that isn't ours: whatever measuring sets is set back when the context ends.
+    """For a program that isn't ours: whatever measuring or training sets is set back when the
+    context ends.
 
     That is: freed memory is kept, torch has other threads, random generators are seeded.
     """

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...planner.exports.torch_pipelining import RESULT, ModelFacts
 from ...planner.plan import Plan
+from ...profiles.measuring.measure import settings_put_back
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, tied_layers, values
 from ...profiles.tracing.shapes import specs_and_result
@@ -29,6 +30,11 @@ def facts_of(plan: Plan) -> ModelFacts:
         TraceError: the model can't be traced.
         PlanError: it is another model than the plan's, or the plan was edited and not checked.
     """
+    with settings_put_back():
+        return _facts_of(plan)
+
+
+def _facts_of(plan: Plan) -> ModelFacts:
     traced = trace_for_run(plan.profile.target, plan, [plan.micro_batch], evaluate=False)
     task, graph = traced.task, traced.training[plan.micro_batch]
     laid_on(plan, graph)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import timeprest
+import torch
 from click.testing import CliRunner
 from helpers.by_hand.studies import PLAIN_ARM, arm, study
 from helpers.plans import with_times
@@ -359,6 +360,30 @@ def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):
     found = timeprest.dry_run(plan, tmp_path / "run")
     assert [cut.source for cut in found.cuts]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda plan, place: timeprest.run(plan, place / "run", steps=2, inline=True),
+        lambda plan, place: timeprest.check(plan, inline=True, steps=1),
+        lambda plan, place: timeprest.dry_run(plan, place / "dry"),
+        lambda plan, place: timeprest.export(plan, "torch", place / "exported"),
+    ],
+    ids=["run", "check", "dry_run", "export"],
+)
+def test_a_session_is_left_as_it_was(use, mlp_profile, tmp_path):
+    """Torch's threads and random numbers."""
+    plan = timeprest.plan(mlp_profile, stages=2, replicas=False, variant="gpipe")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        state = torch.manual_seed(5).get_state()
+        use(plan, tmp_path)
+        assert torch.get_num_threads() == threads + 1
+        assert torch.equal(torch.get_rng_state(), state)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_python_measures_links(monkeypatch, tmp_path):
