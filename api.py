@@ -509,7 +509,7 @@ def check(
 
     Args:
         run_dir: keeps the pipelined run; None: nothing is kept.
-        settings: as of `run`; steps=3 by default.
+        settings: as of `run`, without epochs; steps=3 by default.
 
     Raises as `run`. That something differs is in the report's verdict.
     """
@@ -518,7 +518,10 @@ def check(
     from .runtime.verify.check import check as compare
 
     check_not_importing("timeprest.check")
+    if settings.get("epochs") is not None:
+        raise UserError("epochs: a check trains steps mini-batches")
     plan = _loaded(plan, Plan, "plan")
+    inline = truth(inline, "inline")
     asked = {**settings, "task": None if task is None else name_of(task)}
     with settings_put_back():
         return compare(plan, settings_of(plan, asked), run_dir=run_dir, inline=inline)

@@ -22,7 +22,8 @@ from ..planner.plan import Plan, check_plan
 from ..profiles.errors import RunError, StoppedError, TaskWarning, UserError
 from ..profiles.measuring.measure import settings_put_back
 from ..profiles.measuring.process_settings import keep_freed_memory
-from ..profiles.tasks.objects import as_bytes, check_not_importing, give, name_of
+from ..profiles.tasks.objects import SESSION, as_bytes, check_not_importing, give, name_of
+from ..profiles.units import truth, whole
 from .checkpoint.start import (
     check_logs,
     check_settings,
@@ -392,25 +393,27 @@ class Trainer:
                 f"this process is one of those that {launched.by} has started; start tp-run by "
                 f"{launched.by}, or train from Python by itself"
             )
-        if asked.get("epochs") is not None and asked.get("steps") is not None:
-            raise UserError("epochs, steps: give one of them")
         if isinstance(callbacks, Callback):
             raise UserError("callbacks: is one callback; give a list of them")
         if plan is not None and settings is None:
             named = None if task is None else name_of(task)
             settings = settings_of(plan, {**asked, "task": named})
-        elif plan is None and task is not None:
-            give(RunDir(run_dir).read()[1].task, task)
-        elif asked or task is not None:
+        elif asked or (task is not None and plan is not None):
             raise UserError(
                 f"{', '.join(asked) or 'task'}: leave out; the run's settings are known"
             )
+        elif task is not None:
+            named = RunDir(run_dir).read()[1].task
+            if named.startswith(SESSION):
+                give(named, task)
+            elif name_of(task) != named:
+                raise UserError(f"task: the run's is {named}, found by that name; leave task out")
         self.plan, self.settings, self.where = plan, settings, Path(run_dir)
         self.callbacks = tuple(callbacks)
         self._observer = Callbacks((*self.callbacks, MetricLogs()))
-        self._max_restarts = max_restarts
+        self._max_restarts = whole(max_restarts, "max_restarts", 0)
         self._how: dict[str, Any] = {
-            "inline": inline,
+            "inline": truth(inline, "inline"),
             "observer": self._observer,
             "rendezvous": rendezvous,
         }
@@ -439,7 +442,8 @@ class Trainer:
                 f"{', '.join(sorted(set(changes) - set(ADJUSTABLE)))}: a resumed run keeps its "
                 f"settings, but for {', '.join(ADJUSTABLE)}, and more epochs or steps"
             )
-        more: dict[str, Any] = {"epochs": epochs, "steps": steps, "at": at}
+        given = {"epochs": epochs, "steps": steps, "at": at}
+        more: dict[str, Any] = {n: whole(v, n) for n, v in given.items() if v is not None}
         first = partial(resume, self.where, changes, **more, **self._how)
         return self._told(first, changes)
 

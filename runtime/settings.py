@@ -196,6 +196,8 @@ def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
 
     Raises UserError for a field that there isn't, or a value that can't be.
     """
+    if asked.get("epochs") is not None and asked.get("steps") is not None:
+        raise UserError("epochs, steps: give one of them")
     least = COMPILING_S if asked.get("compile") else 25.0
     defaults = {
         "task": plan.profile.target,

@@ -346,9 +346,14 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     assert more.summary.mini_batches == 5
     with pytest.raises(UserError, match="seed: a resumed run keeps its settings"):
         timeprest.resume(tmp_path / "run", seed=3)
-    for change, why in (({"device": "gpu"}, "settings: .*'gpu'"), ({"record": "x"}, "--record x")):
+    for change, why in (
+        ({"device": "gpu"}, "settings: .*'gpu'"),
+        ({"record": "x"}, "--record x"),
+        ({"steps": "7"}, "steps '7': give a whole number from 1"),
+        ({"task": object()}, "task: the run's is .*:MLPTask, found by that name; leave task out"),
+    ):
         with pytest.raises(UserError, match=why):
-            timeprest.resume(tmp_path / "run", steps=7, inline=True, **change)
+            timeprest.resume(tmp_path / "run", **{"steps": 7, "inline": True, **change})
     assert more.settings.device == "auto"
 
 
@@ -357,6 +362,10 @@ def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):
     assert timeprest.check(plan, inline=True, steps=2).verdict == "same"
     with pytest.raises(UserError, match="--check: trains anew"):
         timeprest.check(plan, inline=True, start_from=str(tmp_path))
+    with pytest.raises(UserError, match="epochs: a check trains steps mini-batches"):
+        timeprest.check(plan, inline=True, epochs=1)
+    with pytest.raises(UserError, match="epochs, steps: give one of them"):
+        timeprest.dry_run(plan, tmp_path / "run", epochs=1, steps=1)
     found = timeprest.dry_run(plan, tmp_path / "run")
     assert [cut.source for cut in found.cuts]
     assert not (tmp_path / "run").exists()

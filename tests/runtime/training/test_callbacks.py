@@ -238,15 +238,21 @@ def test_a_callback_that_fails_ends_the_run_with_one_line(plan, short_epochs, tm
         Trainer(plan, tmp_path / "run", settings, callbacks=[Notes])
     with pytest.raises(UserError, match="give the plan"):
         Trainer(None, tmp_path / "run").run()
-    with pytest.raises(UserError, match="epochs: leave out"):
-        Trainer(None, tmp_path / "run", epochs=3)
+    for task in (None, object()):
+        with pytest.raises(UserError, match="epochs: leave out"):
+            Trainer(None, tmp_path / "run", task=task, epochs=3)
 
 
 def test_one_callback_is_no_list_of_them(plan, tmp_path):
     with pytest.raises(UserError, match="callbacks: is one callback; give a list of them"):
         Trainer(plan, tmp_path / "run", callbacks=Callback())
-    with pytest.raises(UserError, match="epochs, steps: give one of them"):
-        Trainer(plan, tmp_path / "run", epochs=1, steps=2)
+    for given, why in (
+        ({"epochs": 1, "steps": 2}, "epochs, steps: give one of them"),
+        ({"inline": "no"}, "inline: give True or False, not 'no'"),
+        ({"max_restarts": "2"}, "max_restarts '2': give a whole number from 0"),
+    ):
+        with pytest.raises(UserError, match=why):
+            Trainer(plan, tmp_path / "run", **given)
 
 
 # Early stopping ---------------------------------------------------------------------------------
