@@ -319,8 +319,10 @@ class _Conductor:
             return asked.target
         if self._level is None and (best := self._best(0)) is not None:
             curves = [self._curve(training) for training in self._finals(0, best)]
-            levels = [level_of(c, asked.metric, asked.steps) for c in curves if c is not None]
-            self._level = sum(levels) / len(levels)
+            # As the study's target: of seeds that don't diverge, if there are any.
+            sound = [c for c in curves if c is not None and c.diverged_at is None]
+            levels = [level_of(c, asked.metric, asked.steps) for c in sound]
+            self._level = sum(levels) / len(levels) if levels else math.nan
         return self._level
 
     def _best(self, arm: int) -> Trial | None:

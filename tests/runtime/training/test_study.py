@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
-from timeprest.planner.study.study import PLAIN, write_study
+from timeprest.planner.study.study import PLAIN, Curve, write_study
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -24,7 +24,7 @@ from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training.plain import PlainTraining
-from timeprest.runtime.training.study.conduct import StudyChoices, conduct, prospect
+from timeprest.runtime.training.study.conduct import StudyChoices, _Conductor, conduct, prospect
 from timeprest.runtime.training.study.delayed import DelayedTraining
 from timeprest.runtime.training.study.training import train_one
 from timeprest.runtime.training.study.work import Asked
@@ -211,6 +211,26 @@ def test_a_rate_that_diverges_is_recorded(plans, mlp_target, tmp_path):
         # The grid has moved down beyond where it began.
         assert min(curve.rate for curve in arm.curves) == pytest.approx(0.015625, rel=1e-3)
         assert arm.finals()[0].diverged_at is None
+
+
+def test_a_seed_that_diverges_has_no_part_in_the_target(plans, mlp_target, tmp_path):
+    asked = due(plans[:1], mlp_target, tune=1, eval_every=0)
+    conductor = _Conductor(asked, tmp_path, silent)
+    length = asked.question.length
+    for seed, (losses, diverged_at) in enumerate((([3.0, 1.0], None), ([3.0, 9.0], length))):
+        training = Asked(arm=0, rate=SGD.lr, warmup=0, seed=seed, length=length)
+        curve = Curve(
+            seed=seed,
+            rate=SGD.lr,
+            warmup=0,
+            length=length,
+            phase="final",
+            window=length // 2,
+            losses=losses,
+            diverged_at=diverged_at,
+        )
+        conductor._known[training] = curve
+    assert conductor._target() <= 3
 
 
 def test_a_task_with_an_optimizer_of_its_own_has_its_rate_scaled(plans, mlp_target, tmp_path):
