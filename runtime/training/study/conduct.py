@@ -253,6 +253,14 @@ class _Conductor:
         self._progress(what, self._done + running, self._prospect.mini_batches)
 
     def _learn(self, asked: Asked, curve: Curve) -> None:
+        """Raises TargetError where evaluations don't have what the target is a level of."""
+        metric, figures = self._question.metric, {n for test in curve.tests for n in test.figures}
+        if metric == "accuracy" and curve.tests and metric not in figures:
+            raise TargetError(
+                f"{self._question.task}: its evaluations have no 'accuracy' to have for a target, "
+                f"but {', '.join(sorted(figures))}: name a figure of its metrics so, or take the "
+                "loss"
+            )
         self._known[asked] = curve
         self._done += asked.length
 

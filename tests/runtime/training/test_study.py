@@ -233,6 +233,21 @@ def test_a_seed_that_diverges_has_no_part_in_the_target(plans, mlp_target, tmp_p
     assert conductor._target() <= 3
 
 
+def test_an_accuracy_that_evaluations_dont_have_is_no_target(plans, mlp_target, tmp_path):
+    """Said after the first training, and not after all of them."""
+    asked = due(plans[:1], f"{__file__}:OtherName", metric="accuracy")
+    with pytest.raises(UserError, match="have no 'accuracy' to have for a target, but hits, loss"):
+        conduct(asked, tmp_path, 1, silent)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+class OtherName(MLPTask):
+    """Its accuracy has another name."""
+
+    def metrics(self, output, target):
+        return {"hits": (output.sign() == target.sign()).double().mean()}
+
+
 def test_a_task_with_an_optimizer_of_its_own_has_its_rate_scaled(plans, mlp_target, tmp_path):
     own = due(plans[:1], mlp_target, None, tune=1)
     assert own.question.rate_of == "times the task's own"
