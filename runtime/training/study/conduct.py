@@ -40,6 +40,7 @@ from ....profiles.errors import TargetError, UserError
 from ....profiles.tasks.samples import size_of
 from ...checkpoint.start import check_settings
 from ...prepare.data import run_length, segments, training_samples
+from ...prepare.devices import autocast_of
 from ...prepare.tracing import task_to_train
 from ...settings import RunSettings, given
 from .pool import Processes, ThisProcess, TrainingPool
@@ -118,10 +119,19 @@ def prospect(
     Raises UserError and TargetError.
     """
     check_together(plans, files)
-    first = plans[0]
+    first, under = plans[0], autocast_of(plans[0], settings)
+    for plan, file in zip(plans, files, strict=True):
+        if autocast_of(plan, settings) != under:
+            raise UserError(
+                f"{file}: was profiled under another autocast than {files[0]}; a study trains all "
+                "alike: give --autocast bf16 or off"
+            )
     settings = msgspec.structs.replace(
         settings, threads=1, checkpoint_every=0, on_nan="warn", distances=False, evaluate=False
     )
+    if under is not None:
+        # Finished trainings are known by their settings.
+        settings = msgspec.structs.replace(settings, autocast="bfloat16")
     warmups = choices.warmups or (settings.warmup,)
     if len(set(warmups)) < len(warmups):
         raise UserError("--warmup: names one twice")

@@ -27,7 +27,7 @@ from timeprest.runtime.training.plain import PlainTraining
 from timeprest.runtime.training.study.conduct import StudyChoices, _Conductor, conduct, prospect
 from timeprest.runtime.training.study.delayed import DelayedTraining
 from timeprest.runtime.training.study.training import train_one
-from timeprest.runtime.training.study.work import Asked
+from timeprest.runtime.training.study.work import Asked, Finished
 
 SGD = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
 
@@ -323,6 +323,19 @@ def test_plans_that_cant_be_compared_are_refused(plans, mlp_target):
     for plan, said in ((smaller, "mini-batch is 4, that of"), (other, "is for another model")):
         with pytest.raises(UserError, match=said):
             due([plans[0], plan], mlp_target)
+
+
+def test_trainings_under_autocast_are_others(plans, mlp_target, tmp_path):
+    """Also where it is the profile that says so."""
+    under = msgspec.structs.replace(plans[0].profile, autocast="bfloat16")
+    plan = msgspec.structs.replace(plans[0], profile=under)
+    asked = Asked(arm=0, rate=0.05, warmup=0, seed=0, length=20)
+    paths = {
+        Finished(tmp_path, due([each], mlp_target).work).path(asked) for each in (plans[0], plan)
+    }
+    assert len(paths) == 2
+    with pytest.raises(UserError, match="was profiled under another autocast than"):
+        due([plan, plans[2]], mlp_target)
 
 
 def test_a_damaged_training_is_named(plans, mlp_target, tmp_path):
