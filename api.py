@@ -104,6 +104,7 @@ def profile(
     from .profiles.measuring.platforms import platform_of
     from .profiles.target import parse_input, resolve
 
+    together = None if together is None else whole(together, "together", 2)
     if together is not None and device != "cpu":
         raise UserError('together: is for device="cpu"')
     if together is not None and name.startswith(SESSION):
@@ -112,8 +113,6 @@ def profile(
             "a file, or leave together out"
         )
     found = resolve(name, [parse_input(text) for text in inputs])
-    if batch_size is None:
-        batch_size = max(micro_batch_sizes) if micro_batch_sizes else found.batch_size
     with settings_put_back():
         measured = measure(
             found,

@@ -272,11 +272,10 @@ def _measure(
     keep_freed_memory()
     platform = platform_of(options["device"], options["spec"], options["autocast"])
     found = resolve(target, [parse_input(text) for text in options["inputs"]])
-    batch_size = options["batch_size"] or (max(sizes) if sizes else found.batch_size)
     with Bar(f"profiling {target}", quiet=quiet) as bar:
         profile = measure(
             found,
-            batch_size=batch_size,
+            batch_size=options["batch_size"],
             micro_batch_sizes=sizes,
             platform=platform,
             threads=options["threads"],

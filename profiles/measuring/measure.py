@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
-from ..profile import OptimizerCost, Profile, check_profile
+from ..profile import FRONT_ENDS, OptimizerCost, Profile, check_profile
 from ..target import Target
 from ..tasks.hooks import (
     RunLength,
@@ -35,6 +35,7 @@ from ..tracing.graph import TracedModel, fingerprint, state_of_layer
 from ..tracing.pieces import map_items
 from ..tracing.random_states import set_states, states
 from ..tracing.shapes import bound_by_values
+from ..units import number, shown, whole, words
 from .bench import Bench, Progress
 from .optimizer_cost import measure_optimizer, optimizer_roofline
 from .platforms import Platform, platform_of
@@ -83,10 +84,18 @@ def settings_put_back() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _whole_numbers(sizes: Sequence[int]) -> list[int]:
+    """Micro-batch sizes. Raises UserError."""
+    try:
+        return [whole(size, "micro_batch_sizes") for size in sizes]
+    except TypeError:
+        raise UserError(f"micro_batch_sizes: give a list of them, not {shown(sizes)}") from None
+
+
 def measure(
     target: Target,
     *,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
     platform: Platform | None = None,
     threads: int = 1,
@@ -101,7 +110,8 @@ def measure(
     """Profile a target in train mode.
 
     Args:
-        batch_size: samples in a mini-batch.
+        batch_size: samples in a mini-batch; by default the largest micro-batch size, or what the
+            target says.
         micro_batch_sizes: sizes to measure; by default the mini-batch and its halves.
         platform: where; by default on the CPU.
         threads: torch's threads while measuring; a stage will run with as many.
@@ -115,9 +125,24 @@ def measure(
             by default those of the first seconds, 32 at most.
 
     Raises:
+        UserError: an argument that can't be.
         TargetError: the model can't be built, or fails on its own inputs.
         TraceError: no front end takes the model.
     """
+    asked = None if micro_batch_sizes is None else _whole_numbers(micro_batch_sizes)
+    if batch_size is None:
+        batch_size = max(asked) if asked else target.batch_size
+    batch_size, threads = whole(batch_size, "batch_size"), whole(threads, "threads")
+    if asked and max(asked) > batch_size:
+        raise UserError(
+            f"micro_batch_sizes: {max(asked)} is more than the mini-batch of {batch_size}"
+        )
+    batches = None if batches is None else whole(batches, "batches")
+    seconds = number(seconds, "seconds") or 0.0
+    error = number(error, "relative_error") or 0.0
+    if front_end not in (None, *FRONT_ENDS):
+        raise UserError(f"front_end {front_end!r}: give one of {', '.join(FRONT_ENDS)}")
+    granularity = words(granularity=granularity)["granularity"]
     platform = platform or platform_of("cpu")
     for line in misspelt_hooks(target.task) if target.task is not None else ():
         _warn(line)
@@ -127,7 +152,7 @@ def measure(
             f"tp-run trains on these: profile with --batch-size {own}, or plan with --mini-batch "
             f"{own}"
         )
-    sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size, platform))))
+    sizes = tuple(sorted(set(asked or default_sizes(batch_size, platform))))
     torch.set_num_threads(threads)
     looked = target.look_at_batches(batch_size, batches)
     call_of = target.call if looked is None or looked.varying is None else looked.call
@@ -142,7 +167,7 @@ def measure(
         call = placed[TRACE_SAMPLES][0]
         _try(target, model, call)
         left_out: tuple[str, ...] = ()
-        if micro_batch_sizes is None and len(sizes) > 1 and sizes[0] == 1:
+        if asked is None and len(sizes) > 1 and sizes[0] == 1:
             sizes, left_out = _without_ones(target, model, placed, sizes)
         if progress is not None:
             progress("finding the graph", 0, 1)

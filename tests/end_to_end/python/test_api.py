@@ -250,6 +250,31 @@ def test_a_wrong_argument_is_one_line_that_names_it(given, why, mlp_profile):
 
 
 @pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"batch_size": 0}, "batch_size 0: give a whole number from 1"),
+        ({"batch_size": 4.0}, "batch_size 4.0: give a whole number from 1"),
+        ({"micro_batch_sizes": 4}, "micro_batch_sizes: give a list of them, not 4"),
+        ({"micro_batch_sizes": [0, 4]}, "micro_batch_sizes 0: give a whole number from 1"),
+        (
+            {"batch_size": 4, "micro_batch_sizes": [8]},
+            "micro_batch_sizes: 8 is more than the mini-batch of 4",
+        ),
+        ({"threads": 0}, "threads 0: give a whole number from 1"),
+        ({"seconds": "3"}, "seconds '3': give a number from 0"),
+        ({"relative_error": -1}, "relative_error -1: give a number from 0"),
+        ({"batches": 0}, "batches 0: give a whole number from 1"),
+        ({"together": 1}, "together 1: give a whole number from 2"),
+        ({"front_end": "jit"}, "front_end 'jit': give one of fx"),
+        ({"granularity": 3}, "granularity: give a name in quotes, not 3"),
+    ],
+)
+def test_what_cant_be_measured_is_one_line_too(given, why, mlp_target):
+    with pytest.raises(UserError, match=why):
+        timeprest.profile(mlp_target, **given)
+
+
+@pytest.mark.parametrize(
     ("function", "given", "why"),
     [
         ("plans", {"variants": 3}, "variants: give one or more such as 'gpipe', not 3"),
