@@ -67,12 +67,13 @@ class SegmentMetrics:
         self.communication_s += communication_s
         self.loading_s += loading_s
 
-    @property
-    def period_s(self) -> float | None:
-        """Mean time from update to update; filling and draining are left out."""
+    def period_s(self, segment: Segment) -> float | None:
+        """Mean time of a mini-batch from the first update to the last; filling and draining are
+        left out."""
         if len(self.updates) < 2:
             return None
-        return (self.updates[-1] - self.updates[0]) / (len(self.updates) - 1)
+        between = segment.mini_batches - segment.together(0)
+        return (self.updates[-1] - self.updates[0]) / between
 
 
 def wall_s(stages: Iterable[SegmentMetrics]) -> float:

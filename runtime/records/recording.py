@@ -387,12 +387,17 @@ def _held(rank: int, lines: Iterable[_Logged], shift: float) -> Iterator[MemoryP
 
 
 def _period_s(spans: Iterable[Span]) -> float:
-    """From update to update, at the slowest replica of a stage; 0 where there is only one."""
-    ends: dict[tuple[int, int], list[float]] = defaultdict(list)
+    """Of a mini-batch between the first update and the last, at the slowest replica of a stage; 0
+    where there is only one."""
+    updates: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == UPDATE:
-            ends[span.lane, span.stage].append(span.end_s)
+            updates[span.lane, span.stage].append(span)
     return max(
-        ((own[-1] - own[0]) / (len(own) - 1) for own in ends.values() if len(own) > 1),
+        (
+            (own[-1].end_s - own[0].end_s) / (own[-1].mini_batch - own[0].mini_batch)
+            for own in updates.values()
+            if len(own) > 1
+        ),
         default=0.0,
     )

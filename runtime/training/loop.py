@@ -216,8 +216,9 @@ class Course:
             for position, (runner, sums) in enumerate(zip(self.runners, self.sums, strict=True)):
                 found = runner.metrics
                 self._sent_bytes[position] += found.sent_bytes
-                if found.period_s is not None:
-                    self._periods_s[position].append(found.period_s)
+                period_s = found.period_s(segment)
+                if period_s is not None:
+                    self._periods_s[position].append(period_s)
                 beside = [other.metrics for other in self._beside[position]]
                 sums.add(segment, found, runner.stage.staleness, beside)
             test: dict[str, float] | None = None

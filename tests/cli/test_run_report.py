@@ -9,6 +9,7 @@ import re
 import shutil
 from functools import partial
 
+import msgspec
 import pytest
 from helpers.output.commands import called
 from helpers.output.trace_format import check_trace
@@ -154,6 +155,21 @@ def test_processes_on_one_host_have_one_clock(processes):
     for a, b in zip(found.spans, found.spans[1:], strict=False):
         assert a.lane < b.lane or a.end_s <= b.start_s
     assert found.period_s > 0
+
+
+def test_a_period_is_a_mini_batchs_however_many_an_update_has(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    plan = msgspec.structs.replace(plan, update_every=3)
+    settings = RunSettings(task=mlp_target, steps=8, log_operations=True)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    found = measured(tmp_path / "run")
+    periods = []
+    for report in summary.stages:
+        updates = [s for s in found.spans if (s.stage, s.kind) == (report.stage, "U")]
+        assert [u.mini_batch for u in updates] == [2, 5, 7]
+        periods.append((updates[-1].end_s - updates[0].end_s) / 5)
+        assert report.periods_s == [pytest.approx(periods[-1])]
+    assert found.period_s == pytest.approx(max(periods))
 
 
 def test_of_a_whole_log_any_part_can_be_had(processes):
