@@ -48,9 +48,30 @@ def name_of(target: object) -> str:
     name = None if module is None else _name_in(module, target)
     if module is not None and name is not None:
         named = _module_name(module)
-        if named is not None:
+        if named is not None and (maker is target or _is_imported(f"{named}:{name}", target)):
             return f"{named}:{name}"
     return _given_name(target, getattr(maker, "__name__", "object"))
+
+
+def _is_imported(name: str, target: object) -> bool:
+    """Whether who imports an instance's file gets one like it: a script may make it, or set
+    attributes of it, under ``if __name__ == "__main__":``. Of modules that are in no file of the
+    user's own it isn't known."""
+    if not name.rpartition(":")[0].endswith(".py"):
+        return True
+    try:
+        found = find(name)
+    except TargetError:
+        return False
+    if isinstance(target, nn.Module):
+        return repr(target) == repr(found)
+    mine, others = _plain_attributes(target), _plain_attributes(found)
+    return all(mine[key] == others[key] for key in mine.keys() & others.keys())
+
+
+def _plain_attributes(target: object) -> dict[str, Any]:
+    attributes = getattr(target, "__dict__", {})
+    return {k: v for k, v in attributes.items() if isinstance(v, int | float | str | None)}
 
 
 def _name_in(module: ModuleType, target: object) -> str | None:

@@ -89,6 +89,31 @@ def test_names_in_the_module_that_runs(tmp_path, monkeypatch):
     assert name_of(one) == name_of(one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "changed", "named"),
+    [
+        ("task = Task()", "", True),
+        ("", "task = Task()", False),
+        ("task = Task()", "task.width = 9", False),
+        ("task = Net(3, 3)", "task.eval()", True),
+        ("task = Net(3, 3)", "task.bias, task.out_features = None, 4", False),
+    ],
+)
+def test_what_a_script_makes_of_an_instance_is_what_counts(made, changed, named, tmp_path):
+    """Workers that import it would have it without what stands under its guard."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from timeprest.profiles.tasks.objects import name_of\nfrom torch import nn\n"
+        "class Net(nn.Linear): ...\n"
+        f"class Task:\n    def __init__(self):\n        self.width = 3\n{made}\n"
+        f"if __name__ == '__main__':\n    {changed or 'pass'}\n    print(name_of(task))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{script}:task" if named else "session:")
+
+
 @pytest.mark.processes
 def test_a_task_of_a_session_trains_in_processes(tmp_path):
     task = make_task()
