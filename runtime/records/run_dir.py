@@ -239,14 +239,17 @@ def tensor_bytes(named: Mapping[str, Tensor], metadata: dict[str, str] | None = 
     """Tensors as a safetensors file has them, with its metadata."""
     from safetensors.torch import save
 
-    # safetensors wants each memory once: tied tensors are written under every name.
+    # safetensors wants each memory once, laid out in order: tied tensors are written under every
+    # name.
     seen: set[int] = set()
     separate = {}
     for name, tensor in named.items():
         # Files hold what is in memory, and that of a conjugate is another tensor's.
         tensor = tensor.resolve_conj().resolve_neg()
         key = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.cpu().clone() if key in seen else tensor.cpu().contiguous()
+        separate[name] = tensor.cpu().contiguous()
+        if key in seen:
+            separate[name] = separate[name].clone()
         seen.add(key)
     # Without tensors an empty dict of metadata makes a header that is no JSON.
     return save(separate, metadata or None)

@@ -28,7 +28,7 @@ from helpers.processes.stopped_runs import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from timeprest.cli.run import main
 from timeprest.planner.plan import read_plan
 from timeprest.planner.systems.variants import VARIANTS
@@ -41,7 +41,13 @@ from timeprest.runtime.checkpoint.worker_state import pack, unpack
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import Observer, read_losses
-from timeprest.runtime.records.run_dir import RunDir, load_weights, read_tensors, save_tensors
+from timeprest.runtime.records.run_dir import (
+    RunDir,
+    load_weights,
+    read_tensors,
+    save_tensors,
+    tensor_bytes,
+)
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
@@ -566,6 +572,14 @@ TREES = st.recursive(
 def test_plain_state_comes_back_as_it_was(tree):
     found = unpack(json.loads(json.dumps(pack(tree, {}, "state"))), {})
     assert repr(found) == repr(tree)
+
+
+def test_a_shared_weight_with_channels_last_is_written_under_both_names():
+    weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    found = load(tensor_bytes({"a": weight, "b": weight, "c": weight[0].transpose(0, 2)}))
+    assert torch.equal(found["a"], weight)
+    assert torch.equal(found["b"], weight)
+    assert torch.equal(found["c"], weight[0].transpose(0, 2))
 
 
 def test_a_rate_that_numpy_has_computed_comes_back():
