@@ -30,6 +30,7 @@ from .tied_parameters import (
     Ties,
     check_memory,
     check_shared,
+    computed_tensors,
     first_names,
     give_copies,
     model_parameters,
@@ -255,7 +256,8 @@ def with_own_weights(prepared: Prepared) -> list[Prepared]:
         stages = list(prepared.model.stages)
         mine = [stages[s] for s in worker.stages]
         # Together: both modes of a stage share their parameters.
-        copies = copy.deepcopy(mine)
+        memo = {k: t for s in mine for m in s.modules for k, t in computed_tensors(m).items()}
+        copies = copy.deepcopy(mine, memo)
         for p, own in _pairs(mine, copies):
             treat_alike(p, own)
         for s, copied in zip(worker.stages, copies, strict=True):

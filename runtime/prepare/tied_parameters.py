@@ -186,6 +186,14 @@ def treat_alike(parameter: nn.Parameter, copied: nn.Parameter) -> None:
         copied.register_post_accumulate_grad_hook(hook)
 
 
+def computed_tensors(module: nn.Module) -> dict[int, object]:
+    """A memo for copies of a module: what its attributes hold that was computed from weights, as
+    torch.nn.utils.weight_norm leaves it there. Forwards compute it anew, and torch copies none."""
+    attributes = (value for inner in module.modules() for value in vars(inner).values())
+    computed = (t for t in attributes if isinstance(t, Tensor) and not t.is_leaf)
+    return {id(t): t.detach().clone() for t in computed}
+
+
 def check_shared(shared: Sequence[OnOneDevice], plan: Plan) -> None:
     """Raise PlanError for stages of one device that share parameters, where none of their backwards
     is always the last."""
@@ -250,6 +258,7 @@ def _replace(
             continue
         if id(found) not in leaves:
             # All else is the same tensors as before.
-            memo: dict[int, object] = {id(t): t for t in (*found.parameters(), *found.buffers())}
+            memo = computed_tensors(found)
+            memo |= {id(t): t for t in (*found.parameters(), *found.buffers())}
             leaves[id(found)] = copy.deepcopy(found, memo | dict(moved))
         setattr(owner, field, leaves[id(found)])

@@ -318,6 +318,18 @@ def test_a_lost_replica_ends_the_run(trap, replicas, message, mlp_profile, tmp_p
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_weights_that_forwards_compute(tmp_path):
+    name = f"{TESTS / 'tasks/variety_tasks.py'}:WeightNormTask"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan, _ = plans(with_times(profile), "gpipe", (2, 1))
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path, inline=True)
+    _, model = train_plainly(name, plan.mini_batch, STEPS)
+    state = load_weights(tmp_path)
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4)])
 def test_types_and_missing_gradients(replicas, tmp_path):
     """Two types of parameters; AdamW would move one without a gradient if it had one of zero."""

@@ -474,6 +474,14 @@ class DrawingTask(SkipsTask):
         return self.Model().double()
 
 
+class WeightNormTask(MLPTask):
+    """Weights that each forward computes, and leaves in an attribute."""
+
+    def model(self):
+        first, last = nn.Linear(WIDTHS[0], 6), nn.Linear(6, WIDTHS[-1])
+        return nn.Sequential(nn.utils.weight_norm(first), nn.Tanh(), last).double()
+
+
 class Shifts(nn.Module):
     """Of one sample, gradients of both are views of the same one."""
 
