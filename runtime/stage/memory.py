@@ -28,7 +28,7 @@ class MemoryAccount:
         self.parameters = parameters
         self._gradients = 0
         self.aside_bytes = 0
-        self._state = 0
+        self._state = self._stated = 0
         self._weights = sum(dense_bytes(t) for t in (*parameters, *buffers))
         self.peak: MemoryByKind | None = None
         self.now: MemoryByKind | None = None
@@ -95,8 +95,11 @@ class MemoryAccount:
         self._gradients = 0
 
     def _count_state(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Until the state is there; it doesn't grow after that."""
-        if not self._state and optimizer is not None and optimizer.state:
+        """Of a parameter it comes with its first gradient, and doesn't grow after that."""
+        if optimizer is None or not optimizer.state:
+            return
+        if not self._state or len(optimizer.state) != self._stated:
+            self._stated = len(optimizer.state)
             self._state = _state_bytes(optimizer)
 
 

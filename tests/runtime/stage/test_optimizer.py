@@ -22,6 +22,7 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.memory import MemoryAccount
 from timeprest.runtime.stage.optimizer import (
     Scheduler,
     _nesterov,
@@ -389,6 +390,18 @@ def test_warm_up_needs_a_schedule(mlp_profile, mlp_target, tmp_path):
 
 
 # Nesterov momentum with a discounted gradient --------------------------------------------------
+
+
+def test_state_that_comes_with_a_later_gradient_counts():
+    """Of a layer that the first mini-batches don't go through."""
+    first, later = parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5))]
+    optimizer, account = torch.optim.Adam(parameters), MemoryAccount(parameters, [])
+    for p, numbers in ((first, 3), (later, 3 + 5)):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        held = {"versions_held": 1, "versions_bytes": 0, "activations_bytes": 0}
+        account.note(**held, boundary_bytes=0, optimizer=optimizer)
+        assert account.now.optimizer_bytes == 2 * 4 * numbers
 
 
 def test_a_scheduler_may_set_the_rate_of_a_discounted_gradient():
