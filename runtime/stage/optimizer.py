@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
@@ -489,7 +489,7 @@ def check_updates(prepared: Prepared) -> None:
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
     settings = prepared.settings
-    with made_without_compiler():
+    with _made_to_be_looked_at(prepared):
         for s in range(len(prepared.model.pieces)):
             optimizer = optimizer_of(prepared, s)
             if optimizer is not None:
@@ -507,18 +507,37 @@ def hook_warnings(prepared: Prepared) -> list[str]:
     """Warnings of what in the task's hooks may be meant otherwise than it is taken."""
     lines = misspelt_hooks(prepared.task)
     settings, length = prepared.settings, prepared.length
-    if settings.lr_schedule is None:
+    with _made_to_be_looked_at(prepared):
         # Optimizers for GPUs alone can't be made here: then nothing is said.
-        with suppress(UserError), made_without_compiler():
-            made = (optimizer_of(prepared, s) for s in range(len(prepared.model.pieces)))
+        with suppress(UserError):
+            made = [optimizer_of(prepared, s) for s in range(len(prepared.model.pieces))]
             optimizer = next((found for found in made if found is not None), None)
-            scheduler = make_scheduler(prepared.task, settings, optimizer, length)
-            line = (
-                None if scheduler is None else scheduler_warning(prepared.task, scheduler, length)
-            )
-            lines += [] if line is None else [line]
-    line = _gradient_hooks(prepared)
+            if settings.lr_schedule is None:
+                scheduler = make_scheduler(prepared.task, settings, optimizer, length)
+                line = scheduler and scheduler_warning(prepared.task, scheduler, length)
+                lines += [line] if line else []
+        line = _gradient_hooks(prepared)
     return lines if line is None else [*lines, line]
+
+
+@contextmanager
+def _made_to_be_looked_at(prepared: Prepared) -> Iterator[None]:
+    """Optimizers that are made here give their parameters no hooks that stay."""
+    every = {p: None for piece in prepared.model.pieces for p in piece.module.parameters()}
+    before = [[dict(hooks) for hooks in _hooks_of(p)] for p in every]
+    try:
+        with made_without_compiler():
+            yield
+    finally:
+        for p, kept in zip(every, before, strict=True):
+            for hooks, had in zip(_hooks_of(p), kept, strict=True):
+                for key in hooks.keys() - had.keys():
+                    del hooks[key]
+
+
+def _hooks_of(p: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Of its gradient: those before it is added, and those after."""
+    return p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}
 
 
 def _gradient_hooks(prepared: Prepared) -> str | None:
@@ -533,7 +552,7 @@ def _gradient_hooks(prepared: Prepared) -> str | None:
         name
         for s in range(len(prepared.model.pieces))
         for name, p in prepared.model.updated_by(s)
-        if p._backward_hooks or p._post_accumulate_grad_hooks
+        if any(_hooks_of(p))
     ]
     if not names:
         return None

@@ -102,3 +102,12 @@ class Hooked(MLPTask):
 
         model.l3.weight.register_hook(clamp)
         return model
+
+
+class HookedByOptimizer(MLPTask):
+    """The optimizer's maker has gradients halved."""
+
+    def optimizer(self, parameters):
+        for p in parameters:
+            p.register_hook(lambda gradient: 0.5 * gradient)
+        return torch.optim.SGD(parameters, lr=0.05)

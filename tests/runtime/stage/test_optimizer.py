@@ -480,3 +480,10 @@ def test_hooks_on_parameters_that_see_parts_of_gradients_get_a_warning(
     for line in lines:
         assert "of l3.weight run for each micro-batch" in line
     assert len([w for w in recwarn if "hooks on the gradient" in str(w.message)]) == parts
+
+
+def test_an_optimizer_that_was_made_to_be_looked_at_leaves_no_hooks(mlp_profile, tmp_path):
+    target = f"{TASKS}:HookedByOptimizer"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 1)
+    run(plan, RunSettings(task=target, steps=STEPS, evaluate=False), tmp_path, inline=True)
+    compare(tmp_path, train(target))
