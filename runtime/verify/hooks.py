@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from ...profiles.tasks.hooks import call_hook, stand_in, try_figures, try_loss
+from ...profiles.tasks.hooks import (
+    RunLength,
+    call_hook,
+    stand_in,
+    totals_asked,
+    try_figures,
+    try_loss,
+)
 from ...profiles.tasks.samples import few, some_samples
 from ...profiles.tasks.task import Split, Task
 from ..checkpoint.worker_state import capture
@@ -44,7 +52,8 @@ def try_training(prepared: Prepared) -> list[str]:
         rest=0,
         checkpoint=False,
     )
-    trial = _Trial(prepared.task, prepared.distribution.evaluation_samples)
+    test_samples = prepared.distribution.evaluation_samples
+    trial = _Trial(prepared.task, test_samples, prepared.length)
     few = replace(prepared, task=cast(Task, trial), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -106,13 +115,18 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
 class _Trial:
     """A task with a few test samples, that notes what its loss was last called with."""
 
-    def __init__(self, task: Task, test_samples: int) -> None:
+    def __init__(self, task: Task, test_samples: int, length: RunLength) -> None:
+        """`length`: of the run, whatever the trial's is."""
         self._task = task
         self._test_samples = test_samples
+        self._length = length
         self.latest: tuple[Any, Any] = (None, None)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
+        found = getattr(self._task, name)
+        if name != "scheduler" or not callable(found):
+            return found
+        return partial(found, **{n: getattr(self._length, n) for n in totals_asked(found)})
 
     def data(self, split: Split) -> Any:
         """The task's own, cut short for the test."""

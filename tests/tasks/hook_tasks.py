@@ -341,6 +341,14 @@ class AskedCycle(ShortEpochs):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
 
 
+class Warmed(ShortEpochs):
+    """A rate that rises over a tenth of the run."""
+
+    def scheduler(self, optimizer, steps):
+        warmup = steps // 10
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / warmup))
+
+
 class Totals(ShortEpochs):
     """Asks how long the run is."""
 

@@ -126,6 +126,12 @@ def test_a_hook_that_fails_is_in_the_way(plan, tmp_path, monkeypatch):
     assert re.search(r"stage 2, at 2F0\.0: the task's loss failed: .*: RuntimeError", line)
 
 
+def test_a_scheduler_is_told_how_long_the_run_is(plan, tmp_path):
+    """And not the mini-batch that is tried, a tenth of which is none."""
+    settings = RunSettings(task=f"{TESTS / 'tasks/hook_tasks.py'}:Warmed", steps=20)
+    assert not dry_run(plan, settings, str(tmp_path / "run")).problems
+
+
 @pytest.mark.parametrize(
     ("cores", "threads", "devices"),
     [(2, 1, 2), (1, 1, 1), (4, 2, 2), (1, 2, 1), (3, 1, None), (4, 1, None), (8, 2, None)],
