@@ -116,6 +116,7 @@ def check(
         settings,
         steps=settings.steps or STEPS,
         evaluate=False,
+        eval_every=None,
         keep_gradients=True,
         checkpoint_every=0,
         dropout=settings.dropout and not flushes,

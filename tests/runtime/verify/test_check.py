@@ -256,6 +256,8 @@ def test_everything_that_settings_change_is_done_on_both_sides():
     plan = msgspec.structs.replace(plan_for("SkipsTask", "gpipe", 3, 3), update_every=2)
     assert plan.micro_batch == 3
     more = {"ragged": "pad", "clip_norm": 0.1, "lr_schedule": "linear", "warmup": 1}
+    # Of a file for runs: a check evaluates nothing.
+    more["eval_every"] = 2
     choice = OptimizerChoice(name="adamw", lr=0.01, weight_decay=0.1)
     settings = settings_for("SkipsTask", steps=7, optimizer=choice, decay_only="matrices", **more)
     report = check(plan, settings, inline=True)
