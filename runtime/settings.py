@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from ..profiles.files import (
     TaggedFile,
     Threads,
 )
+from ..profiles.units import real_number, shown
 
 FORMAT = "timeprest-run/1"
 
@@ -214,8 +216,18 @@ def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
     return _made({**msgspec.to_builtins(settings), **changes})
 
 
+def _as_in_files(value: object) -> object:
+    """A path, or another library's number, of an argument in Python."""
+    if isinstance(value, PathLike):
+        return fspath(value)
+    number = real_number(value)
+    if number is None:
+        raise UserError(f"settings: {shown(value)}: give a number, a text, True or False")
+    return number
+
+
 def _made(fields: Mapping[str, Any]) -> RunSettings:
     try:
-        return msgspec.convert(fields, RunSettings)
+        return msgspec.convert(msgspec.to_builtins(fields, enc_hook=_as_in_files), RunSettings)
     except msgspec.ValidationError as error:
         raise UserError(f"settings: {error}") from None

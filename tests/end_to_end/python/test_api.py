@@ -161,6 +161,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"epoch": 3}, "epoch"),
         ({"ragged": "fold"}, "ragged"),
         ({"optimizer": {"name": "adam"}}, "lr"),
+        ({"seed": object()}, "settings: <object.*: give a number, a text, True or False"),
     ):
         with pytest.raises(UserError, match=words):
             timeprest.run(plan, tmp_path / "run", inline=True, **settings)
@@ -360,15 +361,17 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     found = timeprest.run(
         plan,
         tmp_path / "run",
-        steps=3,
+        steps=np.int64(3),
         inline=True,
-        optimizer={"name": "sgd", "lr": 0.125},
+        optimizer={"name": "sgd", "lr": np.float64(0.125)},
         evaluate=False,
     )
     assert found.summary.mini_batches == 3
     assert found.epochs[-1].lr == 0.125
     more = timeprest.resume(tmp_path / "run", steps=5, inline=True)
     assert more.summary.mini_batches == 5
+    weights = tmp_path / "run"
+    assert timeprest.run(plan, tmp_path / "on", steps=1, inline=True, start_from=weights).losses
     with pytest.raises(UserError, match="seed: a resumed run keeps its settings"):
         timeprest.resume(tmp_path / "run", seed=3)
     for change, why in (
