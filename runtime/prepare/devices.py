@@ -131,6 +131,8 @@ def _name_device(module: fx.GraphModule, device: torch.device) -> None:
         kwargs = fx.node.map_aggregate(node.kwargs, other)
         if found:
             node.args, node.kwargs = args, kwargs
+        if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == "cpu":
+            node.args, found = (device.type, *node.args[1:]), True
     if found:
         module.recompile()
 

@@ -9,7 +9,10 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.pretend_device import DEVICE, Elsewhere, MixedDevicesError
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.tracing.call import Call
+from timeprest.profiles.tracing.front_ends import trace
 from timeprest.runtime import run as running
+from timeprest.runtime.prepare.devices import move
 from timeprest.runtime.settings import RunSettings
 
 
@@ -76,3 +79,16 @@ def test_models_of_many_shapes_go_there_whole(task, elsewhere, tmp_path):
     plan = plan_by_hand(with_times(profile), "timeprest", 2, 2)
     settings = RunSettings(task=target, steps=2, deferred_batch_norm=True, checkpoint_every=0)
     running.run(plan, settings, tmp_path / "run", inline=True)
+
+
+def test_a_block_without_autocast_goes_there_too():
+    class Part(torch.nn.Linear):
+        def forward(self, x):
+            with torch.autocast(x.device.type, enabled=False):
+                return super().forward(x.float())
+
+    call = Call((torch.randn(2, 3),), (None,))
+    module = trace(torch.nn.Sequential(Part(3, 2)), "it", call, front_end="export").module
+    move([module], torch.device("meta"))
+    targets = {node.target: node.args[0] for node in module.graph.nodes if node.args}
+    assert targets[torch.ops.higher_order.wrap_with_autocast] == "meta"
