@@ -94,7 +94,7 @@ class Question:
     @cached_property
     def costs(self) -> Costs:
         """The profile's costs; made once."""
-        return Costs(as_run_by(self.profile, self.system))
+        return Costs(as_run_by(self.profile, self.system, self.update_every))
 
     @cached_property
     def one_device_s(self) -> float:

@@ -334,15 +334,20 @@ class Costs:
 # What a system's weight rules cost: versions kept, mixed or predicted, by bytes of parameters ---
 
 
-def as_run_by(profile: Profile, variant: Variant) -> Profile:
+def as_run_by(profile: Profile, variant: Variant, update_every: int = 1) -> Profile:
     """The profile with what operations cost in this system.
 
     Where no update comes between a forward and its backward, weights needn't be kept out of
-    autograd's graphs, and there are no hooks. (Copies in another precision are, even so.)
+    autograd's graphs, and there are no hooks. (Copies in another precision are, even so.) What
+    mini-batches cost besides is counted at the update after them, for all since the one before.
     """
-    if profile.operation is None or not variant.flushes or profile.autocast is not None:
+    operation = profile.operation
+    if operation is None:
         return profile
-    operation = msgspec.structs.replace(profile.operation, pack_s=0.0, unpack_s=0.0)
+    around_s = update_every * operation.mini_batch_s
+    operation = msgspec.structs.replace(operation, mini_batch_s=around_s)
+    if variant.flushes and profile.autocast is None:
+        operation = msgspec.structs.replace(operation, pack_s=0.0, unpack_s=0.0)
     return msgspec.structs.replace(profile, operation=operation)
 
 

@@ -415,7 +415,7 @@ class Relaxation:
         per_byte_s = optimizer.update_s_per_byte / every
         if operation is not None:
             own = 1 if self.variant.whole_mini_batches else max(1, micro_batches // replicas)
-            fixed_s += own * operation.forward_s + operation.mini_batch_s / every
+            fixed_s += own * operation.forward_s + operation.mini_batch_s
             per_byte_s += operation.update_s_per_byte / every
         return per_byte_s * self.graph.parameter_bytes, fixed_s
 

@@ -110,3 +110,15 @@ def test_plans_count_it_and_stay_proven(mlp_profile):
         assert after.predicted.period_s >= before.predicted.period_s + 4 * 0.01 + 0.03 - 1e-9
         assert after.solver.bound_s <= after.solver.objective_s
         assert after.solver.optimal == before.solver.optimal
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_mini_batches_without_an_update_cost_as_much_besides(every, mlp_profile):
+    """Most of it is around their backward."""
+    free = with_times(mlp_profile)
+    stages = lone_stages([[layer.name for layer in free.layers]], [1])
+    before, after = (
+        evaluate(Question(p, uniform_cluster(1), "gpipe", 8, 1.0, every), stages, 4).prediction
+        for p in (free, msgspec.structs.replace(free, operation=COST))
+    )
+    assert after.period_s - before.period_s == pytest.approx(4 * 0.01 + 0.03)
