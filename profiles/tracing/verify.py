@@ -366,7 +366,8 @@ def _moved(model: nn.Module) -> Iterator[None]:
 
     Those that are all one number are changed a little: where a head begins with zeros, or a layer's
     scale with next to nothing, gradients would be zeros, whatever becomes of them. The others are
-    doubled or halved, which is exact, and so can be undone without a copy.
+    doubled or halved, which is exact, and so can be undone without a copy; not of the smallest
+    numbers of float16.
     """
     before: list[tuple[nn.Parameter, Tensor | None, float]] = []
     with torch.no_grad():
@@ -380,14 +381,16 @@ def _moved(model: nn.Module) -> Iterator[None]:
                 p.add_(by * _drawn(p, k))
             elif p.requires_grad:
                 # As many of the one as of the other, whatever repeats itself in the model.
-                before.append((p, None, factor := 2.0 if k.bit_count() % 2 else 0.5))
+                factor = 2.0 if k.bit_count() % 2 else 0.5
+                copied = p.detach().clone() if p.dtype == torch.float16 else None
+                before.append((p, copied, factor))
                 p.mul_(factor)
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, number, factor in reversed(before):
-                p.mul_(1 / factor) if number is None else p.fill_(number)
+            for p, was, factor in reversed(before):
+                p.mul_(1 / factor) if was is None else p.copy_(was)
 
 
 @contextmanager

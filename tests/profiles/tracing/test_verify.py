@@ -13,7 +13,7 @@ from timeprest.profiles.tracing.call import Call, unchanged
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint
 from timeprest.profiles.tracing.random_states import own_states, same_own_states
-from timeprest.profiles.tracing.verify import compare, run
+from timeprest.profiles.tracing.verify import _moved, compare, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -517,6 +517,19 @@ def test_a_look_changes_no_weights():
         with unchanged(model):
             call_of().of(model, call_of().tensors)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_smallest_weights_of_float16_stay_as_they_were():
+    """Also of models that are too large to be kept a second time."""
+    model = nn.Linear(4, 6).half()
+    for p in model.parameters():
+        # Odd multiples of the smallest number, which have no half.
+        with torch.no_grad():
+            p.copy_((torch.arange(p.numel()) * 2 + 1).reshape(p.shape) * 2.0**-24)
+    before = [p.detach().clone() for p in model.parameters()]
+    with _moved(model):
+        pass
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_what_a_graph_counts_too_is_no_news(recwarn):
