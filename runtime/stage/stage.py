@@ -299,7 +299,8 @@ class Stage:
                     if name in grads and not gone[name][k]:
                         roots.append(edge)
                         root_grads.append(grads[name][k])
-            with self.weights.backward(weights.tensors):
+            same = self.variant.backward_weights == "forward" or weights.version == forward_version
+            with self.weights.backward(weights.tensors, same=same):
                 if self.variant.split_backward:
                     self._postpone(op, micros[mine[0]], roots, root_grads)
                 elif roots:
@@ -338,8 +339,7 @@ class Stage:
         return version
 
     def made_shape(self, op: Op, name: str) -> torch.Size:
-        """Of an output that this replica made in a backward's micro-batches, whose it is yet to
-        run."""
+        """Of an output that this replica made in the micro-batches of a backward to come."""
         return self._flying[op.mini_batch, self.share.of(op)[0]].shapes[name]
 
     def skip(self, op: Op) -> None:

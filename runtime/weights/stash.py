@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...profiles.autograd.boundary import storage_bytes, storage_key
 from ...profiles.errors import TargetError
@@ -31,6 +32,14 @@ def give_own_memory(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         if storage_bytes(p) != p.nbytes:
             p.data = p.data.clone()
+
+
+def _refuse(module: nn.Module, given: object) -> None:
+    raise TargetError(
+        f"a {type(module).__name__} is called inside a backward, as by torch.utils.checkpoint, and "
+        "this one runs on other weights than its forward: leave that out and plan with "
+        "--recompute, or with a system that runs both on the same ones (gpipe, pipedream)"
+    )
 
 
 class _Reference(NamedTuple):
@@ -208,11 +217,6 @@ class WeightVersions:
             self.saved = {}
             yield
             return
-        live = None
-        if tensors is not None:
-            live = [p.data for p in self.every]
-            for p, other in zip(self.every, tensors, strict=True):
-                p.data = other
         counted: dict[int, int] = {}
         index, only, joined = self._index, self._only_dtype, bool(self._joined)
 
@@ -237,13 +241,23 @@ class WeightVersions:
             return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            hooked = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+            with self._in_place_of_the_latest(tensors), hooked:
                 yield
         finally:
-            if live is not None:
-                for p, data in zip(self.every, live, strict=True):
-                    p.data = data
             self.saved = counted
+
+    @contextmanager
+    def _in_place_of_the_latest(self, tensors: list[Tensor] | None) -> Iterator[None]:
+        """The parameters hold these; None: what they hold."""
+        live = [p.data for p in self.every] if tensors is not None else []
+        for p, other in zip(self.every, tensors or (), strict=bool(tensors)):
+            p.data = other
+        try:
+            yield
+        finally:
+            for p, data in zip(self.every, live, strict=bool(live)):
+                p.data = data
 
     def _copied_from(self, tensor: Tensor) -> int | None:
         """The parameter that this is a copy of in another precision, or a view of such a copy."""
@@ -260,12 +274,21 @@ class WeightVersions:
         return k if copy.stride() == source.stride() else None
 
     @contextmanager
-    def backward(self, tensors: list[Tensor] | None) -> Iterator[None]:
-        """Run a backward on these, whatever its forward ran on; None: the parameters."""
+    def backward(self, tensors: list[Tensor] | None, *, same: bool = True) -> Iterator[None]:
+        """Run a backward on these, whatever its forward ran on; None: the parameters.
+
+        Args:
+            same: as the forward's. Layers that are called again inside a backward
+                (torch.utils.checkpoint) run on these, and are refused where they aren't the same.
+        """
         self._unpack_from = tensors or [p.detach() for p in self.every]
+        refusal = None if same else register_module_forward_pre_hook(_refuse)
         try:
-            yield
+            with self._in_place_of_the_latest(tensors):
+                yield
         finally:
+            if refusal is not None:
+                refusal.remove()
             self._unpack_from = []
             self._copies = {}
             self._views = {}

@@ -21,6 +21,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.runner import StageRunner
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Everything(nn.Module):
@@ -108,6 +109,30 @@ def test_forward_on_an_older_version_leaves_the_latest_in_place():
     weights.drop(set())
     assert weights.held == 1
     assert weights.older_bytes == 0
+
+
+def test_layers_that_a_backward_calls_again_run_on_its_weights():
+    """Or not at all, where the forward ran on others."""
+    layer = nn.Linear(1, 1, bias=False)
+    weights = WeightVersions([layer.weight])
+    x = torch.ones(1, 1, requires_grad=True)
+
+    def outputs():
+        with weights.forward(weights.at(0)):
+            return checkpoint(lambda x: torch.exp(layer(x)), x, use_reentrant=False)
+
+    y = outputs()
+    (wanted,) = torch.autograd.grad(y, x, retain_graph=True)
+    weights.keep_latest()
+    with torch.no_grad():
+        layer.weight.add_(3.0)
+    weights.advance({0})
+    with weights.backward(weights.at(0)):
+        (found,) = torch.autograd.grad(outputs(), x)
+    torch.testing.assert_close(found, wanted)
+    refused = pytest.raises(TargetError, match="a Linear is called inside a backward")
+    with weights.backward(None, same=False), refused:
+        outputs().backward()
 
 
 def test_weights_between_versions_leave_integers():
