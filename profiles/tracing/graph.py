@@ -185,7 +185,8 @@ def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tenso
 def fingerprint(traced: TracedModel) -> str:
     """A digest of the graph: operations with their settings, parameter shapes, connections.
 
-    The same in every process and for every set of weights; another graph has another one.
+    The same in every process, on every device and for every set of weights; another graph has
+    another one.
     """
     parts: list[Any] = []
     for layer in traced.layers:
@@ -193,32 +194,35 @@ def fingerprint(traced: TracedModel) -> str:
         parts.append(
             [
                 layer.name,
-                [_describe(traced, node) for node in layer.nodes],
+                [_describe(traced.module, node) for node in layer.nodes],
                 [[name, list(t.shape), str(t.dtype)] for name, t in state.items()],
             ]
         )
-    packing = [_describe(traced, node) for node in traced.packing()]
+    packing = [_describe(traced.module, node) for node in traced.packing()]
     parts += [packing, _argument(traced.result.args)]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _describe(traced: TracedModel, node: fx.Node) -> list[Any]:
+def _describe(module: fx.GraphModule, node: fx.Node) -> list[Any]:
+    args = node.args
     if node.op == "call_module":
-        module = traced.module.get_submodule(str(node.target))
-        what = f"{type(module).__qualname__}({module.extra_repr()})"
+        whole = module.get_submodule(str(node.target))
+        what = f"{type(whole).__qualname__}({whole.extra_repr()})"
     elif isinstance(node.target, (str, torch._ops.OpOverload)):
         what = str(node.target)
     else:
         what = f"{getattr(node.target, '__module__', '')}.{operation_name(node)}"
     # An operator with a body (torch.no_grad inside a model) has that body as an attribute.
     bodies = [
-        str(body.graph)
+        [_describe(body, inner) for inner in body.graph.nodes]
         for source in node.all_input_nodes
         if source.op == "get_attr"
-        and isinstance(body := fetch_attribute(traced.module, str(source.target)), fx.GraphModule)
+        and isinstance(body := fetch_attribute(module, str(source.target)), fx.GraphModule)
     ]
-    return [node.name, what, _argument(node.args), _argument(node.kwargs), *bodies]
+    if node.target is torch.ops.higher_order.wrap_with_autocast:
+        args = args[1:]  # the kind of device
+    return [node.name, what, _argument(args), _argument(node.kwargs), *bodies]
 
 
 def _argument(value: Any) -> Any:
@@ -230,6 +234,6 @@ def _argument(value: Any) -> Any:
         return [_argument(v) for v in value]
     if isinstance(value, slice):
         return ["slice", _argument(value.start), _argument(value.stop), _argument(value.step)]
-    if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
+    if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
         return str(value)
     return type(value).__name__

@@ -11,6 +11,7 @@ from helpers.processes.pretend_device import DEVICE, Elsewhere, MixedDevicesErro
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
+from timeprest.profiles.tracing.graph import fingerprint
 from timeprest.runtime import run as running
 from timeprest.runtime.prepare.devices import move
 from timeprest.runtime.settings import RunSettings
@@ -81,14 +82,19 @@ def test_models_of_many_shapes_go_there_whole(task, elsewhere, tmp_path):
     running.run(plan, settings, tmp_path / "run", inline=True)
 
 
-def test_a_block_without_autocast_goes_there_too():
+def test_a_graph_is_the_same_one_there_and_blocks_without_autocast_are_too():
     class Part(torch.nn.Linear):
         def forward(self, x):
             with torch.autocast(x.device.type, enabled=False):
-                return super().forward(x.float())
+                places = torch.arange(3, device=x.device)
+                x = super().forward(x.float() + places)
+            return x + torch.arange(2, device=x.device)
 
     call = Call((torch.randn(2, 3),), (None,))
-    module = trace(torch.nn.Sequential(Part(3, 2)), "it", call, front_end="export").module
+    traced = trace(torch.nn.Sequential(Part(3, 2)), "it", call, front_end="export")
+    before, module = fingerprint(traced), traced.module
     move([module], torch.device("meta"))
+    assert fingerprint(traced) == before
     targets = {node.target: node.args[0] for node in module.graph.nodes if node.args}
     assert targets[torch.ops.higher_order.wrap_with_autocast] == "meta"
+    assert "cpu" not in module.code
