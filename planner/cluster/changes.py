@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,8 @@ class Change:
 
     "2x" is twice what there is, "24GiB" an amount. `bandwidth` and `latency` are of links in a
     machine, or of all where links between machines aren't others; what an all-reduce was measured
-    to take changes as these do. `memory` is that of every device, `speed` a factor.
+    to take changes as the links do that it went over. `memory` is that of every device, `speed` a
+    factor.
     """
 
     bandwidth: str | None = None
@@ -102,12 +104,17 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
             change.between_latency,
             f"{what}: between-",
         )
+    links, measured = (cluster.network, network), cluster.all_reduce
+    fullest = max(Counter(device.machine for device in cluster.devices).values())
+    if measured is not None and measured.processes > fullest:
+        # Its slowest steps were between machines.
+        links = cluster.between_machines or cluster.network, between or network
     return msgspec.structs.replace(
         cluster,
         devices=devices,
         network=network,
         between_machines=between,
-        all_reduce=_all_reduce(cluster.all_reduce, cluster.network, network),
+        all_reduce=_all_reduce(measured, *links),
     )
 
 

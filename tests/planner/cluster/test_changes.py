@@ -45,6 +45,15 @@ def test_what_was_measured_of_an_all_reduce_changes_with_the_links():
     assert found.latency_s == pytest.approx(5e-5)
 
 
+def test_an_all_reduce_over_several_machines_changes_with_the_links_between_them():
+    measured = AllReduce(processes=4, latency_s=1e-4, bandwidth_bytes_per_s=5e8)
+    far = msgspec.structs.replace(HOSTS.network, bandwidth_bytes_per_s=1e8)
+    cluster = msgspec.structs.replace(HOSTS, all_reduce=measured, between_machines=far)
+    assert after(cluster, "bandwidth=3x,latency=2x").all_reduce == measured
+    found = after(cluster, "between-bandwidth=3x").all_reduce
+    assert found.bandwidth_bytes_per_s == pytest.approx(1.5e9)
+
+
 def test_more_devices_are_as_the_last_in_machines_as_full_as_the_first():
     assert [d.name for d in after(FLAT, "devices=4").devices] == [f"device{k}" for k in range(4)]
     assert [d.machine for d in after(HOSTS, "devices=6").devices] == [
