@@ -300,6 +300,8 @@ class Stage(nn.Module):
         self.own = {}
         if not self.first:
             self.own = {n.name: sources[n].name for n in inside if n not in received}
+        graphs = [m.graph for m in self.inner.modules() if hasattr(m, "graph")]
+        self.in_place = any(writes(node) for graph in graphs for node in graph.nodes)
         gives = tree_leaves(self.inner.graph.output_node().args[0])
         self.picked = list(range(len(gives)))
         if s + 1 < len(calls):
@@ -313,13 +315,21 @@ class Stage(nn.Module):
             named = {name: named[name] for name in self.keywords}
         else:
             own = {name: named[root] for name, root in self.own.items()}
+            if self.in_place:  # autograd refuses it on what was received
+                args = [each.clone() for each in args]
             named, args = {**dict(zip(self.received, args, strict=True)), **own}, ()
 <run>        leaves = tree_leaves(output)
         picked = tuple(leaves[k].contiguous() for k in self.picked)  # as gloo wants messages
         return picked if len(picked) > 1 else picked[0]
 
 
-<precision>def like(node):
+<precision>def writes(node):
+    """Whether a node of a traced graph writes to what its module was given, as in-place ReLUs."""
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutable and any(source.op == "placeholder" for source in node.all_input_nodes)
+
+
+def like(node):
     """A tensor like the one that a node of a traced graph gives."""
     value = node.meta["val"]
     empty = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)

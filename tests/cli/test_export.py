@@ -233,13 +233,12 @@ def test_torch_runs_what_was_written(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_may_have_nothing_to_train_and_samples_may_be_a_stream(tmp_path):
+def test_a_rank_may_have_nothing_to_train_or_begin_in_place_and_samples_be_a_stream(tmp_path):
     (tmp_path / "frozen.py").write_text(FROZEN)
     target = f"{tmp_path / 'frozen.py'}:Task"
     profile = timeprest.profile(target, batch_size=8, seconds=0.01)
-    plan = plan_by_hand(
-        with_times(profile), "gpipe", 2, 2, mini_batch=8, cut=[("first",), ("second",)]
-    )
+    cut = [("first",), ("relu", "second")]
+    plan = plan_by_hand(with_times(profile), "gpipe", 2, 2, mini_batch=8, cut=cut)
     theirs, ours = losses_there_and_here(plan, tmp_path)
     assert theirs == pytest.approx(ours, abs=1e-6)
 
@@ -254,9 +253,10 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.first.requires_grad_(False)
+        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x):
-        return self.second(self.first(x))
+        return self.second(self.relu(self.first(x)))
 
 
 class Stream(torch.utils.data.IterableDataset):
