@@ -257,7 +257,8 @@ def print_run(console: Console, run: RunFacts) -> None:
         # An epoch that --steps cut short is a part of one; one that went on has several records.
         done = counted(sum(record.mini_batches for record in run.epochs), "mini-batch")
         console.print(
-            f"after {done}: train loss {last.train_loss:.4g}" + (f", {test}" if test else "")
+            f"after {done} (epoch {last.epoch + 1}): train loss {last.train_loss:.4g}"
+            + (f", {test}" if test else "")
         )
     for told in [] if run.summary is None else compile_lines(plan, run.summary):
         console.print(told)

@@ -203,7 +203,7 @@ def test_a_report_has_page_trace_figure_and_text(processes, tmp_path):
     text = invoke(processes, "-o", page, "--trace", trace, "--svg", svg)
     assert max(map(len, text.splitlines()[:12])) <= 100
     # Of 75 in an epoch.
-    assert "after 20 mini-batches: train loss" in text
+    assert "after 20 mini-batches (epoch 1): train loss" in text
     for word in ("period measured", "predicted", "idle", "stage 1", "wrote"):
         assert word in text
     facts = read_facts(processes)

@@ -132,7 +132,7 @@ def test_a_run_shows_its_epochs(runs, capsys):
     assert rows[0][-1] == f"{runs[0].epochs[0].test['loss']:.4g}"
     assert facts[0].startswith("period predicted")
     runs[0].show()
-    assert "after 2 epochs" in capsys.readouterr().out
+    assert "after 10 mini-batches (epoch 2)" in capsys.readouterr().out
 
 
 def test_side_by_side(profile, plans, runs, capsys):
