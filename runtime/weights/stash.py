@@ -52,13 +52,6 @@ class _Reference(NamedTuple):
     copied_to: torch.dtype | None = None
 
 
-class _Saved(NamedTuple):
-    """Another tensor, and its version then: where there are hooks, torch doesn't look at it."""
-
-    tensor: Tensor
-    version: int
-
-
 class Substitutes(Protocol):
     """What stands in autograd's graph for tensors that are computed again (`stage.recompute`)."""
 
@@ -235,8 +228,9 @@ class WeightVersions:
                     return found
             if k is None:
                 counted[key] = storage.nbytes()
-                # An operation that saves its own output would hold itself alive through it.
-                return _Saved(tensor.detach(), tensor._version)
+                # An operation that saves its own output would hold itself alive through it. Where
+                # there are hooks, torch doesn't look at versions itself.
+                return tensor.detach(), tensor._version
             offset = int(tensor.storage_offset())
             return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
 
@@ -294,14 +288,15 @@ class WeightVersions:
             self._views = {}
 
     def _unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, _Saved):
-            if kept.tensor._version != kept.version:
+        if type(kept) is tuple:
+            saved: Tensor = kept[0]
+            if saved._version != kept[1]:
                 raise TargetError(
-                    f"a tensor of shape {list(kept.tensor.shape)} is changed in place between the "
+                    f"a tensor of shape {list(saved.shape)} is changed in place between the "
                     "forward that takes it and its backward: of a buffer that forwards change, "
                     "have them take a copy (self.mean.clone())"
                 )
-            return kept.tensor
+            return saved
         if not isinstance(kept, _Reference):
             filled: Tensor = kept.filled()
             return filled
