@@ -100,8 +100,9 @@ def profile(
         )
     if edges is not None:
         raise UserError("edges: goes with a table of costs (.csv)")
-    from .profiles.measuring.measure import measure, settings_put_back
+    from .profiles.measuring.measure import measure
     from .profiles.measuring.platforms import platform_of
+    from .profiles.measuring.process_settings import settings_put_back
     from .profiles.target import parse_input, resolve
 
     together = None if together is None else whole(together, "together", 2)
@@ -512,7 +513,7 @@ def check(
 
     Raises as `run`. That something differs is in the report's verdict.
     """
-    from .profiles.measuring.measure import settings_put_back
+    from .profiles.measuring.process_settings import settings_put_back
     from .runtime.settings import settings_of
     from .runtime.verify.check import check as compare
 
@@ -542,7 +543,7 @@ def dry_run(
     Raises as `run`, for what makes a run impossible, and TargetError where a hook or a stage fails;
     `problems` has the rest.
     """
-    from .profiles.measuring.measure import settings_put_back
+    from .profiles.measuring.process_settings import settings_put_back
     from .runtime.settings import settings_of
     from .runtime.verify.dry_run import dry_run as look
 

@@ -20,8 +20,7 @@ import torch
 from .. import __version__
 from ..planner.plan import Plan, check_plan
 from ..profiles.errors import RunError, StoppedError, TaskWarning, UserError
-from ..profiles.measuring.measure import settings_put_back
-from ..profiles.measuring.process_settings import keep_freed_memory
+from ..profiles.measuring.process_settings import keep_freed_memory, settings_put_back
 from ..profiles.tasks.objects import SESSION, as_bytes, check_not_importing, give, name_of
 from ..profiles.units import truth, whole
 from .checkpoint.start import (

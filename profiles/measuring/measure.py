@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +32,11 @@ from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
 from ..tracing.pieces import map_items
-from ..tracing.random_states import set_states, states
 from ..tracing.shapes import bound_by_values
 from ..units import number, shown, whole, words
 from .bench import Bench, Progress
 from .optimizer_cost import measure_optimizer, optimizer_roofline
 from .platforms import Platform, platform_of
-from .process_settings import freed_memory_kept
 from .profile_builder import assemble
 from .saved_bytes import MicroBatchCase, parts_of
 
@@ -61,27 +58,6 @@ def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[in
     if platform is not None and platform.computed and len(sizes) > 3:
         sizes = [sizes[0], sizes[2], sizes[-1]]
     return tuple(sorted(set(sizes)))
-
-
-@contextmanager
-def settings_put_back() -> Iterator[None]:
-    """For a program that isn't ours: whatever measuring or training sets is set back when the
-    context ends.
-
-    That is: freed memory is kept, torch has other threads, random generators are seeded.
-    """
-    threads, drawn = torch.get_num_threads(), states()
-    on_gpus = torch.cuda.is_initialized()
-    devices = range(torch.cuda.device_count()) if on_gpus else ()
-    try:
-        with freed_memory_kept(), torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        set_states(drawn)
-        if not on_gpus:
-            # What GPUs will draw by once they are used: torch.manual_seed seeds them with the rest.
-            torch.cuda.manual_seed_all(torch.initial_seed())
-        torch.set_num_threads(threads)
 
 
 def _whole_numbers(sizes: Sequence[int]) -> list[int]:

@@ -1,5 +1,5 @@
 """What a process of ours is set to: it ends with its parent, keeps freed memory, and looks for no
-garbage while it loads."""
+garbage while it loads; and how a program of the user's gets its own settings back."""
 
 from __future__ import annotations
 
@@ -92,6 +92,31 @@ def freed_memory_kept() -> Iterator[None]:
         if kept:
             _set(_GIVEN_BACK)
             ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def settings_put_back() -> Iterator[None]:
+    """For a program that isn't ours: whatever measuring or training sets is set back when the
+    context ends.
+
+    That is: freed memory is kept, torch has other threads, random generators are seeded.
+    """
+    import torch
+
+    from ..tracing.random_states import set_states, states
+
+    threads, drawn = torch.get_num_threads(), states()
+    on_gpus = torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if on_gpus else ()
+    try:
+        with freed_memory_kept(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        set_states(drawn)
+        if not on_gpus:
+            # What GPUs will draw by once they are used: torch.manual_seed seeds them with the rest.
+            torch.cuda.manual_seed_all(torch.initial_seed())
+        torch.set_num_threads(threads)
 
 
 def _set(settings: tuple[tuple[int, int], ...]) -> bool:

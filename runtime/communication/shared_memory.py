@@ -370,7 +370,6 @@ class SharedMemoryChannels(PeerChannels):
             inboxes, outboxes: by the other's rank.
         """
         super().__init__(names, timeout_s, status)
-        self._timeout_s = timeout_s
         self.rank = rank
         self._inboxes = inboxes
         self._outboxes = outboxes
@@ -402,9 +401,9 @@ class SharedMemoryChannels(PeerChannels):
         with self.talking_to(peer):
             if not inbox.here(key):
                 self.status.wait((peer,))
-                inbox.wait(key, self._timeout_s)
+                inbox.wait(key, self.timeout.total_seconds())
                 self.status.go_on()
-            message = inbox.take(key, self._timeout_s)
+            message = inbox.take(key, self.timeout.total_seconds())
         self._posted_bytes -= route.nbytes(kind)
         following = next(self._upcoming[key], None)
         if following is not None:
@@ -416,7 +415,7 @@ class SharedMemoryChannels(PeerChannels):
         for peer, outbox in self._outboxes.items():
             self.status.wait((peer,))
             with self.talking_to(peer):
-                outbox.wait_for(most, self._timeout_s)
+                outbox.wait_for(most, self.timeout.total_seconds())
             self.status.go_on()
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...planner.exports.torch_pipelining import RESULT, ModelFacts
 from ...planner.plan import Plan
-from ...profiles.measuring.measure import settings_put_back
+from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, tied_layers, values
 from ...profiles.tracing.shapes import specs_and_result
