@@ -285,12 +285,14 @@ def test_updates_in_bunches_are_timed_by_whole_bunches():
     """Two stages on a device may update as 1, 1, 2 mini-batches of time apart, and again."""
     placed = {"stages_per_device": 2, "placement": "loop", "micro_batches": 1}
     plan = solve(chain(7), uniform_cluster(2), "pipedream", mini_batch=4, **placed)
-    assert steady_state(pipeline_of(plan)).cycle == 3
-    warm = max(stage.in_flight for stage in plan.stages)
-    assert whole_cycles(plan, Length(warm=1, timed=4)) == Length(warm, 6)
-    uneven = Length(UNEVEN * warm, 2 * UNEVEN * warm)
+    steady = steady_state(pipeline_of(plan))
+    assert steady.cycle == 3
+    deep = max(stage.in_flight for stage in plan.stages)
+    assert steady.mini_batches > deep
+    assert whole_cycles(plan, Length(warm=1, timed=4)) == Length(steady.mini_batches, 6)
+    uneven = Length(UNEVEN * deep, 2 * UNEVEN * deep)
     assert whole_cycles(plan, Length(warm=1, timed=2)) == uneven
-    longer = Length(uneven.warm + 1, uneven.timed + 1)
+    longer = Length(max(uneven.warm, steady.mini_batches) + 1, uneven.timed + 1)
     assert whole_cycles(plan, longer) == Length(longer.warm, -(-longer.timed // 3) * 3)
 
 

@@ -115,14 +115,16 @@ def race_ours(contestant: Contestant, model: str, folder: Path, length: Length) 
 
 
 def whole_cycles(plan: Plan, length: Length) -> Length:
-    """As long or longer: a schedule whose updates come in bunches is timed from bunch to bunch, and
-    where they come unevenly for longer than that, their mean is taken over many of them, after the
-    beginning, whose bunches are the largest."""
-    cycle = steady_state(pipeline_of(plan)).cycle
+    """As long or longer: the clock begins when the simulation repeats itself. A schedule whose
+    updates come in bunches is timed from bunch to bunch, and where they come unevenly for longer
+    than that, their mean is taken over many of them, after the beginning, whose bunches are the
+    largest."""
+    steady = steady_state(pipeline_of(plan))
     deep = max(stage.in_flight for stage in plan.stages)
-    if not 0 < cycle <= length.timed:
+    if not 0 < steady.cycle <= length.timed:
         return Length(max(length.warm, UNEVEN * deep), max(length.timed, 2 * UNEVEN * deep))
-    return Length(max(length.warm, deep), -(-length.timed // cycle) * cycle)
+    warm = max(length.warm, steady.mini_batches)
+    return Length(warm, -(-length.timed // steady.cycle) * steady.cycle)
 
 
 def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
