@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
+
 from .planner.cluster.changes import clusters_after
 from .planner.cluster.cluster import (
     DEFAULT_BANDWIDTH,
@@ -20,7 +22,7 @@ from .planner.cluster.cluster import (
     read_cluster,
     uniform_cluster,
 )
-from .planner.cluster.contention import with_contention
+from .planner.cluster.contention import counted, with_contention
 from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
@@ -231,15 +233,15 @@ def plan(
         raise UserError(f"tied {tied!r}: give one of {', '.join(TIED)}")
     if cluster is None:
         own: dict[str, Any] = {name: value for name, (value, _) in described.items()}
-        # A cluster of one's own says itself how fast its devices are.
-        cluster = with_contention(uniform_cluster(**own), profile.together)
+        cluster = uniform_cluster(**own)
+    cluster = _loaded(cluster, Cluster, "cluster")
     state: dict[str, Any] = MUON
     if not _same(optimizer_state, "muon"):
         factor = number(optimizer_state, "optimizer_state", MAX_FACTOR, ", or 'muon'")
         state = {"optimizer_state_factor": factor}
     return solve(
         profile,
-        _loaded(cluster, Cluster, "cluster"),
+        with_contention(cluster, counted(profile.together, cluster)),
         variant,
         mini_batch=None if mini_batch is None else whole(mini_batch, "mini_batch"),
         order=None if order is None else read_order(order),
@@ -389,14 +391,16 @@ def what_if(
 
     Raises as `plan`; InfeasibleError where nothing fits after any change.
     """
-    profile, own = _loaded(profile, Profile, "profile"), cluster is None
+    profile = _loaded(profile, Profile, "profile")
     if cluster is None:
         of_cluster = inspect.signature(uniform_cluster).parameters
         described = {name: options.pop(name) for name in of_cluster if name in options}
         cluster = uniform_cluster(**{"devices": 2, **described})
-    together = profile.together if own else None
+    cluster = _loaded(cluster, Cluster, "cluster")
     changes = texts(changes, "changes", "bandwidth=2x,memory=24GiB")
-    others = clusters_after(_loaded(cluster, Cluster, "cluster"), changes, together)
+    others = clusters_after(cluster, changes, counted(profile.together, cluster))
+    # Once is enough.
+    profile = msgspec.structs.replace(profile, together=None)
     found: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for text, other in others.items():

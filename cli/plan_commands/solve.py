@@ -11,7 +11,7 @@ import msgspec
 
 from ...planner.cluster.changes import clusters_after
 from ...planner.cluster.cluster import Cluster
-from ...planner.cluster.contention import with_contention
+from ...planner.cluster.contention import counted, with_contention
 from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
@@ -239,10 +239,8 @@ def solve(
     if figures is not None:
         mini_batch = asked["mini_batch"] or profile.batch_size
         figures.check(profile.fingerprint, mini_batch, str(study_path))
-    own = asked["cluster_path"] is None
     described = cluster_of(asked)
-    # A cluster file says itself how fast its devices are.
-    together = profile.together if own else None
+    together = counted(profile.together, described)
     cluster = with_contention(described, together)
     others = clusters_after(described, what_if, together, WHAT_IF)
     for name in ("micro_batches", "stages", "stages_per_device"):

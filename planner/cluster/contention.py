@@ -24,6 +24,12 @@ def slowdown(together: Together | None, devices: int) -> float:
     return 1 + (together.slowdown - 1) * share
 
 
+def counted(together: Together | None, cluster: Cluster) -> Together | None:
+    """What was measured, for a cluster whose devices are all as fast as the one that was profiled;
+    None: it says itself how fast they are."""
+    return together if all(device.speed == 1 for device in cluster.devices) else None
+
+
 def with_contention(cluster: Cluster, together: Together | None) -> Cluster:
     """The cluster with devices as fast as they are when all of a machine's compute at once."""
     if together is None:

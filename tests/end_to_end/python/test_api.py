@@ -126,9 +126,14 @@ def test_python_plans_as_the_command_does(mlp_profile, tmp_path):
     """Replicas are allowed, and devices that share a machine slow each other down."""
     profile = msgspec.structs.replace(mlp_profile, together=Together(processes=2, slowdown=1.5))
     write_file(tmp_path / "profile.json", profile)
+    alike, slower = tmp_path / "alike.toml", tmp_path / "slower.toml"
+    alike.write_text("[[devices]]\ncount = 2\n")
+    slower.write_text("[[devices]]\n[[devices]]\nspeed = 0.5\n")
     for words, given in (
         ([], {}),
         (["--replicas", "off", "--stages", "2"], {"replicas": False, "stages": 2}),
+        (["--cluster", str(alike)], {"cluster": alike}),
+        (["--cluster", str(slower)], {"cluster": slower}),
         (
             ["--devices", "3", "--memory", "1GiB", "--pin", "l3=1"],
             {"devices": 3, "memory": "1GiB", "pins": {"l3": 1}},
@@ -145,6 +150,9 @@ def test_python_plans_as_the_command_does(mlp_profile, tmp_path):
         assert found.stages == wanted.stages
         assert found.cluster == wanted.cluster
         assert found.predicted == wanted.predicted
+        speeds = [1.0, 0.5] if "cluster" in given and given["cluster"] == slower else None
+        contended = [round(1 / 1.5, 4)] * len(found.cluster.devices)
+        assert [d.speed for d in found.cluster.devices] == (speeds or contended)
 
 
 def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):

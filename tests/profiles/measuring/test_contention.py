@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.cluster.contention import slowdown, with_contention
+from timeprest.planner.cluster.contention import counted, slowdown, with_contention
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.contention import measure_together, size_to_time
 from timeprest.profiles.profile import Together
@@ -27,6 +27,14 @@ def test_devices_of_a_machine_are_as_fast_as_together():
     assert speeds == pytest.approx([1 / 1.3] * 4 + [1 / 1.1] * 2, rel=1e-3)
     assert with_contention(cluster, None) == cluster
     assert [d.speed for d in with_contention(uniform_cluster(1), FOUR).devices] == [1.0]
+
+
+def test_clusters_that_name_speeds_have_these():
+    """One of devices as fast as the one that was profiled says nothing of how fast they are."""
+    cluster = uniform_cluster(4)
+    assert counted(FOUR, cluster) == FOUR
+    assert counted(None, cluster) is None
+    assert counted(FOUR, with_contention(cluster, FOUR)) is None
 
 
 def test_a_profile_without_it_is_read_as_before(mlp_profile):
