@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,13 @@ def make_task(name: str, argument: str | None) -> HuggingFaceTask:
 
 
 def hugging_face(
-    model: Any, data: Any = None, *, head: str = "", length: int | None = None, padding: str = ""
+    model: Any,
+    data: Any = None,
+    *,
+    head: str = "",
+    length: int | None = None,
+    padding: str = "",
+    frozen: str = "",
 ) -> HuggingFaceTask:
     """A task of a Hugging Face model, to be trained with its own loss.
 
@@ -121,16 +128,18 @@ def hugging_face(
         head: "causal", "masked", "seq2seq", "classification" or "tokens"; empty: the model's own.
         length: of samples in tokens; None: the longest row's.
         padding: "max_length", to that length; "longest", to the longest row of a mini-batch.
+        frozen: names of modules or parameters that aren't trained, or patterns (*), joined by +.
 
     Raises:
         TargetError: there is no such model, or it can't have this head.
     """
     if isinstance(model, str):
-        more = {"head": head, "length": length or "", "padding": padding}
+        more = {"head": head, "length": length or "", "padding": padding, "frozen": frozen}
         keys = "".join(f",{key}={value}" for key, value in more.items() if value)
         request = read(f"hf:{model}{keys}", f"{model}{keys}")
     else:
         request = request_of(model, head, length, padding)
+        request = replace(request, frozen=tuple(filter(None, frozen.split("+"))))
     _look(request)
     return HuggingFaceTask(request, data)
 
@@ -150,15 +159,39 @@ def logits(output: Any) -> Tensor:
 def build(request: Request) -> nn.Module:
     """The model, with the folder's weights or random ones, in training mode.
 
-    Raises TargetError where the folder's weights aren't the model's.
+    Raises TargetError where the folder's weights aren't the model's, or nothing is called as what
+    is to be frozen.
     """
+    model = _with_weights(request).train()
+    for pattern in request.frozen:
+        named = model.named_parameters(remove_duplicate=False)
+        found = [p for name, p in named if _is_in(name, pattern)]
+        if not found:
+            inside = [name for name, _ in model.named_modules() if name.endswith(f".{pattern}")]
+            known = inside[:3] or [name for name, _ in model.named_children()]
+            raise TargetError(
+                f"{request.target}: frozen={pattern}: no parameter or module of the model is "
+                f"called so; it has {', '.join(known)}"
+            )
+        for p in found:
+            p.requires_grad_(False)
+    return model
+
+
+def _is_in(name: str, pattern: str) -> bool:
+    """Whether a parameter, or a module that it is in, is called so."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:k]), pattern) for k in range(1, len(parts) + 1))
+
+
+def _with_weights(request: Request) -> nn.Module:
     config = copy.deepcopy(request.config)
     if not request.weights:
         # A folder's config may say bfloat16, in which its weights were saved: half precision is
         # autocast's.
         dtype = {"dtype": torch.float32} if request.folder else {}
         model: nn.Module = request.maker.from_config(config, **dtype)
-        return model.train()
+        return model
     path = Path(request.folder).expanduser()
     try:
         with quiet():
@@ -180,7 +213,7 @@ def build(request: Request) -> nn.Module:
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             + ": complete them, or begin without them (weights=random)"
         )
-    return model.train()
+    return model
 
 
 def _classes(problem: str, real: bool) -> tuple[Any, Any]:

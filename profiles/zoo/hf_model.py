@@ -106,7 +106,7 @@ FIXED = {
 """Keys of a config that aren't for the user to set."""
 LATER = ("num_labels", "problem_type", "decoder_start_token_id", "pad_token_id")
 """Keys that a config takes though its class may not list them."""
-OURS = ("head", "data", "tokenizer", "weights", "padding")
+OURS = ("head", "data", "tokenizer", "weights", "padding", "frozen")
 """Keys of every target that aren't the config's, besides its length or image_size."""
 LONGEST, MAX_LENGTH = "longest", "max_length"
 """Kinds of padding, in the library's own words: to the longest row of a mini-batch, and to one
@@ -129,6 +129,7 @@ class Request:
         data: where samples come from, a file or a folder; empty: they are synthetic.
         tokenizer: a folder; empty: there is none; "bytes".
         padding: LONGEST or MAX_LENGTH.
+        frozen: patterns of parameters' names, or of modules that have them: these aren't trained.
     """
 
     target: str
@@ -143,6 +144,7 @@ class Request:
     data: str = ""
     tokenizer: str = ""
     padding: str = MAX_LENGTH
+    frozen: tuple[str, ...] = ()
 
     @property
     def vocabulary(self) -> int:
@@ -244,6 +246,7 @@ def read(target: str, argument: str) -> Request:
         data=settings["data"],
         tokenizer=settings["tokenizer"] or own_tokenizer(folder),
         padding=padding,
+        frozen=tuple(filter(None, settings["frozen"].split("+"))),
     )
 
 

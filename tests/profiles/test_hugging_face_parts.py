@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from timeprest.profiles.errors import TargetError
 from timeprest.profiles.tasks.parts import INPUTS, TARGET, Parts
 from timeprest.profiles.zoo.hf import hugging_face
 from timeprest.profiles.zoo.synthetic import images
@@ -131,3 +132,38 @@ def test_synthetic_classes_come_without_their_images():
     for k in range(5):
         one, other = (torch.Generator().manual_seed(k) for _ in range(2))
         assert torch.equal(sampler.target(one)[1], sampler(other)[1])
+
+
+# What is trained of a model ---------------------------------------------------------------------
+
+GPT2 = "gpt2,n_layer=3,n_embd=16,n_head=2"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "trained"),
+    [
+        ("transformer", set()),
+        ("transformer.wte+transformer.wpe", {"transformer.h.0", "transformer.h.2"}),
+        ("transformer.*e+transformer.h.[01]", {"transformer.h.2", "transformer.ln_f"}),
+        ("*.weight", {"transformer.h.0", "transformer.ln_f"}),
+    ],
+)
+def test_modules_and_parameters_are_frozen_by_name(frozen, trained):
+    """The head has the embedding's weight, which is one parameter."""
+    for task in (hugging_face(f"{GPT2},frozen={frozen}"), hugging_face(GPT2, frozen=frozen)):
+        model = task.model()
+        found = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert all(any(n.startswith(f"{part}.") for n in found) for part in trained)
+        assert bool(found) == bool(trained)
+        assert not model.lm_head.weight.requires_grad
+        if frozen == "*.weight":
+            assert all(name.endswith(".bias") for name in found)
+
+
+def test_names_of_nothing_are_refused():
+    with pytest.raises(TargetError, match=r"frozen=wte: .* called so; it has transformer.wte$"):
+        hugging_face(GPT2, frozen="wte").model()
+    with pytest.raises(
+        TargetError, match=r"frozen=bert: .* called so; it has transformer, lm_head$"
+    ):
+        hugging_face(GPT2, frozen="lm_head+bert").model()
