@@ -179,9 +179,10 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     shares = tuple(len(stage.devices) if variant.whole_mini_batches else 1 for stage in stages)
     last = len(stages) - 1
     devices = [stage.devices for stage in stages]
-    ties = device_ties(question.profile, nodes, devices)
+    ties = device_ties(question.profile.shared, nodes, devices)
+    elsewhere = bytes_elsewhere(question.profile, nodes, devices)
     found = tuple(
-        costs.stage(x.nodes, size // shares[s], s == last, bytes_elsewhere(s, ties), x.recomputed)
+        costs.stage(x.nodes, size // shares[s], s == last, elsewhere[s], x.recomputed)
         for s, x in enumerate(stages)
     )
     transfers = costs.transfers(nodes, size)

@@ -86,11 +86,15 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     kind: str
     parameter_bytes: Bytes
+    """Of those that are trained."""
     buffer_bytes: Bytes
+    """Of what a run has once, whatever the system: buffers, and parameters that aren't trained."""
     saves: tuple[str, ...]
     """Names of the `storages` among saved_bytes: tensors that other layers may keep too."""
     matrix_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
     """How much of parameter_bytes is matrices of hidden layers, where there are any."""
+    frozen_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
+    """How much of buffer_bytes is parameters that aren't trained (`requires_grad` off)."""
     changes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """Names of the `storages` that it takes and changes in place, where there are any."""
     measurements: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
@@ -166,7 +170,8 @@ class SharedParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Parameters of several layers that share nothing else: each can have a copy of them."""
 
     layers: Annotated[tuple[str, ...], Meta(min_length=2)]
-    """In the order of the layers; they count among the first one's parameter_bytes."""
+    """In the order of the layers; they count among the first one's parameter_bytes, or, where they
+    aren't trained, among its buffer_bytes."""
     parameter_bytes: Bytes
 
 
@@ -256,6 +261,9 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     one of them changes in place what the others use."""
     shared: tuple[SharedParameters, ...] = ()
     """Those groups of `tied` that may be split, at the cost of copies."""
+    shared_frozen: tuple[SharedParameters, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Layers that share parameters which aren't trained, where there are any: each stage has its
+    own, with nothing to keep alike."""
     loss: tuple[Measurement, ...]
     """The loss, on the last stage; empty where the target has none."""
     optimizer: OptimizerCost
@@ -380,6 +388,10 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
         if frozenset(shared.layers) not in groups:
             shown = ", ".join(map(repr, shared.layers))
             raise FileError(f"{where}: shared: {shown} aren't a group of `tied`")
+    for shared in profile.shared_frozen or ():
+        for name in shared.layers:
+            if name not in position:
+                raise FileError(f"{where}: shared_frozen: unknown layer {name!r}")
     return profile
 
 

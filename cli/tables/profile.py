@@ -80,6 +80,12 @@ def _cells(m: Measurement) -> tuple[str, str, str, str]:
 
 
 def _print_trust(console: Console, profile: Profile) -> None:
+    frozen = sum(layer.frozen_bytes or 0 for layer in profile.layers)
+    if frozen:
+        console.print(
+            f"parameters: those that are trained; {format_bytes(frozen)} more are frozen "
+            "(requires_grad off), of which there are no versions, gradients or optimizer state"
+        )
     if profile.can_run:
         console.print(f"graph: {FRONT_ENDS[profile.front_end]}; {profile.granularity} granularity")
         for refusal in profile.refusals:

@@ -13,7 +13,7 @@ from ...profiles.errors import PlanError
 from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
 from ..systems.variants import Variant
 from .recomputation import KeptStorages
-from .tied_parameters import copied_bytes
+from .tied_parameters import NOTHING, BytesElsewhere, copied_bytes
 
 RECEIVES_AHEAD = {"F": 2, "B": 1}
 """Messages of each kind and link that a stage has buffers posted for, ahead of their use."""
@@ -218,7 +218,7 @@ class Costs:
         names: tuple[str, ...],
         micro_batch: int,
         last: bool,
-        elsewhere: int = 0,
+        elsewhere: BytesElsewhere = NOTHING,
         again: frozenset[str] = frozenset(),
     ) -> StageCost:
         profile = self.profile
@@ -230,8 +230,10 @@ class Costs:
         losses = [costs.loss] if last and costs.loss else []
         shared, rebuilt = self._shared_storages(layers, micro_batch, repeated)
         private = {k: max(costs.measured[k].saved_bytes - costs.shared_bytes[k], 0) for k in inside}
-        parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
-        parameters -= elsewhere
+        parameters = sum(layer.parameter_bytes for layer in layers)
+        parameters += copied_bytes(profile.shared, names) - elsewhere.parameters
+        buffers = sum(layer.buffer_bytes for layer in layers)
+        buffers += copied_bytes(profile.shared_frozen or (), names) - elsewhere.frozen
         optimizer, operation = profile.optimizer, profile.operation
         besides_s = operation.forward_s if operation else 0.0
         around_s = (
@@ -252,7 +254,7 @@ class Costs:
                 else 0.0
             ),
             parameter_bytes=parameters,
-            buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+            buffer_bytes=buffers,
             kept_bytes=(
                 sum(nbytes for k, nbytes in private.items() if k not in repeated)
                 + sum(shared.values())

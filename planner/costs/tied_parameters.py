@@ -3,14 +3,15 @@
 A layer's parameters count where they are used first. Stages of one device have them once: the first
 of these stages updates them, after the last of their backwards. A device that uses them and hasn't
 that layer holds a copy, with gradient and optimizer state of its own. Before each update the
-devices that hold copies sum their gradients, so that all copies step alike.
+devices that hold copies sum their gradients, so that all copies step alike. Copies of parameters
+that aren't trained are alike as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ...profiles.errors import PlanError
 from ...profiles.profile import Profile, SharedParameters
@@ -117,22 +118,55 @@ class DeviceTie:
 
 
 def device_ties(
-    profile: Profile, stages: Sequence[Sequence[str]], devices: Sequence[Sequence[int]]
+    among: Iterable[SharedParameters],
+    stages: Sequence[Sequence[str]],
+    devices: Sequence[Sequence[int]],
 ) -> tuple[DeviceTie, ...]:
-    """All parameters that several stages of one device use. `stages`: each one's layers."""
+    """Among parameters that layers share, those that several stages of one device use.
+
+    Args:
+        stages: each one's layers.
+    """
     if len(set(map(tuple, devices))) == len(devices):
         return ()
     found: dict[tuple[int, ...], int] = {}
-    for shared in profile.shared:
+    for shared in among:
         for held in _by_device(shared, stages, devices):
             if len(held) > 1:
                 found[held] = found.get(held, 0) + shared.parameter_bytes
     return tuple(DeviceTie(held, nbytes) for held, nbytes in sorted(found.items()))
 
 
-def bytes_elsewhere(s: int, ties: Iterable[DeviceTie]) -> int:
-    """Bytes of parameters that a stage uses and another one of its device updates."""
-    return sum(tie.parameter_bytes for tie in ties if s in tie.stages[1:])
+class BytesElsewhere(NamedTuple):
+    """Of what a stage uses, bytes that count for another stage of its device.
+
+    Attributes:
+        parameters: which that one updates.
+        frozen: of parameters that aren't trained.
+    """
+
+    parameters: int = 0
+    frozen: int = 0
+
+
+NOTHING = BytesElsewhere()
+
+
+def bytes_elsewhere(
+    profile: Profile, stages: Sequence[Sequence[str]], devices: Sequence[Sequence[int]]
+) -> tuple[BytesElsewhere, ...]:
+    """Per stage. `stages`: each one's layers."""
+    trained, frozen = (
+        [
+            sum(tie.parameter_bytes for tie in ties if s in tie.stages[1:])
+            for s in range(len(stages))
+        ]
+        for ties in (
+            device_ties(profile.shared, stages, devices),
+            device_ties(profile.shared_frozen or (), stages, devices),
+        )
+    )
+    return tuple(map(BytesElsewhere, trained, frozen))
 
 
 def _by_device(
@@ -153,12 +187,13 @@ def hint(profile: Profile, group: Sequence[str]) -> str:
     return '; with "tied": "split" they needn\'t be' if can else ""
 
 
-def copied_bytes(profile: Profile, names: Sequence[str]) -> int:
-    """Bytes of parameters that a stage of these layers uses, and that count in another layer."""
+def copied_bytes(among: Iterable[SharedParameters], names: Sequence[str]) -> int:
+    """Among parameters that layers share, bytes of those that a stage of these layers uses and that
+    count in another layer."""
     here = set(names)
     return sum(
         shared.parameter_bytes
-        for shared in profile.shared
+        for shared in among
         if shared.layers[0] not in here and not here.isdisjoint(shared.layers)
     )
 

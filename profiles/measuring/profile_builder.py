@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,14 @@ from ..profile import (
     Totals,
     VaryingShapes,
 )
-from ..tracing.graph import OUTPUT, shared_parameters, state_of_layer, tied_layers
+from ..tracing.graph import (
+    OUTPUT,
+    is_frozen,
+    shared_frozen,
+    shared_parameters,
+    state_of_layer,
+    tied_layers,
+)
 from ..tracing.matrices import hidden_matrices
 from .bench import Bench, relative_error
 
@@ -71,11 +78,10 @@ def assemble(
         edges=_edges(bench),
         storages=_storages(bench),
         tied=tuple(tuple(bench.names[k] for k in group) for group in tied),
-        shared=tuple(
-            SharedParameters(layers=tuple(bench.names[k] for k in group), parameter_bytes=nbytes)
-            for group, nbytes in sorted(shared.items())
-            if group not in set(bound)
+        shared=_shared(
+            bench.names, {group: n for group, n in shared.items() if group not in set(bound)}
         ),
+        shared_frozen=_shared(bench.names, shared_frozen(traced)) or msgspec.UNSET,
         loss=_measurements(bench, len(bench.names)) if bench.target.task else (),
         optimizer=optimizer,
         whole_model=tuple(
@@ -90,6 +96,15 @@ def assemble(
         varying=msgspec.UNSET if varying is None else varying,
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
         assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench.names, by_values)),
+    )
+
+
+def _shared(
+    names: Sequence[str], found: Mapping[tuple[int, ...], int]
+) -> tuple[SharedParameters, ...]:
+    return tuple(
+        SharedParameters(layers=tuple(names[k] for k in group), parameter_bytes=nbytes)
+        for group, nbytes in sorted(found.items())
     )
 
 
@@ -161,15 +176,17 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
     hidden = {id(p) for p in hidden_matrices(bench.traced, bench.model)}
     layers = []
     for k, nodes in enumerate(bench.traced.layers):
-        sizes = {"parameter": 0, "buffer": 0, "matrix": 0}
+        sizes = dict.fromkeys(("parameter", "buffer", "frozen", "matrix"), 0)
         for tensor in state_of_layer(bench.traced, nodes).values():
             # Tied tensors count once, where they are used first.
             if storage_key(tensor) not in seen:
                 seen.add(storage_key(tensor))
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                sizes[what] += tensor.numel() * tensor.element_size()
-                if id(tensor) in hidden:
-                    sizes["matrix"] += tensor.numel() * tensor.element_size()
+                trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+                sizes["parameter" if trained else "buffer"] += tensor.nbytes
+                if is_frozen(tensor):
+                    sizes["frozen"] += tensor.nbytes
+                elif id(tensor) in hidden:
+                    sizes["matrix"] += tensor.nbytes
         layers.append(
             Layer(
                 name=nodes.name,
@@ -177,6 +194,7 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
                 parameter_bytes=sizes["parameter"],
                 buffer_bytes=sizes["buffer"],
                 matrix_bytes=sizes["matrix"] or msgspec.UNSET,
+                frozen_bytes=sizes["frozen"] or msgspec.UNSET,
                 changes=saved.changed_by(k) or msgspec.UNSET,
                 saves=tuple(sorted(key for key in saved.by_layer[k] if isinstance(key, str))),
                 measurements=_measurements(bench, k),

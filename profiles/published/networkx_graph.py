@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..errors import FileError, TargetError
 from ..files import MAX_SECONDS
-from ..profile import Edge, Layer, Profile, check_profile
+from ..profile import Edge, Layer, Profile, SharedParameters, check_profile
 from .cost_graph import MAX_BYTES, choose_sizes, fingerprint_of, topological_order, totals
 from .table import TableEdge, TableRow, profile_of
 
@@ -78,14 +78,17 @@ def _changed(known: Profile, graph: nx.DiGraph) -> Profile:
                 for source in known.inputs
             ),
             "tied": tuple(g for g in (_left(g, left) for g in known.tied) if len(g) > 1),
-            "shared": tuple(
-                msgspec.structs.replace(shared, layers=_left(shared.layers, left))
-                for shared in known.shared
-                if len(_left(shared.layers, left)) > 1
-            ),
+            "shared": _shared_by(known.shared, left),
+            "shared_frozen": _shared_by(known.shared_frozen or (), left) or msgspec.UNSET,
         }
     found = msgspec.structs.replace(known, layers=tuple(layers), edges=tuple(edges), **more)
     return check_profile(found, WHERE)
+
+
+def _shared_by(among: Iterable[SharedParameters], left: set[str]) -> tuple[SharedParameters, ...]:
+    """Those that several layers share of the ones that are left."""
+    found = (msgspec.structs.replace(s, layers=_left(s.layers, left)) for s in among)
+    return tuple(shared for shared in found if len(shared.layers) > 1)
 
 
 def _left(group: Sequence[str], left: set[str]) -> tuple[str, ...]:

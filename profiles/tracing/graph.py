@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +145,9 @@ def fetch_attribute(module: nn.Module, path: str) -> Any:
 
 
 def tied_layers(traced: TracedModel) -> tuple[tuple[int, ...], ...]:
-    """Groups of layers (positions, rising) that share a parameter or a buffer."""
-    return tuple(sorted({group for group, _ in _shared_state(traced)}))
+    """Groups of layers (positions, rising) that share a trained parameter or a buffer."""
+    shared = _shared_state(traced)
+    return tuple(sorted({group for group, tensors in shared if not _one_frozen(tensors)}))
 
 
 def shared_parameters(traced: TracedModel) -> dict[tuple[int, ...], int]:
@@ -157,12 +158,37 @@ def shared_parameters(traced: TracedModel) -> dict[tuple[int, ...], int]:
     found: dict[tuple[int, ...], int] = {}
     others: set[tuple[int, ...]] = set()
     for group, tensors in _shared_state(traced):
-        if all(isinstance(t, nn.Parameter) for t in tensors) and len({id(t) for t in tensors}) == 1:
-            nbytes = tensors[0].numel() * tensors[0].element_size()
-            found[group] = found.get(group, 0) + nbytes
+        if _one_frozen(tensors):
+            continue
+        if _one_parameter(tensors):
+            found[group] = found.get(group, 0) + tensors[0].nbytes
         else:
             others.add(group)
     return {group: nbytes for group, nbytes in found.items() if group not in others}
+
+
+def shared_frozen(traced: TracedModel) -> dict[tuple[int, ...], int]:
+    """Groups of layers (positions, rising) that share whole parameters which aren't trained, and
+    how many bytes: each layer could as well have a copy, with nothing to sum."""
+    found: dict[tuple[int, ...], int] = {}
+    for group, tensors in _shared_state(traced):
+        if _one_frozen(tensors):
+            found[group] = found.get(group, 0) + tensors[0].nbytes
+    return found
+
+
+def _one_parameter(tensors: Sequence[Tensor]) -> bool:
+    whole = all(isinstance(t, nn.Parameter) for t in tensors)
+    return whole and len({id(t) for t in tensors}) == 1
+
+
+def _one_frozen(tensors: Sequence[Tensor]) -> bool:
+    return _one_parameter(tensors) and is_frozen(tensors[0])
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether this is a parameter that isn't trained (`requires_grad` off)."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tensor]]]:
@@ -183,7 +209,8 @@ def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tenso
 
 
 def fingerprint(traced: TracedModel) -> str:
-    """A digest of the graph: operations with their settings, parameter shapes, connections.
+    """A digest of the graph: operations with their settings, parameter shapes and which of them are
+    trained, connections.
 
     The same in every process, on every device and for every set of weights; another graph has
     another one.
@@ -195,7 +222,10 @@ def fingerprint(traced: TracedModel) -> str:
             [
                 layer.name,
                 [_describe(traced.module, node) for node in layer.nodes],
-                [[name, list(t.shape), str(t.dtype)] for name, t in state.items()],
+                [
+                    [name, list(t.shape), str(t.dtype), *(["frozen"] if is_frozen(t) else [])]
+                    for name, t in state.items()
+                ],
             ]
         )
     packing = [_describe(traced.module, node) for node in traced.packing()]

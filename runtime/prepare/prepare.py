@@ -95,20 +95,27 @@ class PreparedModel:
         """Those of all stages, for training."""
         return tuple(stage.piece for stage in self.stages)
 
-    def updated_elsewhere(self, stage: int) -> frozenset[int]:
-        """Ids of parameters that a stage uses and another one of its device updates."""
+    def owned_elsewhere(self, stage: int) -> frozenset[int]:
+        """Ids of parameters that a stage uses and another one of its device owns."""
         return frozenset(
             id(p)
-            for shared in self.ties.shared_on(stage)
-            if shared.owner != stage
+            for shared in self.ties.owned_elsewhere(stage)
             for p in shared.of(self.stages[shared.owner].piece.module)
         )
 
-    def updated_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that a stage updates, under the first names that the model has for them:
-        copies go by one name, so that parameter groups treat them alike."""
-        module, elsewhere = self.stages[stage].piece.module, self.updated_elsewhere(stage)
+    def owned_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """A stage's parameters but for those, trained or not, under the first names that the model
+        has for them: copies go by one name, so that parameter groups treat them alike."""
+        module, elsewhere = self.stages[stage].piece.module, self.owned_elsewhere(stage)
         return [(n, p) for n, p in model_parameters(module, self.names) if id(p) not in elsewhere]
+
+    def updated_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """Of those, the ones that are trained."""
+        return [(name, p) for name, p in self.owned_by(stage) if p.requires_grad]
+
+    def frozen_on(self, stage: int) -> list[nn.Parameter]:
+        """And those that aren't."""
+        return [p for _, p in self.owned_by(stage) if not p.requires_grad]
 
 
 @dataclass(frozen=True)

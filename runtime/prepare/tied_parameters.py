@@ -2,7 +2,7 @@
 
 The gradients of copies are summed over the devices before every update, so that copies which start
 alike and have optimizers alike stay alike, bit by bit. Of a device's stages that use the same
-parameter, the first one updates it.
+parameter, the first one updates it. What isn't trained has no gradients, and may be on any stages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class OnOneDevice:
     """Parameters that the same stages of one device use, one tensor each.
 
     Attributes:
-        stages: ascending; the first one updates them.
+        stages: ascending; the first one updates them, if they are trained, and has them in its
+            state.
         names: of the parameters in the first one's piece.
     """
 
@@ -63,7 +64,7 @@ class OnOneDevice:
 
     @property
     def owner(self) -> int:
-        """The stage that updates them."""
+        """The first of the stages."""
         return self.stages[0]
 
     def of(self, module: nn.Module) -> list[nn.Parameter]:
@@ -79,18 +80,25 @@ class Ties:
     Attributes:
         copied: over several devices; stages are those that update a copy, one of each device.
         shared: by several stages of one device.
+        frozen: the same of those that aren't trained. Of their copies nothing needs to be known.
     """
 
     copied: tuple[TiedParameters, ...] = ()
     shared: tuple[OnOneDevice, ...] = ()
+    frozen: tuple[OnOneDevice, ...] = ()
 
     def copied_on(self, stage: int) -> list[TiedParameters]:
         """Of which a stage updates copies."""
         return [tied for tied in self.copied if stage in tied.stages]
 
-    def shared_on(self, stage: int) -> list[OnOneDevice]:
-        """Which a stage uses."""
-        return [shared for shared in self.shared if stage in shared.stages]
+    def owned_by(self, stage: int) -> list[OnOneDevice]:
+        """Of those that are trained, which a stage updates for others, too."""
+        return [shared for shared in self.shared if stage == shared.owner]
+
+    def owned_elsewhere(self, stage: int) -> list[OnOneDevice]:
+        """Which a stage uses, trained or not, and another one of its device owns."""
+        every = (*self.shared, *self.frozen)
+        return [one for one in every if stage in one.stages and stage != one.owner]
 
 
 def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[int] = ()) -> Ties:
@@ -110,6 +118,7 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
     tied = {key: held for key, held in holders.items() if len(held) > 1}
     copied: dict[tuple[int, ...], dict[int, list[str]]] = {}
     shared_by: dict[tuple[int, ...], list[str]] = {}
+    frozen_by: dict[tuple[int, ...], list[str]] = {}
     moved: dict[int, dict[int, nn.Parameter]] = {}
     for key, held in tied.items():
         on_device: dict[int, list[int]] = {}
@@ -117,13 +126,15 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
             on_device.setdefault(placement[s], []).append(s)
         owners = [mine[0] for mine in on_device.values()]
         name_in = {s: _name_in(stages[s][0], key) for s in owners}
-        if len(owners) > 1:
+        trained = shared[key].requires_grad
+        if len(owners) > 1 and trained:
             by_stage = copied.setdefault(tuple(owners), {s: [] for s in owners})
             for s in owners:
                 by_stage[s].append(name_in[s])
         for number, mine in enumerate(on_device.values()):
             if len(mine) > 1:
-                shared_by.setdefault(tuple(mine), []).append(name_in[mine[0]])
+                by = shared_by if trained else frozen_by
+                by.setdefault(tuple(mine), []).append(name_in[mine[0]])
             if number:
                 parameter = shared[key]
                 made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -139,7 +150,10 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
             TiedParameters(held, {s: tuple(names) for s, names in by_stage.items()})
             for held, by_stage in copied.items()
         ),
-        tuple(OnOneDevice(held, tuple(names)) for held, names in shared_by.items()),
+        *(
+            tuple(OnOneDevice(held, tuple(names)) for held, names in by.items())
+            for by in (shared_by, frozen_by)
+        ),
     )
 
 

@@ -24,12 +24,17 @@ class MemoryAccount:
         aside_bytes: of gradients that aren't their parameters' own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], alike: Sequence[Tensor]) -> None:
+        """
+        Args:
+            parameters: that are trained.
+            alike: what is the same in all versions: buffers, and other parameters.
+        """
         self.parameters = parameters
         self._gradients = 0
         self.aside_bytes = 0
         self._state = self._stated = 0
-        self._weights = sum(dense_bytes(t) for t in (*parameters, *buffers))
+        self._weights = sum(dense_bytes(t) for t in (*parameters, *alike))
         self.peak: MemoryByKind | None = None
         self.now: MemoryByKind | None = None
         self.most_versions = 1

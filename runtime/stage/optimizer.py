@@ -499,7 +499,7 @@ def check_updates(prepared: Prepared) -> None:
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
     """A stage's optimizer over the weights of `prepared`. Raises as `make_optimizer`."""
-    named, matrices = prepared.model.updated_by(s), prepared.model.matrices
+    named, matrices = prepared.model.owned_by(s), prepared.model.matrices
     return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}", matrices)
 
 

@@ -98,20 +98,20 @@ class Stage:
         )
         compute = self._selected.module if self._selected else self.module
         self.compute = forward_of(prepared, s, compute)
-        self._borrowed = model.updated_elsewhere(s)
-        named = model.updated_by(s)
-        self.updated = [p for _, p in named]
+        self._borrowed = model.owned_elsewhere(s)
+        named = model.owned_by(s)
+        self.updated = [p for _, p in named if p.requires_grad]
         if not self.variant.flushes:
             give_own_memory(self.updated)
         # Where losses have weights of their own, each mini-batch's gradients are divided by its.
         together = 1 if model.loss.weighted else plan.update_every
-        owned = [one for one in model.ties.shared_on(s) if one.owner == s]
-        self.ties = StageTies(
-            s, [TiedWeights(one.stages, one.of(self.module), together) for one in owned]
-        )
+        owned = model.ties.owned_by(s)
+        ties = [TiedWeights(one.stages, one.of(self.module), together) for one in owned]
+        self.ties = StageTies(s, ties)
         tied = self.ties.parameters
         parameters = [p for p in self.updated if id(p) not in set(map(id, tied))]
-        self.weights = WeightVersions(parameters)
+        frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        self.weights = WeightVersions(parameters, frozen)
         made = make_optimizer(self.task, settings, named, f"stage {s}", model.matrices)
         self.optimizer = None if made is None else system_optimizer(prepared, s, made)
         self.scheduler = make_scheduler(self.task, settings, self.optimizer, prepared.length)
@@ -134,7 +134,7 @@ class Stage:
             WeightPolicy(self.variant, self.weights, self.predictor, self._decay, self.rules)
         )
         self._use(self.ties.updated, self)
-        self.account = MemoryAccount(parameters, list(self.module.buffers()))
+        self.account = MemoryAccount(parameters, [*self.module.buffers(), *model.frozen_on(s)])
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
         self.handed_over = HandedOver()
@@ -422,7 +422,7 @@ class Stage:
 
     @property
     def names_elsewhere(self) -> frozenset[str]:
-        """Of parameters that another stage of the worker updates, as the piece calls them."""
+        """Of parameters that another stage of the worker owns, as the piece calls them."""
         if not self._borrowed:
             return frozenset()
         named = self.module.named_parameters(remove_duplicate=False)

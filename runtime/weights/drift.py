@@ -23,7 +23,7 @@ class Drift(StageRules):
     """Keeps the mean change of a stage's trained weights in an update.
 
     Attributes:
-        mean: δ of each parameter that is trained, by parameter.
+        mean: δ of each parameter, by parameter.
         decay: γ.
     """
 
@@ -32,7 +32,7 @@ class Drift(StageRules):
     ) -> None:
         super().__init__(context, parameters)
         self.mean: dict[nn.Parameter, Tensor] = {
-            p: torch.zeros_like(p, requires_grad=False) for p in parameters if p.requires_grad
+            p: torch.zeros_like(p, requires_grad=False) for p in parameters
         }
         self.decay = decay
         self.kept = {"": self.mean}
@@ -53,7 +53,4 @@ class Drift(StageRules):
         """Write the weights as they seem to have been so many updates ago."""
         with torch.no_grad():
             for p, target in into.items():
-                if p in self.mean:
-                    torch.sub(p, self.mean[p], alpha=updates, out=target)
-                else:
-                    target.copy_(p)
+                torch.sub(p, self.mean[p], alpha=updates, out=target)

@@ -8,6 +8,8 @@ version that the training system prescribes for the backward. So no graph holds 
 So are copies of a whole parameter in another precision, as autocast makes them: only where they
 came from is kept, and the backward makes its own.
 
+Parameters that aren't trained are the same in all versions, and are kept once.
+
 Other tensors computed from weights (weight norm) are saved as values: the part of a backward
 that goes through them is at the forward's weights.
 """
@@ -42,14 +44,29 @@ def _refuse(module: nn.Module, given: object) -> None:
     )
 
 
+def _check_unchanged(saved: Tensor, version: int) -> None:
+    if saved._version != version:
+        raise TargetError(
+            f"a tensor of shape {list(saved.shape)} is changed in place between the forward that "
+            "takes it and its backward: of a buffer that forwards change, have them take a copy "
+            "(self.mean.clone())"
+        )
+
+
 class _Reference(NamedTuple):
-    """A saved view of a parameter, or of its copy in another precision."""
+    """A saved view of a parameter, or of its copy in another precision.
+
+    Attributes:
+        parameter: its position among what operations run on, or behind these, of a frozen one.
+        version: of a frozen one, torch's count of its changes; else 0.
+    """
 
     parameter: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     copied_to: torch.dtype | None = None
+    version: int = 0
 
 
 class Substitutes(Protocol):
@@ -60,7 +77,7 @@ class Substitutes(Protocol):
 
 
 class WeightVersions:
-    """The versions of one stage's parameters.
+    """The versions of one stage's trained parameters.
 
     Attributes:
         latest: number of the version that the parameters hold.
@@ -70,8 +87,13 @@ class WeightVersions:
             how far back they are.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], frozen: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """`frozen`: what operations also run on, and nobody trains."""
         self.parameters = list(parameters)
+        self._frozen = list(frozen)
+        self._frozen_index = {storage_key(p): k for k, p in enumerate(frozen) if p.numel()}
         self.latest = 0
         self.saved: dict[int, int] = {}
         self._older: dict[int, list[Tensor]] = {}
@@ -134,14 +156,16 @@ class WeightVersions:
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has the memory of a parameter, or of a version of one."""
         key = storage_key(tensor)
-        return key in self._index or self._in_joined(key) is not None
+        return key in self._index or self._beside(key) is not None
 
-    def _in_joined(self, key: int) -> int | None:
+    def _beside(self, key: int) -> int | None:
+        """The position of what has this memory and isn't one of the own parameters."""
         for begin, other in self._joined:
             k = other._index.get(key)
             if k is not None:
                 return begin + k
-        return None
+        k = self._frozen_index.get(key)
+        return None if k is None else len(self.every) + k
 
     # Making weights -----------------------------------------------------------------------
 
@@ -179,11 +203,7 @@ class WeightVersions:
         target = older if reuse else self.scratch()
         with torch.no_grad():
             for p, old, made in zip(self.parameters, older, target, strict=True):
-                if p.requires_grad:
-                    torch.lerp(p, old, share, out=made)
-                else:
-                    # A table of integers, say: it is the same in all versions.
-                    made.copy_(p)
+                torch.lerp(p, old, share, out=made)
         return target
 
     # Using weights --------------------------------------------------------------------------
@@ -211,15 +231,16 @@ class WeightVersions:
             yield
             return
         counted: dict[int, int] = {}
-        index, only, joined = self._index, self._only_dtype, bool(self._joined)
+        index, only, beside = self._index, self._only_dtype, bool(self._joined or self._frozen)
+        versioned = len(self.every)
 
         def pack(tensor: Tensor) -> Any:
             storage = tensor.untyped_storage()
             key: int = storage._cdata
             copied_to = None
             k = index.get(key)
-            if k is None and joined:
-                k = self._in_joined(key)
+            if k is None and beside:
+                k = self._beside(key)
             if k is None and tensor.dtype != only:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
             if substitutes is not None:
@@ -232,7 +253,8 @@ class WeightVersions:
                 # there are hooks, torch doesn't look at versions itself.
                 return tensor.detach(), tensor._version
             offset = int(tensor.storage_offset())
-            return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
+            version = 0 if k < versioned else self._frozen[k - versioned]._version
+            return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to, version)
 
         try:
             hooked = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
@@ -275,7 +297,8 @@ class WeightVersions:
             same: as the forward's. Layers that are called again inside a backward
                 (torch.utils.checkpoint) run on these, and are refused where they aren't the same.
         """
-        self._unpack_from = tensors or [p.detach() for p in self.every]
+        own = tensors or [p.detach() for p in self.every]
+        self._unpack_from = [*own, *(p.detach() for p in self._frozen)]
         refusal = None if same else register_module_forward_pre_hook(_refuse)
         try:
             with self._in_place_of_the_latest(tensors):
@@ -290,12 +313,7 @@ class WeightVersions:
     def _unpack(self, kept: Any) -> Tensor:
         if type(kept) is tuple:
             saved: Tensor = kept[0]
-            if saved._version != kept[1]:
-                raise TargetError(
-                    f"a tensor of shape {list(saved.shape)} is changed in place between the "
-                    "forward that takes it and its backward: of a buffer that forwards change, "
-                    "have them take a copy (self.mean.clone())"
-                )
+            _check_unchanged(saved, kept[1])
             return saved
         if not isinstance(kept, _Reference):
             filled: Tensor = kept.filled()
@@ -312,6 +330,8 @@ class WeightVersions:
                 "inside a stage's forward there are no weights to take them on"
             )
         source = self._unpack_from[kept.parameter]
+        if kept.parameter >= len(self.every):
+            _check_unchanged(source, kept.version)
         if kept.copied_to is not None:
             key = (kept.parameter, kept.copied_to)
             if key not in self._copies:

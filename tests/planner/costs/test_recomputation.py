@@ -61,7 +61,7 @@ def test_nothing_is_worth_it_where_nothing_is_kept():
 def cost(again, names=None):
     profile = blocks()
     names = names or tuple(layer.name for layer in profile.layers)
-    return Costs(profile).stage(tuple(names), 1, False, 0, frozenset(again))
+    return Costs(profile).stage(tuple(names), 1, False, again=frozenset(again))
 
 
 def test_what_a_stage_keeps():
@@ -113,7 +113,8 @@ def in_place():
 )
 def test_layers_that_overwrite_what_they_get(again, nbytes):
     costs = Costs(in_place())
-    assert costs.stage(("one", "act", "two"), 1, False, 0, frozenset(again)).kept_bytes == nbytes
+    found = costs.stage(("one", "act", "two"), 1, False, again=frozenset(again))
+    assert found.kept_bytes == nbytes
 
 
 def test_sets_and_stages():
