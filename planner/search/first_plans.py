@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..costs.recomputation import fewest, of_stage
 from ..costs.stage_costs import StageCost
+from ..costs.tied_parameters import NOTHING
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.flushed_period import period_of
 from ..partition.dp.identical_devices import identical_minimax
@@ -385,7 +386,7 @@ def _keeping_more(
         if not s and len({problem.options[x.option].replicas for x in cut.stages}) > 1:
             limit -= _WAITING * place.units * _sent_bytes(problem, stage.layers)
         last = s == len(cut.stages) - 1
-        cost = partial(question.costs.stage, nodes, size, last, 0)
+        cost = partial(question.costs.stage, nodes, size, last, NOTHING)
         fits = partial(_fit, cost, place.units, limit)
         below |= stage.layers
         if again:
