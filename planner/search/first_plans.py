@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
 from ..costs.recomputation import fewest, of_stage
@@ -357,7 +357,7 @@ def _try_in_blocks(search: SearchState, guessed: _Guessed) -> None:
     guess, share, answer = guessed.guess, guessed.share, guessed.answer
     for _ in range(_REPAIRS):
         choice = choice_of(*answer)
-        if _known_waits(search):
+        if _known_waits(search) and search.relaxation.freedom.recompute != "on":
             choice = _keeping_more(search, *answer, choice, guess.branch.micro_batches)
         search.try_some(choice, guess.branch.micro_batches, answer[1].objective_s)
         over = search.least_over.get(choice, 1.0)
@@ -389,7 +389,7 @@ def _keeping_more(
         cost = partial(question.costs.stage, nodes, size, last, NOTHING)
         fits = partial(_fit, cost, place.units, limit)
         below |= stage.layers
-        if again:
+        if again and isfinite(limit):
             parts = [each & mine for each in steps if each & mine]
             fewer = fewest(parts, len(parts) + 1, fits, seconds)
             again = again if fewer is None else of_stage(fewer, nodes)
