@@ -307,7 +307,7 @@ class Relaxation:
             return Mode("plain", rounds * (forward + backward), fixed, flight)
         if recompute is not True:
             again = self._members(recompute)
-            backward = backward + forward * again * counted[1]
+            backward = backward + costs.again_s * again * counted[1]
             kept, rebuilt = self._kept_bytes(recompute, storages)
             return Mode(
                 "selective",

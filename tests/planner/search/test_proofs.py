@@ -12,7 +12,7 @@ from itertools import product
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, measurement, profile_by_hand
 from helpers.drawn.questions import Drawn, all_plans, drawn
 from helpers.paths import PUBLISHED, published
 from timeprest.cli.tables.plan import piling_up
@@ -394,6 +394,15 @@ def test_stages_without_parameters_sum_no_gradients():
     network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-3)
     question = asked_of(chain(2, parameters=0), on_machines("aa", network), "pipedream-2bw")
     check(all_of(question, Freedom(replicas=True)))
+
+
+def test_the_loss_is_not_computed_again_with_the_last_layer():
+    layers = [("n0", 0, 1e-3, 2e-3, 10, []), ("n1", 0, 1e-4, 2e-4, 1000, [])]
+    edges = [("n0", "n1", "t", 8), ("n1", "output", "y", 4)]
+    loss = [measurement(m, m * 2e-3, m * 2e-3, 0) for m in (1, 2, 4)]
+    profile = profile_by_hand(layers, edges, loss=loss)
+    question = asked_of(profile, on_machines("aa", FAST, memory_bytes=10**9), "gpipe")
+    check(all_of(question, Freedom(recompute="selective"), asked=2))
 
 
 def test_gradients_are_summed_once_an_update():
