@@ -517,8 +517,11 @@ def _until_entered(
 
 
 def _steady_difference(pipeline: Pipeline, held: Holdings, cycle: int) -> int:
-    """The largest in the last cycle; without one, in the last third."""
-    count = cycle * pipeline.backwards_per_mini_batch or -(-len(held.differences) // 3)
+    """The largest in the last cycle; without one, in the last third, from update to update at the
+    least."""
+    count = (cycle or pipeline.update_every) * pipeline.backwards_per_mini_batch
+    if not cycle:
+        count = max(count, -(-len(held.differences) // 3))
     return max(held.differences[-count:], default=0)
 
 

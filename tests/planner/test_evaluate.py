@@ -239,6 +239,20 @@ def test_versions_and_scratch_copies_are_counted():
     assert held["pipemare"] == [200, 200, 0]
 
 
+def test_a_difference_that_is_there_once_an_update_is_seen():
+    """Of four mini-batches one is between its passes at the update. Over a slow link all is later
+    by something else each time, so that nothing repeats soon."""
+    layers = [("n0", 6, 6e-3, 12e-3, 0, []), ("n1", 12, 15e-3, 11e-3, 0, [])]
+    profile = profile_by_hand(layers, [("n0", "n1", "t", 34), ("n1", "output", "y", 1)], sizes=(1,))
+    optimizer = msgspec.structs.replace(profile.optimizer, update_s_per_byte=1e-4)
+    profile = msgspec.structs.replace(profile, optimizer=optimizer)
+    cluster = uniform_cluster(2, bandwidth="1kB/s", latency="0s")
+    question = Question(profile, cluster, "pipedream-unstashed", 1, 1.0, 4)
+    found = evaluate(question, lone_stages([["n0"], ["n1"]], [2, 1]), 1)
+    assert not steady_state(found.pipeline).cycle
+    assert [stage.version_difference for stage in found.prediction.stages] == [1, 1]
+
+
 AMOUNTS = st.integers(0, 1000)
 
 
