@@ -118,7 +118,9 @@ class ListScheduler:
         clock = self.clock
         free = clock.free_s[s]
         if self._update_due[s]:
-            self._current[s] = entry = (max(free), -1, self._rank[s], s)
+            # Where no update follows, replicas needn't wait for one another.
+            start = max(free) if clock.updates_after(self.updates[s]) else min(free)
+            self._current[s] = entry = (start, -1, self._rank[s], s)
             heapq.heappush(self._heap, entry)
             return
         if any(self._update_due[t] for t in self._others[s]):

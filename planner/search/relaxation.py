@@ -126,6 +126,10 @@ class Relaxation:
         if drains:
             # 1F1B with equal stages takes as long as if both counted in full.
             before, after = self._heads(costs[1], both=guess or returns)
+            if most > 1 and not guess:
+                # Replicas wait for one another, so that it drains, before updates alone.
+                before /= self.question.update_every
+                after = None if after is None else after / self.question.update_every
         shares_forwards = returns or (after is not None and most > 1 and not guess)
         worked = costs
         if shares_forwards:
@@ -173,7 +177,8 @@ class Relaxation:
         if shares_forwards:
             way = returning if returns else sharing
             place = way(place, options, n, all_devices, forward_share)
-        if assumed.waits and isinstance(place, IdenticalPlaces):
+        known = not self.variant.flushes or most == 1 or self.question.update_every == 1
+        if assumed.waits and known and isinstance(place, IdenticalPlaces):
             place = place.with_waits(self._waits(costs[1], n))
         serial_s, serial_fixed_s = (None, 0.0) if drains else self._serial(n, most)
         smallest, shared = costs[most], tuple[Shared, ...]()

@@ -240,16 +240,17 @@ class SimulatedClock:
         end, _, kind, s, slot = heapq.heappop(self.sending)
         return kind, s, self._send(kind, s, slot, end)
 
+    def updates_after(self, mini_batch: int) -> bool:
+        """Whether an update follows it; else replicas don't wait for one another."""
+        return self.pipeline.updates_after(mini_batch) or mini_batch == self.last
+
     def update(self, s: int, mini_batch: int) -> None:
-        """All replicas of a stage sum their gradients and update."""
+        """All replicas of a stage sum their gradients and update, where an update is due."""
         free = self.free_s[s]
-        start = max(free)
-        due = self.pipeline.updates_after(mini_batch) or mini_batch == self.last
-        seconds = self.update_s[s] if due else 0.0
-        self.starts_s[UPDATES][s][mini_batch] = start
-        end = start + seconds
-        for j in range(len(free)):
-            free[j] = end
+        start = self.starts_s[UPDATES][s][mini_batch] = max(free)
+        if self.updates_after(mini_batch):
+            for j in range(len(free)):
+                free[j] = start + self.update_s[s]
 
     def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
         complete = []

@@ -242,9 +242,10 @@ class ContendedExecutor:
             worker = self._workers[entry[2]][entry[3]]
             if worker.entry is entry:
                 self.now_s = entry[0]
-                kind, _, s, _ = worker.ops[worker.done]
+                s = worker.ops[worker.done][2]
+                before = self.updates[s]
                 self._run(worker)
-                behind -= kind == UPDATES and self.updates[s] == mini_batches
+                behind -= before < self.updates[s] == mini_batches
         return True
 
     def _next(self, worker: _Worker) -> tuple[int, int, int, int] | None:
@@ -259,7 +260,9 @@ class ContendedExecutor:
             return
         d, j = worker.device, worker.replica
         kind, slot, s, _ = todo
-        if kind == UPDATES:
+        if kind == UPDATES and not self.clock.updates_after(slot):
+            start = self.clock.free_s[s][j]
+        elif kind == UPDATES:
             self._arrived[d].add(j)
             if len(self._arrived[d]) < len(self._workers[d]):
                 return
@@ -274,7 +277,7 @@ class ContendedExecutor:
     def _run(self, worker: _Worker) -> None:
         d = worker.device
         kind, slot, s, position = worker.ops[worker.done]
-        if kind == UPDATES:
+        if kind == UPDATES and self.clock.updates_after(slot):
             self.clock.update(s, slot)
             self.updates[s] += 1
             self._finish(d, position)
@@ -283,9 +286,17 @@ class ContendedExecutor:
                 other.done += 1
                 self._offer(other)
             return
-        self.clock.run(kind, s, slot)
+        wanted = self.clock.width[kind][s]
+        if kind == UPDATES:
+            # No update follows: each replica goes on as soon as it is through.
+            wanted = len(self._workers[d])
+        else:
+            self.clock.run(kind, s, slot)
         shares = self._shares[d, position] = self._shares.get((d, position), 0) + 1
-        if shares == self.clock.width[kind][s]:
+        if shares == wanted:
+            if kind == UPDATES:
+                self.clock.starts_s[UPDATES][s][slot] = self.now_s
+                self.updates[s] += 1
             self._finish(d, position)
         worker.done += 1
         self._offer(worker)

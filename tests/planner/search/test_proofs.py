@@ -412,6 +412,13 @@ def test_gradients_are_summed_once_an_update():
     check(all_of(question, Freedom(replicas=True)))
 
 
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
+def test_replicas_do_not_drain_between_updates(variant):
+    """The first stage's go on with the next mini-batch one by one."""
+    question = Question(chain(3), on_machines("aaa", FAST), variant, 4, 1.0, 3)
+    check(all_of(question, Freedom(replicas=True), asked=2))
+
+
 def test_the_same_stages_on_other_devices_are_other_plans():
     """Which devices are in one machine isn't told by the relaxed load."""
     late = Network(bandwidth_bytes_per_s=1e9, latency_s=0.05)
