@@ -85,7 +85,8 @@ class Fitting:
         search = self.search
         question = _on(search.question, cluster)
         relaxation = self._relaxation(cluster)
-        for branch in branches:
+        most = min(len(cluster.devices), relaxation.graph.most_stages)
+        for branch in chain.from_iterable(_counted(relaxation, b, most) for b in branches):
             in_flight = in_flight_under(relaxation.variant, search.most_stages, cap)
             problem = relaxation.problem(branch, Assumptions(in_flight))
             for cut in self._cuts(problem):
@@ -170,8 +171,11 @@ class Fitting:
             return None
         self.cut_short = False
         if low >= most or self.plan_on(_grown(cluster, most)) is None:
-            # Where only time was too short, there may be such a count.
-            self.more_devices_are_no_help = not self.cut_short
+            # Where only time was too short, there may be such a count; and with replicas, which
+            # aren't looked at for it, one above the number of stages.
+            self.more_devices_are_no_help = not (
+                self.cut_short or self.search.relaxation.freedom.replicas
+            )
             return None
         high = most
         while high - low > 1 and self.seconds_left:
@@ -268,6 +272,15 @@ class Fitting:
         question = _on(self.search.question, cluster)
         limits = capped(limit_ranges(question.system, choice.stages), 1)
         return evaluate(question, choice.with_limits(limits), micro_batches)
+
+
+def _counted(relaxation: Relaxation, branch: Branch, most: int) -> list[Branch]:
+    """The branch; with its stages counted where the best cut may have more, up to `most`, than the
+    system runs with so few micro-batches."""
+    n = branch.micro_batches
+    if branch.stages is not None or relaxation.allows(most, n):
+        return [branch]
+    return [replace(branch, stages=n >> k) for k in range(n.bit_length())]
 
 
 Pins = Sequence[tuple[str, int]]

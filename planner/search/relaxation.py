@@ -162,7 +162,8 @@ class Relaxation:
                 )
             options.append(Option(r // grain, list(modes).index(key)))
         devices = all_devices
-        if guess and assumed.identical and self.variant.schedule == "1f1b-micro":
+        guesses = guess or assumed.unreplicated
+        if guesses and assumed.identical and self.variant.schedule == "1f1b-micro":
             # It never has more than N micro-batches in flight, each on one device at a time.
             devices = min(devices, n)
         place: Places = PlaceMaker(

@@ -445,6 +445,25 @@ def test_what_would_do_for_a_large_model_does(monkeypatch, system):
     assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
 
 
+@pytest.mark.parametrize(("large", "n"), [(False, 1), (True, 2)])
+def test_what_would_do_has_no_more_stages_than_micro_batches(monkeypatch, large, n):
+    if large:
+        monkeypatch.setattr(state, "_LARGE", 0)
+    profile = chain(8, parameters=1000, saved=100)
+    with pytest.raises(InfeasibleError, match=rf"closest \({n} stages, .* lacks") as info:
+        solve(profile, uniform_cluster(6, "10kB"), "pipedream-2bw", micro_batches=n)
+    memory = re.search(r"What would do: (\d+) bytes", str(info.value))[1]
+    assert solve(profile, uniform_cluster(6, memory), "pipedream-2bw", micro_batches=n)
+
+
+def test_more_devices_than_stages_may_do_with_replicas():
+    profile, asked = chain(1, parameters=100, saved=1000), {"replicas": True}
+    with pytest.raises(InfeasibleError) as info:
+        solve(profile, uniform_cluster(1, "3kB"), "pipedream", **asked)
+    assert solve(profile, uniform_cluster(2, "3kB"), "pipedream", **asked)
+    assert "more such devices" not in str(info.value)
+
+
 def test_a_stage_with_devices_behind_it_may_be_the_last():
     """They may be left out: SpecTrain predicts nothing there, and needs no memory for it."""
     profile = chain(1, parameters=1000, saved=100)
