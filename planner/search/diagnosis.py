@@ -169,13 +169,12 @@ class Fitting:
         most = min(self.search.relaxation.graph.most_stages, _MOST_DEVICES)
         if not cluster.uniform or asked is not None:
             return None
-        self.cut_short = False
         if low >= most or self.plan_on(_grown(cluster, most)) is None:
-            # Where only time was too short, there may be such a count; and with replicas, which
-            # aren't looked at for it, one above the number of stages.
-            self.more_devices_are_no_help = not (
-                self.cut_short or self.search.relaxation.freedom.replicas
-            )
+            # Not finding a plan proves nothing; and with replicas more devices than there can be
+            # stages, which aren't looked at, may do.
+            replicas = self.search.relaxation.freedom.replicas
+            sure = low >= most or self._none_fits(_grown(cluster, most))
+            self.more_devices_are_no_help = sure and not replicas
             return None
         high = most
         while high - low > 1 and self.seconds_left:
@@ -185,6 +184,13 @@ class Fitting:
             else:
                 high = middle
         return high
+
+    def _none_fits(self, cluster: Cluster) -> bool:
+        """Whether bounds prove that no plan fits a cluster."""
+        source, relaxation = self.search.source, self._relaxation(cluster)
+        problems = (relaxation.problem(branch) for branch in self.search.branches)
+        answers = (source.best(problem, Enough(self.seconds_left)) for problem in problems)
+        return all(answer.cut is None and answer.bound_s == float("inf") for answer in answers)
 
     # Where there is so much to look at that a simulation for each guess takes too long: cuts that
     # fit as far as the schedule alone tells, with the smallest micro-batches. The last one is

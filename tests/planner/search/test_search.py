@@ -464,6 +464,25 @@ def test_more_devices_than_stages_may_do_with_replicas():
     assert "more such devices" not in str(info.value)
 
 
+def test_more_devices_are_ruled_out_by_proof_alone(monkeypatch):
+    def says(memory):
+        with pytest.raises(InfeasibleError) as info:
+            solve(chain(4, parameters=1000), uniform_cluster(1, memory), "gpipe")
+        return str(info.value)
+
+    # A layer with gradients and optimizer state takes 3 kB.
+    assert "more such devices alone would not" in says("2kB")
+    assert "or 4 such devices" in says("5kB")
+    # That none is found proves nothing.
+    plan_on = diagnosis.Fitting.plan_on
+    monkeypatch.setattr(
+        diagnosis.Fitting,
+        "plan_on",
+        lambda self, c: plan_on(self, c) if len(c.devices) < 2 else None,
+    )
+    assert "such devices" not in says("5kB")
+
+
 def test_a_stage_with_devices_behind_it_may_be_the_last():
     """They may be left out: SpecTrain predicts nothing there, and needs no memory for it."""
     profile = chain(1, parameters=1000, saved=100)
