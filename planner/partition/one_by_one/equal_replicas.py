@@ -239,7 +239,7 @@ def mixed(
         nbytes = (costs.once[m] + held)[:, None]
         nbytes = nbytes + place.units * units * costs.flight[m][:, None]
         share = np.ones(shape)
-        if problem.modes[m].again is not True and times is not None:
+        if problem.modes[m].again is not True and times is not None and limit < inf:
             needed, freed = last_bytes - limit, last_bytes - nbytes
             np.divide(needed, freed, out=share, where=np.isfinite(freed) & (freed > 0))
             share = np.clip(share, 0.0, 1.0)
