@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, product
+from itertools import accumulate, combinations, groupby, product
 
 import msgspec
 
@@ -49,11 +49,12 @@ _MOST_HOMES = 8
 
 def sequence_matters(cluster: Cluster) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
-    memory and speed, or in machines with more and fewer of them."""
+    memory and speed, or in machines with more and fewer of them, or listed in turns."""
     if len({(d.memory_bytes, d.speed) for d in cluster.devices}) > 1:
         return True
-    sizes = Counter(d.machine for d in cluster.devices)
-    return not cluster.flat and len(set(sizes.values())) > 1
+    homes = [d.machine for d in cluster.devices]
+    sizes, rows = Counter(homes), sum(1 for _ in groupby(homes))
+    return not cluster.flat and (len(set(sizes.values())) > 1 or rows > len(sizes))
 
 
 def try_sequences(search: SearchState) -> None:

@@ -104,6 +104,24 @@ def test_no_sequence_is_better(seed):
     assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
 
 
+def test_machines_whose_devices_are_listed_in_turns_are_used_one_after_another():
+    """As listed, each message goes between machines and takes 24 ms for a mini-batch."""
+    turns = tuple(Device(name=f"d{k}", machine="ab"[k % 2]) for k in range(4))
+    far = Network(bandwidth_bytes_per_s=1e4, latency_s=1e-3)
+    cluster = Cluster(devices=turns, network=LINK, between_machines=far)
+    asked = {"mini_batch": 4, "micro_batches": 1, "stages": 4, "optimizer_state_factor": 0.0}
+    profile = layers_of([1, 1, 1, 1], 60)
+    listed = solve(profile, cluster, sequence="listed", **asked)
+    best = solve(profile, cluster, sequence="best", **asked)
+    in_rows = msgspec.structs.replace(
+        cluster, devices=tuple(sorted(turns, key=lambda d: d.machine))
+    )
+    known_s = solve(profile, in_rows, sequence="listed", **asked).predicted.period_s
+    assert best.predicted.period_s == pytest.approx(known_s)
+    assert known_s < 0.6 * listed.predicted.period_s
+    assert best.solver.bound_s <= known_s
+
+
 def test_the_faster_device_takes_the_larger_layer():
     """3 + 6 ms and 1 + 2 ms: 9 / 3 and 3 / 1 s are equal, the other way round it is 9."""
     cluster = Cluster(devices=devices(1.0, 3.0), network=LINK)
