@@ -412,6 +412,8 @@ class PlacedSearch:
         none is found."""
         search, branch = self.search, course.branch
         question, stages = search.question, len(branch.placement)
+        if any(stage >= stages for _, stage in self._pins):
+            return None
         each = max(map(branch.placement.count, branch.placement))
         devices = []
         for d in branch.placement:

@@ -91,6 +91,13 @@ def test_a_placement_is_as_asked():
     assert all(stage.recompute for stage in small(recompute="on").stages)
 
 
+def test_placements_without_a_pinned_stage_are_left_out():
+    asked = {"stages_per_device": None, "placement": "loop", "pins": [("n2", 2)]}
+    for time_limit_s in (0.0, None):
+        found = solve(chain(3), uniform_cluster(1), time_limit_s=time_limit_s, **asked)
+        assert [stage.nodes for stage in found.stages] == [("n0",), ("n1",), ("n2",)]
+
+
 def test_auto_takes_more_stages_only_where_they_pay():
     layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((2, 3, 1))]
     edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
