@@ -334,11 +334,14 @@ def explore(
         question.system, request.stages_per_device, request.placement, request.stages
     )
     devices, wanted = len(question.cluster.devices), 1 if asked.one_stage else request.stages
-    most, stage_counts = devices, list[int | None]()
+    most, stage_counts = 0, list[int | None]()
     pins: tuple[tuple[int, int], ...] = ()
     # More stages than devices may still be several on each.
     if asked.straight and not (asked.per_device and (wanted or 1) > devices):
         most = _most_stages(question, relaxation, wanted)
+    # And so may a stage be that a layer is pinned to.
+    pinned = max((stage for _, stage in request.pins), default=0)
+    if most and (pinned < most or not asked.per_device):
         pins = _pins(relaxation, request.pins, most)
         stage_counts = [wanted]
         if pins and wanted is None:
@@ -349,7 +352,7 @@ def explore(
         relaxation=relaxation,
         source=source,
         branches=[Branch(n, s, pins) for n in counts for s in stage_counts],
-        most_stages=most,
+        most_stages=most or devices,
         budget=Budget(request.effort, deadline),
         progress=progress,
         seen=seen or (lambda _: None),

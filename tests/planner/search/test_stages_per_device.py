@@ -91,6 +91,16 @@ def test_a_placement_is_as_asked():
     assert all(stage.recompute for stage in small(recompute="on").stages)
 
 
+@pytest.mark.parametrize(
+    ("system", "asked"), [("zb-v", {}), ("gpipe", {"stages_per_device": None})]
+)
+def test_a_pin_to_a_stage_that_only_placements_have(system, asked):
+    found = solve(chain(6), uniform_cluster(2), system, pins=[("n4", 3)], **asked)
+    assert "n4" in found.stages[3].nodes
+    with pytest.raises(PlanError, match=r"--pin n4=9: there are \d stages at most"):
+        solve(chain(6), uniform_cluster(2), system, pins=[("n4", 9)], **asked)
+
+
 def test_placements_without_a_pinned_stage_are_left_out():
     asked = {"stages_per_device": None, "placement": "loop", "pins": [("n2", 2)]}
     for time_limit_s in (0.0, None):
