@@ -76,7 +76,7 @@ def placed_branches(
     cluster, variant = relaxation.question.cluster, relaxation.variant
     most = relaxation.graph.most_stages
     found = []
-    for number in range(len(cluster.devices), _least_devices(relaxation, asked) - 1, -1):
+    for number in range(len(cluster.devices), _least_devices(relaxation, asked, stages) - 1, -1):
         placed = {
             placement: None
             for name in asked.patterns
@@ -98,10 +98,10 @@ def placed_branches(
     return found
 
 
-def _least_devices(relaxation: Relaxation, asked: StagesAsked) -> int:
-    """Fewer needn't be looked at: several stages on a device of their own are no faster than one;
-    but they may take less memory, of what a single operation needs."""
-    return 2 if asked.straight and not relaxation.limited else 1
+def _least_devices(relaxation: Relaxation, asked: StagesAsked, stages: int | None) -> int:
+    """Fewer needn't be looked at: several stages on a device of their own are no faster than one,
+    where that isn't another number; but they may take less memory, of what an operation needs."""
+    return 2 if asked.straight and not relaxation.limited and stages is None else 1
 
 
 def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
@@ -232,7 +232,7 @@ class PlacedSearch:
         pins: Sequence[tuple[int, int]],
     ) -> None:
         self.search, self.asked, self._pins = search, asked, pins
-        self._counts = counts
+        self._counts, self._stages = counts, stages
         self.relaxation = search.relaxation.with_several_stages()
         self.branches = [
             placed_branches(self.relaxation, asked, v, counts, stages) for v in asked.per_device
@@ -273,13 +273,15 @@ class PlacedSearch:
         were asked for, and are possible."""
         search, asked = self.search, self.asked
         open_end = asked.open_end and asked.patterns != ("v",)
-        most, least = self.relaxation.graph.most_stages, _least_devices(self.relaxation, asked)
+        most = self._stages or self.relaxation.graph.most_stages
+        least = _least_devices(self.relaxation, asked, self._stages)
         for per_device, branches in zip(asked.per_device, self.branches, strict=True):
             before_s = search.period_s
             self._look(branches)
             if open_end and least * (per_device + 1) > most:
                 return True
-            if search.best is not None and search.period_s * SAME >= before_s:
+            pays = search.best is None or search.period_s * SAME < before_s
+            if not pays and self._stages is None:
                 break
         return not open_end
 

@@ -101,6 +101,16 @@ def test_a_pin_to_a_stage_that_only_placements_have(system, asked):
         solve(chain(6), uniform_cluster(2), system, pins=[("n4", 9)], **asked)
 
 
+def test_stages_that_are_asked_for_may_all_be_on_one_device():
+    asked = {"stages": 4, "stages_per_device": None, "micro_batches": 4}
+    found = solve(chain(6), uniform_cluster(1), **asked)
+    assert [stage.devices for stage in found.stages] == [(0,)] * 4
+    # Over a slow link, that is best of two.
+    found = solve(chain(6), uniform_cluster(2, bandwidth="1kB/s"), **asked)
+    assert {stage.devices for stage in found.stages} == {(0,)}
+    assert found.solver.optimal
+
+
 def test_placements_without_a_pinned_stage_are_left_out():
     asked = {"stages_per_device": None, "placement": "loop", "pins": [("n2", 2)]}
     for time_limit_s in (0.0, None):
