@@ -71,12 +71,13 @@ def placed_branches(
     per_device: int,
     counts: Sequence[int],
     stages: int | None,
+    least: int,
 ) -> list[PlacedBranch]:
-    """All with so many stages on each device; there may be none."""
+    """All with so many stages on each of so many devices at the least; there may be none."""
     cluster, variant = relaxation.question.cluster, relaxation.variant
     most = relaxation.graph.most_stages
     found = []
-    for number in range(len(cluster.devices), _least_devices(relaxation, asked, stages) - 1, -1):
+    for number in range(len(cluster.devices), least - 1, -1):
         placed = {
             placement: None
             for name in asked.patterns
@@ -96,12 +97,6 @@ def placed_branches(
                 for recompute in relaxation.recompute
             ]
     return found
-
-
-def _least_devices(relaxation: Relaxation, asked: StagesAsked, stages: int | None) -> int:
-    """Fewer needn't be looked at: several stages on a device of their own are no faster than one,
-    where that isn't another number; but they may take less memory, of what an operation needs."""
-    return 2 if asked.straight and not relaxation.limited and stages is None else 1
 
 
 def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
@@ -234,8 +229,13 @@ class PlacedSearch:
         self.search, self.asked, self._pins = search, asked, pins
         self._counts, self._stages = counts, stages
         self.relaxation = search.relaxation.with_several_stages()
+        # Fewer needn't be looked at: several stages on a device of their own are no faster than
+        # one, where that may be; but they may take less memory, of what an operation needs.
+        one = asked.straight and stages is None and not any(stage for _, stage in pins)
+        self._least = 2 if one and not search.relaxation.limited else 1
         self.branches = [
-            placed_branches(self.relaxation, asked, v, counts, stages) for v in asked.per_device
+            placed_branches(self.relaxation, asked, v, counts, stages, self._least)
+            for v in asked.per_device
         ]
         self._counted: dict[tuple[int, Selection], Counted] = {}
 
@@ -274,11 +274,10 @@ class PlacedSearch:
         search, asked = self.search, self.asked
         open_end = asked.open_end and asked.patterns != ("v",)
         most = self._stages or self.relaxation.graph.most_stages
-        least = _least_devices(self.relaxation, asked, self._stages)
         for per_device, branches in zip(asked.per_device, self.branches, strict=True):
             before_s = search.period_s
             self._look(branches)
-            if open_end and least * (per_device + 1) > most:
+            if open_end and self._least * (per_device + 1) > most:
                 return True
             pays = search.best is None or search.period_s * SAME < before_s
             if not pays and self._stages is None:

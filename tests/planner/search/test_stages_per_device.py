@@ -109,6 +109,12 @@ def test_stages_that_are_asked_for_may_all_be_on_one_device():
     found = solve(chain(6), uniform_cluster(2, bandwidth="1kB/s"), **asked)
     assert {stage.devices for stage in found.stages} == {(0,)}
     assert found.solver.optimal
+    # A pin asks for stages, too.
+    slow, asked = uniform_cluster(2, bandwidth="1kB/s"), {"stages_per_device": None}
+    found = solve(chain(3), slow, micro_batches=1, pins=[("n2", 2)], **asked)
+    assert [stage.devices for stage in found.stages] == [(0,)] * 3
+    for placed in ([("n1", 1)], [("n1", 0), ("n2", 1)]):
+        assert solve(chain(3), uniform_cluster(1), "interleaved-1f1b", pins=placed).stages[1:]
 
 
 def test_placements_without_a_pinned_stage_are_left_out():
