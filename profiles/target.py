@@ -254,8 +254,7 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     inputs = sorted(inputs, key=lambda spec: spec.name is not None)
     head, _, tail = name.partition(":")
     if head in BUILT_IN:
-        task = BUILT_IN[head](tail or None)
-        return Target(name, task, task.model, ())
+        return _of_task(name, BUILT_IN[head](tail or None), inputs)
     if name.endswith(".onnx"):
         return _onnx(name, inputs)
     for spec in inputs:
@@ -276,7 +275,7 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
         found = hugging_face(found)
     made = task_of(name, found, has_inputs=bool(inputs))
     if made is not None:
-        return Target(name, made, made.model, ())
+        return _of_task(name, made, inputs)
     if not inputs:
         there = hooks_of(found)
         needed = "say what it takes with --input SHAPE:DTYPE for each input, like "
@@ -293,6 +292,15 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
             "that makes a model"
         )
     return Target(name, None, found, tuple(inputs))
+
+
+def _of_task(name: str, task: Task, inputs: Sequence[InputSpec]) -> Target:
+    """A task as a target. Raises TargetError where it is said what its model takes."""
+    if inputs:
+        raise TargetError(
+            f"{name}: is a task, whose data say what its model takes: leave --input out"
+        )
+    return Target(name, task, task.model, ())
 
 
 def _copied(name: str, model: nn.Module) -> nn.Module:

@@ -121,6 +121,13 @@ def test_a_model_may_have_something_of_a_task():
     assert isinstance(resolve(f"{TASKS}:make_model", inputs).model(), torch.nn.Module)
 
 
+@pytest.mark.parametrize("name", [f"{TASKS}:MLPTask", "vgg16"])
+def test_a_task_is_not_told_what_its_model_takes(name):
+    """It would go on with its data's own shapes, and the figures would be of those."""
+    with pytest.raises(TargetError, match=r"is a task, whose data say .*: leave --input out"):
+        resolve(name, [parse_input("3x32x32:float32")])
+
+
 def test_an_optional_hook_that_is_misspelt_gets_a_warning(plan, tmp_path):
     (line,) = misspelt_hooks(resolve(f"{TASKS}:Metric").task)
     assert line.startswith("the task has 'metric', which nothing calls: is metrics(output, target)")
