@@ -105,28 +105,21 @@ def root_of(found: Any) -> Any:
 
 def read_figure(name: str, found: Any, samples: int) -> tuple[float, float]:
     """Sum and weight of one of a task's figures for so many test samples. Raises TargetError."""
-    if name == "loss":
-        loss = read_loss(found)
-        pair: tuple[Any, Any] = loss.value, loss.weight
-    else:
-        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     value, weight = _as_number(pair[0]), _as_number(pair[1])
+    what = f"the task's {name if name == 'loss' else f'metric {name!r}'}"
     if value is None or (weight is None and pair[1] is not None):
-        raise TargetError(
-            f"the task's metric {name!r} must be a number, a mean over the samples, or (sum, "
-            "weight)"
-        )
+        raise TargetError(f"{what} must be one number: a mean over the samples, or (sum, weight)")
     if weight is not None and not 0 <= weight < math.inf:
-        raise TargetError(
-            f"the task's metric {name!r}: its weight is {weight:g}; it must be 0 or more"
-        )
+        raise TargetError(f"{what}: its weight is {weight:g}; it must be 0 or more")
     return (value * samples, samples) if weight is None else (value, weight)
 
 
 def _one_number(found: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise TargetError(
-            "the task's loss must give one number: a mean over the samples; or (sum, weight)"
+            "the task's loss must give one number as a tensor: a mean over the samples; or (sum, "
+            "weight)"
         )
     return found.reshape(())
 

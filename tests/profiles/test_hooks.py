@@ -287,6 +287,13 @@ def test_sums_in_place_of_means_get_a_warning(name, sums, large, plan, tmp_path,
     ]
 
 
+def test_a_loss_among_the_metrics_may_be_a_float(plan, tmp_path):
+    """It takes the place of the task's own in evaluations, as a tensor of that name does."""
+    summary = run(plan, RunSettings(task=f"{TASKS}:MetricsLoss", epochs=1), tmp_path, inline=True)
+    own = run(plan, RunSettings(task=f"{TASKS}:MLPTask", epochs=1), tmp_path / "own", inline=True)
+    assert summary.epochs[0].test["loss"] == pytest.approx(own.epochs[0].test["loss"] + 1)
+
+
 def test_a_trial_leaves_random_numbers_as_they_were(plan, mlp_target):
     prepared = prepare(plan, RunSettings(task=mlp_target, steps=2))
     before = torch.get_rng_state()

@@ -278,6 +278,13 @@ class MetricsOfEach(MLPTask):
         return {"error": (output - target).abs().mean(1)}
 
 
+class MetricsLoss(MLPTask):
+    """The loss among them, as a float: a habit of many loops."""
+
+    def metrics(self, output, target):
+        return {"loss": self.loss(output, target).item() + 1}
+
+
 class MetricsCount(MLPTask):
     """One figure is a count."""
 

@@ -324,7 +324,7 @@ def test_bad_targets_are_named(name, message, user_file):
     [
         ("breaks", ["3"], "mine.py:10: ValueError: bad luck"),
         ("wide", ["3"], "failed on its own inputs"),
-        ("Vector", [], "loss must give one number"),
+        ("Vector", [], "loss must be one number"),
         ("three", ["3"], "expected a task"),
         ("lazy", ["3"], "'0.weight' has no shape before the model's first call"),
         ("sparse", ["3"], "'0' has sparse gradients.*: make it with sparse=False"),
