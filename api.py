@@ -74,8 +74,8 @@ def profile(
         target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
             a profile that another planner published or a table of costs, which is imported with
             the batch sizes; or an object: a task, a model, a class or function that makes one.
-        batch_size: samples in a mini-batch; by default the largest micro-batch size, or those
-            of a batch of the task's DataLoader, or 64.
+        batch_size: samples in a mini-batch; by default those of a batch of the task's DataLoader,
+            or the largest micro-batch size, or 64.
         micro_batch_sizes: sizes to measure, in samples.
         device: "cpu", "cuda", or "meta" to reckon with a device `spec` without running.
         autocast: dtype of torch.autocast, "bfloat16" or "float16"; None: off.

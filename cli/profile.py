@@ -66,7 +66,8 @@ _options = options(
         click.option(
             "--batch-size",
             type=Whole(),
-            help="Samples in a mini-batch.  [default: its DataLoader's, or 64]",
+            help="Samples in a mini-batch.  [default: its DataLoader's, or the largest of "
+            "--micro-batch-sizes, or 64]",
         ),
         click.option(
             "--micro-batch-sizes",

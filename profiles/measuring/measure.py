@@ -86,8 +86,8 @@ def measure(
     """Profile a target in train mode.
 
     Args:
-        batch_size: samples in a mini-batch; by default the largest micro-batch size, or what the
-            target says.
+        batch_size: samples in a mini-batch; by default those of the target's DataLoader, or the
+            largest micro-batch size, or 64.
         micro_batch_sizes: sizes to measure; by default the mini-batch and its halves.
         platform: where; by default on the CPU.
         threads: torch's threads while measuring; a stage will run with as many.
@@ -107,7 +107,7 @@ def measure(
     """
     asked = None if micro_batch_sizes is None else _whole_numbers(micro_batch_sizes)
     if batch_size is None:
-        batch_size = max(asked) if asked else target.batch_size
+        batch_size = target.loader_batch_size or max(asked or [target.batch_size])
     batch_size, threads = whole(batch_size, "batch_size"), whole(threads, "threads")
     if asked and max(asked) > batch_size:
         raise UserError(
