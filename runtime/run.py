@@ -131,7 +131,9 @@ def resume(
     plan, settings = where.read()
     observer = observer or Observer()
     if rendezvous is None:
-        observer.starting("reading the checkpoint")
+        # One that is going on writes checkpoints, and removes them.
+        with alone(where.path):
+            observer.starting("reading the checkpoint")
     settings = check_settings(changed(settings, changes or {}))
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     return _run(where, plan, settings, observer, rendezvous, inline=inline)

@@ -67,6 +67,12 @@ def test_neither_a_new_run_nor_a_resumed_one(holder, mlp_profile, mlp_target, tm
     run(plan, settings, tmp_path, inline=True)
     with alone(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} on "):
         resume(tmp_path, steps=4, inline=True)
+    # Its checkpoints come and go, too.
+    (newest,) = (tmp_path / "checkpoints").iterdir()
+    (newest / "checkpoint.json").rename(tmp_path / "gone.json")
+    with alone(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} on "):
+        resume(tmp_path, steps=4, inline=True)
+    (tmp_path / "gone.json").rename(newest / "checkpoint.json")
     assert resume(tmp_path, steps=4, inline=True).mini_batches == 4
 
 
