@@ -322,6 +322,7 @@ def diagnose(
         return closest
     stage, missing = max(over, key=lambda item: item[1])
     names = closest.stages[stage].nodes
+    layers = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     needed = closest.prediction.stages[stage].memory_bytes
     would_do = f"What would do: {memory} bytes ({format_bytes(memory)}) on every device"
     count = fitting.fewest_devices()
@@ -330,10 +331,9 @@ def diagnose(
     elif fitting.more_devices_are_no_help:
         would_do += "; more such devices alone would not"
     return InfeasibleError(
-        f"{nothing}: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
-        f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on stage {stage} "
-        f"({names[0]} … {names[-1]}): it needs {format_bytes(needed)} of "
-        f"{format_bytes(needed - missing)}. {would_do}{_advice(search)}",
+        f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
+        f"({format_bytes(missing)}) on stage {stage} ({layers}): it needs {format_bytes(needed)} "
+        f"of {format_bytes(needed - missing)}. {would_do}{_advice(search)}",
         stage=stage,
         missing_bytes=missing,
     )
@@ -358,12 +358,17 @@ def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> Infeas
     device = cluster.devices[closest.stages[stage].devices[0]].name
     needed = closest.prediction.device_of(stage).memory_bytes
     return InfeasibleError(
-        f"{nothing}: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
-        f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on device {device!r}: its "
-        f"stages need {format_bytes(needed)} of {format_bytes(needed - missing)}{_smaller(search)}",
+        f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
+        f"({format_bytes(missing)}) on device {device!r}: its stages need "
+        f"{format_bytes(needed)} of {format_bytes(needed - missing)}{_smaller(search)}",
         stage=stage,
         missing_bytes=missing,
     )
+
+
+def _sizes(plan: Evaluation) -> str:
+    stages, parts = len(plan.stages), plan.micro_batches
+    return f"{stages} stage{'s' * (stages > 1)}, {parts} micro-batch{'es' * (parts > 1)}"
 
 
 def _pinned(pins: Pins) -> str:

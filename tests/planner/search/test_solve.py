@@ -162,6 +162,8 @@ def test_nothing_fits_names_the_stage_and_the_bytes():
     assert error.missing_bytes
     assert f"lacks {error.missing_bytes} bytes" in str(error)
     assert f"stage {error.stage}" in str(error)
+    with pytest.raises(InfeasibleError, match=r"the closest \(1 stage, 1 micro-batch\) lacks"):
+        solve(profile, uniform_cluster(1, "20KB"), micro_batches=1)
     # The word is true: with as much more, it fits; with one byte less than that, it doesn't.
     assert solve(profile, uniform_cluster(2, str(20_000 + error.missing_bytes)))
     with pytest.raises(InfeasibleError):
