@@ -13,7 +13,7 @@ from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_seconds
 from ..evaluate import Question, evaluate, gap_between, make_plan
 from ..partition.problem import SAME
-from ..plan import Plan, PlanStage, SolverReport, check_against_profile
+from ..plan import Plan, PlanEdge, PlanStage, SolverReport, check_against_profile
 from ..recordings.recording import stages_text
 
 
@@ -209,6 +209,8 @@ def _changes(old: Plan, new: Plan) -> list[str]:
         lines.append(f"v {was or 'not counted'} → {now}")
     if old.edges != new.edges:
         before, after = (", ".join(sorted({e.tensor for e in p.edges})) for p in (old, new))
+        if before == after:
+            before, after = _apart(old.edges, new.edges), _apart(new.edges, old.edges)
         lines.append(f"edges {before or 'none'} → {after or 'none'}")
     if new.solver.bound_s < old.solver.bound_s:
         before, after = (format_seconds(p.solver.bound_s) for p in (old, new))
@@ -217,6 +219,15 @@ def _changes(old: Plan, new: Plan) -> list[str]:
     elif _found_was_edited(old.solver):
         lines.append(f"solver: {_not_proven(old, new)}")
     return lines
+
+
+def _apart(edges: Sequence[PlanEdge], others: Sequence[PlanEdge]) -> str:
+    """The edges that aren't among the others, in words."""
+    return ", ".join(
+        f"{e.tensor} ({format_bytes(e.bytes_per_micro_batch)} from stage {e.source} to {e.target})"
+        for e in edges
+        if e not in others
+    )
 
 
 def _same_question(one: str | msgspec.UnsetType, other: str | msgspec.UnsetType) -> bool:

@@ -316,6 +316,18 @@ def test_recheck_makes_an_edited_plan_whole_again(tmp_path):
     assert found.plan.solver.gap == pytest.approx(0.5)
     assert not recheck(found.plan, profile).changes
 
+    def finer(data):
+        data["micro_batches"] *= 2
+
+    # The same tensors cross, of fewer samples.
+    more = recheck(read_plan(edited(found.plan, tmp_path / "finer.json", finer)), profile)
+    (line,) = (line for line in more.changes if line.startswith("edges"))
+    (was,), (now,) = found.plan.edges, more.plan.edges
+    assert line == (
+        f"edges t0 ({was.bytes_per_micro_batch} B from stage 0 to 1) → "
+        f"t0 ({now.bytes_per_micro_batch} B from stage 0 to 1)"
+    )
+
     def backwards(data):
         data["stages"][0]["nodes"] = ["n0", "n2"]
         data["stages"][1]["nodes"] = ["n1", "n3"]
