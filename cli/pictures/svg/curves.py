@@ -224,7 +224,8 @@ class _CurvePanel:
 
 
 def _linear_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    step = steps(high - low, 4)
+    # Two lie between them at the least: one number is no scale.
+    step = steps(high - low, 5)
     values = [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return [(value, tick_text(value, step)) for value in values]
 

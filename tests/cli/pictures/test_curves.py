@@ -196,6 +196,14 @@ def test_numbers_stand_beside_every_axis(values):
     assert "nan" not in svg
 
 
+@pytest.mark.parametrize("high", [0.95, 0.99, 1.0, 1.15, 1.9, 3.9, 7.9])
+def test_a_scale_has_two_numbers_at_the_least(high):
+    points = (CurvePoint(1, 1.0, 1.0, 0.13), CurvePoint(2, 2.0, 2.0, high))
+    svg = curves_svg([RunCurve("a", "gpipe", "test accuracy", points)], ("epochs",), 300)
+    upright = re.findall(r'<text x="27.5"[^>]*>[\d.]+<', svg)
+    assert len(upright) >= 2
+
+
 def test_files_are_what_their_names_say(tmp_path):
     curves = curves_of(figures(), 2)
     paths = [str(tmp_path / f"curves.{end}") for end in ("svg", "csv", "pdf")]
