@@ -123,6 +123,18 @@ def test_numbers_are_those_of_the_plan(opened, plan):
     assert sum(parts) == 2 * sum(stage.memory_bytes for stage in plan.predicted.stages)
 
 
+def test_limits_that_differ_are_not_told_as_one(browser, plan, tmp_path):
+    first, *rest = plan.cluster.devices
+    large = [msgspec.structs.replace(d, memory_bytes=2**31) for d in rest]
+    devices = (msgspec.structs.replace(first, memory_bytes=2**30), *large)
+    cluster = msgspec.structs.replace(plan.cluster, devices=devices)
+    plans_report({"p": msgspec.structs.replace(plan, cluster=cluster)}, str(tmp_path / "p.html"))
+    watched = Watched(browser.new_page())
+    told = watched.open(tmp_path / "p.html").locator("#bytes .lead").inner_text()
+    assert "The limits, 1.0 GiB and more, lie far to the right" in told
+    watched.page.context.close()
+
+
 def test_the_cut_shows_every_layer_and_what_crosses(opened, plan):
     cards = opened.locator("#graph .card")
     for s, stage in enumerate(plan.stages):

@@ -218,7 +218,9 @@
       host.append(
         TP.el("p", { class: "lead" }, `At each ${one}'s fullest moment, on the replica that holds most.`,
           view.plan.placement ? " It isn't the sum of its stages' peaks: those come at other moments." : "",
-          Number.isFinite(least) && !shown ? ` The limit, ${TP.bytes(least)}, lies far to the right of these bars.` : ""),
+          Number.isFinite(least) && !shown ? limits.every((limit) => limit === least)
+            ? ` The limit, ${TP.bytes(least)}, lies far to the right of these bars.`
+            : ` The limits, ${TP.bytes(least)} and more, lie far to the right of these bars.` : ""),
         TP.memoryLegend(KINDS.filter((kind) => stages.some((stage) => stage.memory[`${kind}_bytes`])), shown),
         TP.el("div", { class: "bars", tabindex: stages.length > 24 ? "0" : null, role: "group", "aria-label": `Bytes of each ${one}` },
           stages.map((stage, s) => TP.el("div", { class: "bar-row" },
