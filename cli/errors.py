@@ -173,6 +173,14 @@ def _printed() -> Iterator[None]:
             _give_up(sys.stderr)
 
 
+def _open_closed() -> None:
+    """Have whatever is read and written go nowhere where the caller has closed stdin, stdout or
+    stderr, in whose place the next file that is opened would stand."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def _give_up(stream: TextIO) -> None:
     """Discard what a stream still holds, so that the interpreter ends without an error."""
     with suppress(OSError):
@@ -241,6 +249,10 @@ class OneLineCommand(click.Command):
         **extra: Any,
     ) -> Any:
         """As click's, which prints the usage and a hint besides."""
+        _open_closed()
+        if os.environ.get("COLUMNS") == "0":
+            # Said by shells without a terminal; nothing at all would be printed.
+            del os.environ["COLUMNS"]
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A file's name, or a layer's, may not be text in the terminal's encoding.
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 import weakref
+from importlib import import_module
 from importlib.metadata import entry_points
 
 import pytest
+from click.testing import CliRunner
+from helpers.output.commands import called
+from helpers.plans import chain_plan
 from timeprest import cli
 from timeprest.cli.errors import errors_as_lines
+from timeprest.profiles.files import write_file
 
 
 class Tensor:
@@ -69,3 +75,21 @@ def test_commands_are_those_that_are_installed(monkeypatch, capsys, name):
         script.load()()
     assert ended.value.code == 0
     assert f"tp-{name} [OPTIONS]" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_terminal_without_columns_has_some(tmp_path):
+    """Shells without a terminal say COLUMNS=0, where rich prints nothing at all."""
+    plan = tmp_path / "plan.json"
+    write_file(plan, chain_plan("gpipe", 2))
+    runner, words = CliRunner(), ["show", str(plan)]
+    found = runner.invoke(import_module("timeprest.cli.plan").main, words, env={"COLUMNS": "0"})
+    assert found.output == called("tp-plan", *words)
+    assert found.output
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_errors(closed, tmp_path):
+    """As daemons and some schedulers start commands."""
+    line = f'exec "$0" -m timeprest.cli.plan --help {closed}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, check=True)
+    assert done.stderr == b""
