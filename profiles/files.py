@@ -337,7 +337,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
                 raise FileError(
                     f"{path}: isn't overwritten: give a new or empty folder, or remove it first"
                 )
-            check_writable(path / "file")
+            if not path.is_dir():
+                check_writable(path)
             absolute = Path(os.path.abspath(path))
             absolute.parent.mkdir(parents=True, exist_ok=True)
             temporary = tempfile.mkdtemp(prefix=f".{absolute.name}.", dir=absolute.parent)

@@ -155,6 +155,8 @@ def test_nothing_is_written_over(trained, tmp_path):
             export(where, output, to="dcp")
     with pytest.raises(FileError, match="belongs to the run"):
         export(where, where / "checkpoints" / "model", to="dcp")
+    with pytest.raises(FileError, match=r"/file/model: can't be written: .*/file isn't a folder"):
+        export(where, tmp_path / "file" / "model", to="dcp")
     (tmp_path / "empty").mkdir()
     export(where, tmp_path / "empty", to="dcp")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full"]
