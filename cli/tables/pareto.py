@@ -51,9 +51,9 @@ def comparison(
     ]
     table = fitted("the best plan of each system", words("system", plans, 12), columns, width)
     note = Text(
-        "●: on the Pareto front. *: the best. S: stages. N: micro-batches. memory, ver, d: of the "
-        "stage with most. v: mini-batches from one to the next of the same sequence of updates. "
-        "idle: of the busiest stage.",
+        "●: on the Pareto front of period, memory and d. *: the best. S: stages. N: micro-batches. "
+        "memory, ver, d: of the stage with most. v: mini-batches from one to the next of the same "
+        "sequence of updates. idle: of the busiest stage.",
         style="dim",
     )
     return Group(table, note, *_why(failed))
