@@ -161,7 +161,7 @@ def check_memory(modules: Iterable[nn.Module]) -> None:
     """Raise TargetError where a trained parameter has memory in common with another tensor of the
     model, which doesn't follow where a stage runs on other versions of its parameters.
 
-    Parameters may be views of one tensor, side by side, and of each other as a whole.
+    Parameters may be views of one tensor, side by side, and trained ones of each other as a whole.
 
     Args:
         modules: the model, and its pieces, which may have tensors that they found in its lists.
@@ -177,9 +177,11 @@ def check_memory(modules: Iterable[nn.Module]) -> None:
     for named_tensors in sharing.values():
         names, tensors = zip(*named_tensors.values(), strict=True)
         there = storage_bytes(tensors[0])
-        tied = all(isinstance(t, nn.Parameter) and t.nbytes == there for t in tensors)
-        trained = any(t.requires_grad for t in tensors)
-        if trained and not tied and sum(t.nbytes for t in tensors) > there:
+        whole = all(isinstance(t, nn.Parameter) and t.nbytes == there for t in tensors)
+        trained = {t.requires_grad for t in tensors}
+        # One that isn't trained has no versions beside the trained one's.
+        tied = whole and len(trained) == 1
+        if any(trained) and not tied and sum(t.nbytes for t in tensors) > there:
             raise TargetError(
                 f"the model's {shorten(', '.join(names), 120, placeholder=' …')} have memory in "
                 "common, and systems that don't flush have other versions of parameters alone: "

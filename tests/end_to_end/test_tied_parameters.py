@@ -99,6 +99,10 @@ def test_parameters_lie_side_by_side_and_in_no_other_tensor():
         check_memory([two_views(flat[:3], flat[1:])])
     tied = two_views(flat, flat)
     check_memory([tied])
+    tied.two.requires_grad_(False)
+    with pytest.raises(TargetError, match="model's one, two have memory in common"):
+        check_memory([tied])
+    tied.two.requires_grad_(True)
     tied.flat = flat
     with pytest.raises(TargetError, match="model's flat, one, two have memory in common"):
         check_memory([tied])
