@@ -171,7 +171,7 @@ def _guesses(
                 expected_s = min(expected_s, found[-1].expected_s)
             if is_late(until):
                 break
-        if is_late(until) and found:
+        if is_late(until) and (found or search.budget.is_late):
             break
     return found
 

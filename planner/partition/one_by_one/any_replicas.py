@@ -63,10 +63,11 @@ def least_kept_period(
         None where nothing keeps to any.
     """
     search = _AnyReplicas(problem, lattice, micro_batches, flushes)
-    low, high, best = search.least, below_s / micro_batches, None
+    low, high, best, longest = search.least, below_s / micro_batches, None, None
     if not isfinite(high):
         high = search.most
-        if search.under(high) is None:
+        longest = search.under(high)
+        if longest is None:
             return None
     while high > low * _CLOSE:
         target = (low * high) ** 0.5 if best else min(low * _WIDER, high)
@@ -79,7 +80,7 @@ def least_kept_period(
             high = target
             if best is None or found.period_s < best.period_s:
                 best = found
-    return best
+    return best or longest
 
 
 class _AnyReplicas:

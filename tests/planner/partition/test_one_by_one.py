@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from helpers.by_hand.profiles import profile_by_hand
+from helpers.by_hand.profiles import chain, profile_by_hand
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.dp.lattice import find_downsets
@@ -18,7 +18,7 @@ from timeprest.planner.search import first_plans
 from timeprest.planner.search.choices import Branch, Freedom, choice_of, in_flight_under
 from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.relaxation import Relaxation
-from timeprest.planner.search.solve import solve
+from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import SearchState
 
 SYSTEMS = "pipedream-flush", "pipedream-2bw"
@@ -71,6 +71,29 @@ def test_stages_with_different_replicas_keep_to_the_period(seed, system):
         stages = [question.costs.stage((f"n{k}",), 1, False) for k in range(7)]
         work_s = sum(stage.forward_s + stage.backward_s for stage in stages)
         assert found.period_s >= work_s * MICRO_BATCHES / len(question.cluster.devices)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_once_time_is_up_a_cut_that_fits_will_do(system):
+    question = drawn_question(3, system, 5)
+    _, problem, lattice = guess_of(question)
+    asked = {"micro_batches": MICRO_BATCHES, "flushes": question.system.flushes}
+    late = least_kept_period(problem, lattice, deadline=0.0, **asked)
+    best = least_kept_period(problem, lattice, **asked)
+    assert best.period_s <= late.period_s < float("inf")
+    assert period_of(question, problem, late.cut) <= late.period_s * (1 + 1e-6)
+
+
+def test_first_guesses_end_when_time_is_up(monkeypatch):
+    question = Question(chain(4), uniform_cluster(5, "600B"), "pipedream-flush", 4, 1.0)
+    guessed = []
+    monkeypatch.setattr(SearchState, "large", True)
+    monkeypatch.setattr(first_plans, "_in_blocks", lambda *given, **_: guessed.append(given))
+    request = SearchRequest(replicas=True, time_limit_s=0.0)
+    search = explore(question, request, lambda *_: None)
+    assert len(search.branches) > 1
+    assert not first_plans._guesses(search, 3, 0.0, None)
+    assert len(guessed) == 1
 
 
 @pytest.mark.filterwarnings("error")
