@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -84,8 +85,9 @@ def placed_branches(
             for size in sorted(
                 {number * per_device, 2 * number - (per_device == 2 and name == "v")}
             )
+            if size <= most and stages in (None, size)
             for placement in placements(name, size, number)
-            if _has(placement, per_device, variant) and size <= most and stages in (None, size)
+            if _has(placement, per_device, variant)
         }
         subsets = _subsets(cluster, number)[0] if placed else ()
         for placement in placed:
@@ -104,7 +106,7 @@ def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
     devices = max(placement) + 1
     if variant.placement == "v" and (len(placement) != 2 * devices or devices == 1):
         return False
-    return max(placement.count(d) for d in range(devices)) == per_device
+    return max(Counter(placement).values()) == per_device
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from timeprest.planner.search import solve as solve_module
 from timeprest.planner.search import stages_per_device
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
-from timeprest.planner.systems.placement import pattern_of
+from timeprest.planner.systems.placement import pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
@@ -99,6 +99,22 @@ def test_a_pin_to_a_stage_that_only_placements_have(system, asked):
     assert "n4" in found.stages[3].nodes
     with pytest.raises(PlanError, match=r"--pin n4=9: there are \d stages at most"):
         solve(chain(6), uniform_cluster(2), system, pins=[("n4", 9)], **asked)
+
+
+def test_no_placements_are_made_that_the_model_has_too_few_layers_for(monkeypatch):
+    """Of hundreds of devices that took longer than the search may."""
+    sizes = []
+
+    def made(name, size, number):
+        sizes.append(size)
+        return placements(name, size, number)
+
+    monkeypatch.setattr(stages_per_device, "placements", made)
+    found = small(stages=4)
+    assert set(sizes) == {4}
+    assert len(found.stages) == 4
+    solve(chain(6), uniform_cluster(9), stages_per_device=2, time_limit_s=1.0)
+    assert max(sizes) == 6
 
 
 def test_stages_that_are_asked_for_may_all_be_on_one_device():
