@@ -10,7 +10,7 @@ from ...planner.exports.export import ENGINES, EngineName, exported
 from ...planner.exports.torch_pipelining import ModelFacts
 from ...planner.plan import Plan, read_plan
 from ...profiles.files import new_folder, write_bytes
-from ..errors import errors_as_lines, output, print_json
+from ..errors import errors_as_lines, naming, output, print_json
 from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, FolderName
@@ -49,7 +49,8 @@ def export_plan(
     What the engine can't express is refused.
     """
     plan = read_plan(plan_path)
-    written, notes = write_export(plan, engine, folder)
+    with naming(plan_path):
+        written, notes = write_export(plan, engine, folder)
     if as_json:
         print_json({"engine": engine, "files": written})
     elif not quiet:

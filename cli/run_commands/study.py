@@ -15,7 +15,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_outputs
 from ...runtime.processes.locks import check_system
 from ...runtime.settings import settings_of
-from ..errors import Stopped, errors_as_lines, output, print_json
+from ..errors import Stopped, errors_as_lines, naming, output, print_json
 from ..options import (
     CONTEXT,
     choice,
@@ -194,7 +194,8 @@ def study(
         from ...runtime.verify.dry_run import usable_cores
 
         bar.doing("looking at the task")
-        due = prospect(plans, plan_paths, settings, StudyChoices(**chosen))
+        with naming(plan_paths[0]):
+            due = prospect(plans, plan_paths, settings, StudyChoices(**chosen))
         try:
             found = conduct(due, folder, jobs or usable_cores(), bar, timeout_s)
         except KeyboardInterrupt:

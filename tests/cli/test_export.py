@@ -67,6 +67,18 @@ def test_what_a_note_repeats_may_have_braces(folder):
     assert "couldn't be looked at ({a}.py" in " ".join(said.split())
 
 
+def test_errors_about_a_plan_name_its_file(folder):
+    plan = chain_plan("pipedream-flush")
+    own = msgspec.structs.replace(plan.profile, front_end="table", target="costs.csv")
+    write_file("other.json", msgspec.structs.replace(plan, profile=own))
+    assert "other.json: was made from a table of costs" in call(
+        *("export", "other.json", "--to", "torch", "-o", "out"), code=2
+    )
+    assert "other.json: was made from a table of costs" in called(
+        *("tp-run", "study", "other.json", "--steps", "2"), code=2
+    )
+
+
 def test_it_is_quiet_and_json(folder):
     assert call("export", "plan.json", "--to", "torchtitan", "-o", "a", "-q") == ""
     found = json.loads(call("export", "plan.json", "--to", "torchtitan", "-o", "b", "--json"))
