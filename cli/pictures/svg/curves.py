@@ -15,6 +15,9 @@ from .svg import INK, Drawing, number, text_width
 _HEIGHT, _GAP, _LEFT = 92.0, 18.0, 30.0
 """Of a panel, between two, and for the numbers of its vertical axis; in points."""
 
+_MOST_DIGITS = 7
+"""Of a number beside the vertical axis; longer ones have an exponent."""
+
 _MOST_POINTS = 160
 """Of a curve; of more, means are drawn."""
 
@@ -189,7 +192,7 @@ class _CurvePanel:
             found = [d * 10.0**k for k in decades for d in digits]
             found = [v for v in found if self.low <= math.log10(v) <= self.high]
             if len(found) >= 3:
-                return [(value, f"{value:.12g}") for value in _apart(found, self.y_of)]
+                return [(value, f"{value:.{_MOST_DIGITS}g}") for value in _apart(found, self.y_of)]
         # Less than a third of a decade: as far apart as on a linear scale.
         return _linear_ticks(10**self.low, 10**self.high)
 
@@ -227,7 +230,10 @@ def _linear_ticks(low: float, high: float) -> list[tuple[float, str]]:
     # Two lie between them at the least: one number is no scale.
     step = steps(high - low, 5)
     values = [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return [(value, tick_text(value, step)) for value in values]
+    texts = [tick_text(value, step) for value in values]
+    if max(map(len, texts), default=0) > _MOST_DIGITS + 2:
+        texts = [f"{value:g}" for value in values]
+    return list(zip(values, texts, strict=True))
 
 
 def _apart(values: Sequence[float], y_of: Callable[[float], float]) -> list[float]:

@@ -196,6 +196,15 @@ def test_numbers_stand_beside_every_axis(values):
     assert "nan" not in svg
 
 
+@pytest.mark.parametrize(("quantity", "least"), [(TRAINING, 0.7), ("test accuracy", -3e10)])
+def test_what_blows_up_has_numbers_that_fit(quantity, least):
+    points = (CurvePoint(1, 1.0, 1.0, least), CurvePoint(2, 2.0, 2.0, 6e10))
+    svg = curves_svg([RunCurve("a", "gpipe", quantity, points)], ("epochs",), 300)
+    upright = re.findall(r'<text x="27.5"[^>]*>([^<]+)<', svg)
+    assert len(upright) > 2
+    assert max(map(len, upright)) <= 7
+
+
 @pytest.mark.parametrize("high", [0.95, 0.99, 1.0, 1.15, 1.9, 3.9, 7.9])
 def test_a_scale_has_two_numbers_at_the_least(high):
     points = (CurvePoint(1, 1.0, 1.0, 0.13), CurvePoint(2, 2.0, 2.0, high))

@@ -121,12 +121,14 @@
     if (x0) [left, right] = [Math.min(0, extent(xs)[0]), extent(xs)[1] * (named ? 1.06 : 1)];
     const X = scale(left, right, LEFT, WIDTH - RIGHT, 6, logX);
     const Y = scale(low, high, HEIGHT - BOTTOM, TOP, 5, log);
+    // What blows up would have numbers that the axis has no room for.
+    const yTick = (v) => yText(v).length > 9 ? v.toExponential() : yText(v);
     const inside = (v) => Math.min(Math.max(v, TOP), HEIGHT - BOTTOM);
     const svg = TP.el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", class: "lines",
       "aria-label": `${title}: ${series.map((one) => one.name).join(", ")}; the numbers are in the table below` });
     for (const v of Y.ticks) svg.append(
       TP.el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: Y.place(v), y2: Y.place(v) }),
-      TP.el("text", { class: "tick", x: LEFT - 6, y: Y.place(v) + 4, "text-anchor": "end" }, yText(v)));
+      TP.el("text", { class: "tick", x: LEFT - 6, y: Y.place(v) + 4, "text-anchor": "end" }, yTick(v)));
     for (const v of X.ticks) svg.append(
       TP.el("line", { class: "grid", x1: X.place(v), x2: X.place(v), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4 }),
       TP.el("text", { class: "tick", x: X.place(v), y: HEIGHT - BOTTOM + 17, "text-anchor": "middle" }, xText(v)));
