@@ -27,7 +27,7 @@ from ..pictures.curves import (
     target_figures,
 )
 from ..pictures.svg.options import width_option, write_curves, write_run_figure
-from ..tables.layout import compact_table, counted
+from ..tables.layout import beside_predicted, compact_table, counted, fitted, fixed
 from ..tables.names import names_by_system, names_of_paths
 
 if TYPE_CHECKING:
@@ -210,34 +210,43 @@ def print_run(console: Console, run: RunFacts) -> None:
 
     plan, figures = run.plan, run_figures(run)
     loading = any(t is not None and takes_long(t.loading_share) for t in run.times)
-    table = compact_table(
+    workers = figures["workers"]
+    predicted = [worker["per_mini_batch"]["predicted"] for worker in workers]
+    measured = [w["per_mini_batch"]["measured"] or dict.fromkeys(predicted[0]) for w in workers]
+    peaks = [worker["memory"]["measured"] for worker in workers]
+    accounted = [plan.predicted.device_of(w["stage"]).accounted_memory for w in workers]
+    held = [worker["versions_held"] for worker in workers]
+
+    def took(key: str) -> list[str]:
+        return [_or_dash(times[key], format_seconds) for times in measured]
+
+    columns = [
+        beside_predicted(
+            "compute", took("compute_s"), [format_seconds(t["compute_s"]) for t in predicted]
+        ),
+        fixed("comm.", took("communication_s")),
+        *[fixed("loading", took("loading_s"))] * loading,
+        beside_predicted(
+            "idle",
+            [_or_dash(worker["idle_share"], "{:.0%}".format) for worker in workers],
+            [f"{worker['idle_share_predicted']:.0%}" for worker in workers],
+        ),
+        beside_predicted(
+            "memory",
+            [_or_dash(peak and sum(peak), format_bytes) for peak in peaks],
+            [format_bytes(each.total) for each in accounted],
+        ),
+        fixed(
+            "versions",
+            ["-" if h["measured"] is None else f"{h['measured']} ({h['predicted']})" for h in held],
+        ),
+    ]
+    title = (
         f"{run.name}: {run.settings.task} with {plan.variant}, "
-        f"{counted(figures['mini_batches'], 'mini-batch')}" + ", inline" * run.inline,
-        ["worker"],
-        [
-            *("compute", "(pred.)", "comm.", *["loading"] * loading, "idle", "(pred.)"),
-            *("memory", "(pred.)", "versions"),
-        ],
+        f"{counted(figures['mini_batches'], 'mini-batch')}" + ", inline" * run.inline
     )
-    for worker in figures["workers"]:
-        predicted = worker["per_mini_batch"]["predicted"]
-        times = worker["per_mini_batch"]["measured"] or dict.fromkeys(predicted)
-        idle, peak = worker["idle_share"], worker["memory"]["measured"]
-        accounted = plan.predicted.device_of(worker["stage"]).accounted_memory
-        held = worker["versions_held"]
-        table.add_row(
-            worker["name"],
-            _or_dash(times["compute_s"], format_seconds),
-            format_seconds(predicted["compute_s"]),
-            _or_dash(times["communication_s"], format_seconds),
-            *[_or_dash(times["loading_s"], format_seconds)] * loading,
-            _or_dash(idle, "{:.0%}".format),
-            f"{worker['idle_share_predicted']:.0%}",
-            _or_dash(peak and sum(peak), format_bytes),
-            format_bytes(accounted.total),
-            "-" if held["measured"] is None else f"{held['measured']} ({held['predicted']})",
-        )
-    console.print(table)
+    names = fixed("worker", [worker["name"] for worker in workers], left=True)
+    console.print(fitted(title, names, columns, console.width))
     of = "all training"
     if run.measured is not None and not run.epochs:
         begin, count = figures["recorded"]["first_mini_batch"], figures["recorded"]["mini_batches"]

@@ -65,7 +65,7 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
         print_json(summary)
     elif not quiet:
         console = output()
-        console.print(summary_table(plan, summary))
+        console.print(summary_table(plan, summary, console.width))
         for line in summary_lines(plan, summary):
             console.print(line)
         console.print(f"weights, metrics and summary are in {where}")

@@ -146,6 +146,14 @@ def fixed(name: str, cells: Iterable[Cell], *, left: bool = False) -> Column:
     return Column(name, width, width, lambda _: texts, left)
 
 
+def beside_predicted(name: str, cells: Iterable[str], predicted: Iterable[str]) -> Column:
+    """Measured figures with the predicted ones, which stay beside them."""
+    pairs = [(name, "(pred.)"), *zip(cells, predicted, strict=True)]
+    one, two = (max(map(cell_len, side)) for side in zip(*pairs, strict=True))
+    head, *texts = [f"{a:>{one}}  {b:>{two}}" for a, b in pairs]
+    return fixed(head, texts)
+
+
 def words(name: str, cells: Iterable[str], least: int = 8) -> Column:
     """A column of names, cut short in the middle where they must be."""
     texts = [printable(cell) for cell in cells]

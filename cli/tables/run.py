@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from ...planner.plan import Plan
 from ...profiles.units import format_bytes, format_seconds
 from ...runtime.records.callbacks import EvaluationDone
 from ...runtime.records.metrics import EpochRecord, RunSummary, StageReport
-from .layout import compact_table, counted
+from .layout import beside_predicted, counted, fitted, fixed
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -35,37 +35,38 @@ def _figures(test: Mapping[str, float]) -> str:
     )
 
 
-def summary_table(plan: Plan, summary: RunSummary) -> Table:
+def summary_table(plan: Plan, summary: RunSummary, width: int) -> Group:
     """One row per stage's replica: measured beside predicted; idle time, peak and RSS are its
     worker's."""
-    loading = any(r.wall_s and takes_long(r.loading_s / r.wall_s) for r in summary.stages)
-    table = compact_table(
-        f"{summary.variant}, {_workers(plan)}, {summary.mode}",
-        ["stage"],
-        [
-            *("compute", "comm.", *["loading"] * loading, "idle", "(pred.)"),
-            *("peak", "(pred.)", "RSS", "versions", "(pred.)"),
-        ],
-    )
-    for report in summary.stages:
-        predicted = plan.predicted.device_of(report.stage)
-        # What the runtime can't see (scratch memory inside operations) isn't compared.
-        accounted = predicted.accounted_memory.total
-        versions = plan.predicted.stages[report.stage].versions_held
-        table.add_row(
-            _which(plan, report),
-            format_seconds(report.compute_s),
-            format_seconds(report.communication_s),
-            *[format_seconds(report.loading_s)] * loading,
-            "-" if report.idle_share is None else f"{report.idle_share:.0%}",
-            f"{predicted.idle_share:.0%}",
-            format_bytes(report.peak.total) if report.peak else "-",
-            format_bytes(accounted),
-            format_bytes(report.rss_peak_bytes),
-            str(report.versions_held),
-            str(versions),
-        )
-    return table
+    found = summary.stages
+    loading = any(r.wall_s and takes_long(r.loading_s / r.wall_s) for r in found)
+    predicted = [plan.predicted.device_of(r.stage) for r in found]
+    # What the runtime can't see (scratch memory inside operations) isn't compared.
+    accounted = [each.accounted_memory.total for each in predicted]
+    columns = [
+        fixed("compute", [format_seconds(r.compute_s) for r in found]),
+        fixed("comm.", [format_seconds(r.communication_s) for r in found]),
+        *[fixed("loading", [format_seconds(r.loading_s) for r in found])] * loading,
+        beside_predicted(
+            "idle",
+            ["-" if r.idle_share is None else f"{r.idle_share:.0%}" for r in found],
+            [f"{each.idle_share:.0%}" for each in predicted],
+        ),
+        beside_predicted(
+            "peak",
+            [format_bytes(r.peak.total) if r.peak else "-" for r in found],
+            map(format_bytes, accounted),
+        ),
+        fixed("RSS", [format_bytes(r.rss_peak_bytes) for r in found]),
+        beside_predicted(
+            "versions",
+            [str(r.versions_held) for r in found],
+            [str(plan.predicted.stages[r.stage].versions_held) for r in found],
+        ),
+    ]
+    title = f"{summary.variant}, {_workers(plan)}, {summary.mode}"
+    stages = fixed("stage", [_which(plan, r) for r in found], left=True)
+    return fitted(title, stages, columns, width)
 
 
 def takes_long(share: float) -> bool:

@@ -269,7 +269,7 @@ def test_idle_has_one_answer(processes, tmp_path):
     plan, _ = RunDir(processes).read()
     ended = decode((processes / "summary.json").read_bytes(), RunSummary)
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(summary_table(plan, ended))
+    console.print(summary_table(plan, ended, console.width))
     rows = [line for line in console.export_text().splitlines() if re.match(r"\d", line)]
     summary = [p for row in rows for p in percents(row)]
     assert len(summary) == 4
@@ -284,6 +284,22 @@ def test_idle_has_one_answer(processes, tmp_path):
         rest -= report_of.loading_s
         assert report_of.idle_share == pytest.approx(rest / report_of.wall_s, abs=1e-9)
     assert sum(report_of.wall_s for report_of in ended.stages) > 0
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+def test_figures_that_dont_fit_stand_below(runs, width):
+    """Each beside its worker and its prediction, and none cut short."""
+    where = runs / "two"
+    plan, _ = RunDir(where).read()
+    console = Console(width=width, record=True, file=io.StringIO())
+    summary = decode((where / "summary.json").read_bytes(), RunSummary)
+    console.print(summary_table(plan, summary, width))
+    said = console.export_text() + invoke(where, width=width)
+    assert "…" not in said
+    heads = [line for line in said.splitlines() if line.startswith(("stage ", "worker "))]
+    for figure in ("compute", "idle", "memory", "peak", "RSS"):
+        assert any(figure in line for line in heads)
+    assert not any(re.match(r"\w+ +\(pred", line) for line in heads)
 
 
 def test_an_inline_run_says_nothing_about_idle(runs, tmp_path):

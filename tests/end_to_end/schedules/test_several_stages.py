@@ -393,6 +393,6 @@ def test_a_report_has_a_row_for_each_worker(mlp_profile, mlp_target, tmp_path):
         }
     (of_plan,) = page_data([facts])["plans"]
     assert of_plan["placement"] == "v"
-    table = summary_table(plan, summary)
+    title, table = summary_table(plan, summary, 200).renderables
     assert table.row_count == 4
-    assert table.title == "timeprest, 4 stages on 2 workers, inline"
+    assert str(title) == "timeprest, 4 stages on 2 workers, inline"
