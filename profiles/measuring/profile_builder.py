@@ -171,16 +171,17 @@ def _has_weights(bench: Bench, k: int) -> bool:
 
 
 def _layers(bench: Bench) -> tuple[Layer, ...]:
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     saved = bench.cases[-1].saved
     hidden = {id(p) for p in hidden_matrices(bench.traced, bench.model)}
     layers = []
     for k, nodes in enumerate(bench.traced.layers):
         sizes = dict.fromkeys(("parameter", "buffer", "frozen", "matrix"), 0)
         for tensor in state_of_layer(bench.traced, nodes).values():
-            # Tied tensors count once, where they are used first.
-            if storage_key(tensor) not in seen:
-                seen.add(storage_key(tensor))
+            # Tied tensors count once, where they are used first; those side by side in one, each.
+            place = storage_key(tensor), tensor.storage_offset()
+            if place not in seen:
+                seen.add(place)
                 trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
                 sizes["parameter" if trained else "buffer"] += tensor.nbytes
                 if is_frozen(tensor):

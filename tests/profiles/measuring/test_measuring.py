@@ -294,3 +294,28 @@ def test_targets_are_placed_whatever_container_they_are_in():
     assert placed["labels"].is_meta
     assert placed["boxes"][0].corners.is_meta
     assert placed["boxes"][0].names == ("a", "b")
+
+
+class SideBySide:
+    """Parameters of a layer that are views of one tensor."""
+
+    def model(self):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        for layer in net:
+            flat = torch.nn.utils.parameters_to_vector(layer.parameters()).detach()
+            torch.nn.utils.vector_to_parameters(flat, layer.parameters())
+        return net
+
+    def data(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(4, 4), torch.zeros(4, 4))
+
+    def loss(self, output, target):
+        return torch.nn.functional.mse_loss(output, target)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_parameters_that_are_views_of_one_tensor_count_each():
+    profile = measure(resolve(f"{__file__}:SideBySide"), batch_size=4, seconds=0)
+    assert [layer.parameter_bytes for layer in profile.layers] == [80, 80]
