@@ -179,7 +179,7 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
         sizes = dict.fromkeys(("parameter", "buffer", "frozen", "matrix"), 0)
         for tensor in state_of_layer(bench.traced, nodes).values():
             # Tied tensors count once, where they are used first; those side by side in one, each.
-            place = storage_key(tensor), tensor.storage_offset()
+            place = storage_key(tensor), int(tensor.storage_offset())
             if place not in seen:
                 seen.add(place)
                 trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad

@@ -64,8 +64,13 @@ def alone(path: Path, token: str = "") -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.ftruncate(file, 0)
             os.write(file, f"{_myself()} {token}".encode())
-        _wait_for_orphans(path)
-        yield
+        try:
+            _wait_for_orphans(path)
+            yield
+        finally:
+            # What was forked meanwhile (workers that load samples) may not have ended yet.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager

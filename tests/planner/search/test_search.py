@@ -450,7 +450,7 @@ def test_what_would_do_has_no_more_stages_than_micro_batches(monkeypatch, large,
     if large:
         monkeypatch.setattr(state, "_LARGE", 0)
     profile = chain(8, parameters=1000, saved=100)
-    with pytest.raises(InfeasibleError, match=rf"closest \({n} stages, .* lacks") as info:
+    with pytest.raises(InfeasibleError, match=rf"closest \({n} stages?, .* lacks") as info:
         solve(profile, uniform_cluster(6, "10kB"), "pipedream-2bw", micro_batches=n)
     memory = re.search(r"What would do: (\d+) bytes", str(info.value))[1]
     assert solve(profile, uniform_cluster(6, memory), "pipedream-2bw", micro_batches=n)

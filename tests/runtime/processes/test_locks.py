@@ -112,6 +112,21 @@ def test_workers_that_outlive_their_launcher_are_waited_for(tmp_path, monkeypatc
         pass
 
 
+def test_what_a_run_has_forked_does_not_hold_it(tmp_path):
+    """Workers that load samples may end a little after it."""
+    with alone(tmp_path):
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+    try:
+        with alone(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_directory_without_room_for_a_lock(tmp_path):
     with pytest.raises(FileError, match="lock: can't be written: No such file"):
         alone(tmp_path / "none").__enter__()
