@@ -22,6 +22,8 @@ _QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Z\u0
 
 _BANDWIDTH = re.compile(r"^\s*(.*?)(b|B|bits?|Bits?)?(/s|ps)?\s*$")
 _MOST_BANDWIDTH = 2**62
+_LEAST_BARE = 1000
+"""Amounts below it are taken for ones without their unit."""
 _MOST_SHOWN = 80
 
 
@@ -152,6 +154,19 @@ def parse_bytes(text: str | float, what: str = "bytes", *, most: int = MAX_BYTES
     return int(amount)
 
 
+def parse_memory(text: str | float, what: str = "memory") -> int:
+    """As `parse_bytes`, of a device's memory: few bytes without a unit are a unit forgotten."""
+    found = parse_bytes(text, what)
+    _check_unit(text, found, what, "bytes", "GiB")
+    return found
+
+
+def _check_unit(text: str | float, amount: float, what: str, bare: str, unit: str) -> None:
+    if 0 < amount < _LEAST_BARE and re.fullmatch(r"[\d.]+", str(text).strip()):
+        number = str(text).strip()
+        raise UserError(f"{what}: {number} is {number} {bare}; write its unit, as in {number}{unit}")
+
+
 def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
     """``"12GB/s"``, ``12e9`` or, in bits, ``"100Mbit/s"`` and ``"100Mbps"`` → bytes per second.
 
@@ -173,6 +188,7 @@ def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
         raise UserError(
             f"{what}: must be at least a byte per second, not {text!r}; write it like {example}"
         )
+    _check_unit(text, bandwidth, what, "bytes per second", "GB/s")
     return bandwidth if bits > 1 else float(int(bandwidth))
 
 

@@ -14,7 +14,7 @@ from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
 from ...profiles.errors import InfeasibleError
 from ...profiles.files import MAX_FACTOR
 from ...profiles.published.reader import read_workload
-from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
+from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_memory
 from ..errors import errors_as_lines, output, print_json
 from ..options import choice, common_options, time_limit_option
 from ..options.command import GroupedCommand, examples, group
@@ -90,7 +90,7 @@ def published(
         read_workload(path),
         asked.pop("cost_model"),
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth) if bandwidth else None,
-        memory_bytes=parse_bytes(memory, "--memory") if memory else None,
+        memory_bytes=parse_memory(memory, "--memory") if memory else None,
         **asked,
     )
     with Bar("planning", quiet=quiet) as bar:

@@ -12,7 +12,7 @@ import msgspec
 
 from ...profiles.errors import UserError
 from ...profiles.profile import Together
-from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds
+from ...profiles.units import parse_bandwidth, parse_memory, parse_seconds
 from .cluster import MAX_DEVICES, AllReduce, Cluster, Device, Network
 from .contention import with_contention
 
@@ -145,7 +145,7 @@ def _device(device: Device, change: Change, what: str) -> Device:
     if change.memory is not None:
         if _TIMES.fullmatch(change.memory) and device.memory_bytes is None:
             raise UserError(f"{what}: memory={change.memory}: {device.name} has no limit of memory")
-        memory = _amount(change.memory, device.memory_bytes or 0, parse_bytes, f"{what}: memory")
+        memory = _amount(change.memory, device.memory_bytes or 0, parse_memory, f"{what}: memory")
         if memory < 1:
             raise UserError(f"{what}: memory: must be more than 0, not {change.memory!r}")
         device = msgspec.structs.replace(device, memory_bytes=int(memory))

@@ -16,7 +16,7 @@ from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
 from ...profiles.units import (
     parse_bandwidth,
-    parse_bytes,
+    parse_memory,
     parse_seconds,
     shown,
     truth,
@@ -74,7 +74,7 @@ def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
         fields = _table(path, f"devices[{k}]", entry, _DEVICE)
         device: dict[str, Any] = {"speed": fields.get("speed", 1.0)}
         if "memory" in fields:
-            device["memory_bytes"] = parse_bytes(str(fields["memory"]), f"{where}.memory")
+            device["memory_bytes"] = parse_memory(str(fields["memory"]), f"{where}.memory")
         count = _whole(fields.get("count", 1), f"{where}.count")
         homes = _machines_of(where, fields, count, machines)
         if k and (homes[0] is None) != ("machine" not in devices[0]):
@@ -363,7 +363,7 @@ def uniform_cluster(
     per_machine = None if per_machine is None else _count(per_machine, "per_machine")
     if isinstance(memory, str) and not memory:
         memory = None
-    memory_bytes = None if memory is None else parse_bytes(memory, "memory")
+    memory_bytes = None if memory is None else parse_memory(memory)
     if memory_bytes is not None and memory_bytes < 1:
         raise UserError(f"memory: must be more than 0, not {memory!r}")
     between = (between_bandwidth, between_latency) != (None, None)

@@ -29,7 +29,7 @@ from timeprest.profiles.files import (
 )
 from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Profile
-from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_seconds
+from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_memory, parse_seconds
 
 
 @pytest.fixture
@@ -246,6 +246,15 @@ def test_bandwidths_in_bits_and_in_bytes(tmp_path):
     cluster = read_cluster(path)
     assert cluster.network.bandwidth_bytes_per_s == 12.5e6
     assert cluster.between_machines.bandwidth_bytes_per_s == 1e6
+
+
+def test_a_unit_that_was_forgotten_is_asked_for():
+    for text in ("12", 12, "0x1", " 7.5 ", "999"):
+        with pytest.raises(UserError, match=r"write its unit, as in [\d.]+GB/s|can't read"):
+            parse_bandwidth(text)
+        with pytest.raises(UserError, match=r"write its unit, as in [\d.]+GiB|can't read"):
+            parse_memory(text)
+    assert [parse_memory(text) for text in ("1000", "8B", 1 << 30)] == [1000, 8, 1 << 30]
 
 
 @pytest.mark.parametrize(

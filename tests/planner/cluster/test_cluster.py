@@ -55,7 +55,7 @@ def toml(cluster):
     for device in cluster.devices:
         lines += ["[[devices]]", f'name = "{device.name}"', f"speed = {device.speed!r}"]
         if device.memory_bytes is not None:
-            lines.append(f'memory = "{device.memory_bytes}"')
+            lines.append(f'memory = "{device.memory_bytes}B"')
         if device.machine is not None:
             lines.append(f'machine = "{device.machine}"')
     for name in ("network", "between_machines"):
