@@ -56,8 +56,9 @@ def assemble(
     """
     traced, first = bench.traced, bench.cases[0]
     bound = first.saved.bound_by_changes(first.crossing, len(bench.names)) | set(by_values)
-    shared = shared_parameters(traced)
-    tied = sorted({*tied_layers(traced), *bound})
+    rewritten = first.saved.rewritten
+    shared = shared_parameters(traced, rewritten)
+    tied = sorted({*tied_layers(traced, rewritten), *bound})
     parameter = next(bench.model.parameters())
     platform = bench.platform
     return Profile(
@@ -81,7 +82,7 @@ def assemble(
         shared=_shared(
             bench.names, {group: n for group, n in shared.items() if group not in set(bound)}
         ),
-        shared_frozen=_shared(bench.names, shared_frozen(traced)) or msgspec.UNSET,
+        shared_frozen=_shared(bench.names, shared_frozen(traced, rewritten)) or msgspec.UNSET,
         loss=_measurements(bench, len(bench.names)) if bench.target.task else (),
         optimizer=optimizer,
         whole_model=tuple(

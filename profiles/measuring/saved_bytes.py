@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..target import Target
 from ..tasks.hooks import call_hook
 from ..tasks.task import root_of
 from ..tracing.call import Call
-from ..tracing.graph import TracedModel, Value, values
+from ..tracing.graph import TracedModel, Value, is_frozen, values
 from ..tracing.pieces import Piece, cut, encode
 from .platforms import Platform
 from .step import Phase
@@ -45,6 +45,7 @@ class SavedByForward:
         crossings: by the value's name.
         in_place: (layer, value): the layer changes the value in place.
         tensors: how many each of them saved, parameters too.
+        rewritten: storages of frozen parameters that it changed.
     """
 
     by_layer: tuple[dict[str | int, int], ...]
@@ -52,6 +53,7 @@ class SavedByForward:
     crossings: dict[str, CutValue]
     in_place: tuple[tuple[int, str], ...]
     tensors: tuple[int, ...]
+    rewritten: frozenset[int] = frozenset()
 
     @property
     def total(self) -> int:
@@ -139,6 +141,7 @@ def count_saved(
     Raises TargetError when the loss isn't one number that depends on the parameters.
     """
     state = [*model.parameters(), *model.buffers()]
+    frozen = [(p, p._version) for p in model.parameters() if is_frozen(p)]
     names = [node.name for node in case.traced.inputs]
     env: dict[str, Any] = dict(zip(names, (t.clone() for t in case.inputs), strict=False))
     saved_by: list[dict[int, int]] = []
@@ -164,7 +167,9 @@ def count_saved(
         tensors.append(saved.tensors)
     if target.task is not None:
         _check_loss(target, loss)
-    return _describe(env, set(names), saved_by, in_place, tensors)
+    found = _describe(env, set(names), saved_by, in_place, tensors)
+    rewritten = frozenset(storage_key(p) for p, version in frozen if p._version != version)
+    return replace(found, rewritten=rewritten)
 
 
 def _describe(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,35 +144,50 @@ def fetch_attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
-def tied_layers(traced: TracedModel) -> tuple[tuple[int, ...], ...]:
-    """Groups of layers (positions, rising) that share a trained parameter or a buffer."""
+def tied_layers(
+    traced: TracedModel, rewritten: Collection[int] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Groups of layers (positions, rising) that share a trained parameter or a buffer.
+
+    Args:
+        rewritten: storages of frozen parameters that forwards change, as they do buffers.
+    """
     shared = _shared_state(traced)
-    return tuple(sorted({group for group, tensors in shared if not _one_frozen(tensors)}))
+    return tuple(
+        sorted({group for group, tensors in shared if not _one_frozen(tensors, rewritten)})
+    )
 
 
-def shared_parameters(traced: TracedModel) -> dict[tuple[int, ...], int]:
-    """Those groups of `tied_layers` that share whole parameters alone, and how many bytes.
+def shared_parameters(
+    traced: TracedModel, rewritten: Collection[int] = ()
+) -> dict[tuple[int, ...], int]:
+    """Those groups of `tied_layers` that share whole trained parameters alone, and how many bytes.
 
     Each layer of such a group could as well have a copy, with gradients summed over the copies.
     """
     found: dict[tuple[int, ...], int] = {}
     others: set[tuple[int, ...]] = set()
     for group, tensors in _shared_state(traced):
-        if _one_frozen(tensors):
+        if _one_frozen(tensors, rewritten):
             continue
-        if _one_parameter(tensors):
+        if _one_parameter(tensors) and not is_frozen(tensors[0]):
             found[group] = found.get(group, 0) + tensors[0].nbytes
         else:
             others.add(group)
     return {group: nbytes for group, nbytes in found.items() if group not in others}
 
 
-def shared_frozen(traced: TracedModel) -> dict[tuple[int, ...], int]:
+def shared_frozen(
+    traced: TracedModel, rewritten: Collection[int] = ()
+) -> dict[tuple[int, ...], int]:
     """Groups of layers (positions, rising) that share whole parameters which aren't trained, and
-    how many bytes: each layer could as well have a copy, with nothing to sum."""
+    how many bytes: each layer could as well have a copy, with nothing to sum.
+
+    `rewritten`: left out (`tied_layers`).
+    """
     found: dict[tuple[int, ...], int] = {}
     for group, tensors in _shared_state(traced):
-        if _one_frozen(tensors):
+        if _one_frozen(tensors, rewritten):
             found[group] = found.get(group, 0) + tensors[0].nbytes
     return found
 
@@ -182,8 +197,9 @@ def _one_parameter(tensors: Sequence[Tensor]) -> bool:
     return whole and len({id(t) for t in tensors}) == 1
 
 
-def _one_frozen(tensors: Sequence[Tensor]) -> bool:
-    return _one_parameter(tensors) and is_frozen(tensors[0])
+def _one_frozen(tensors: Sequence[Tensor], rewritten: Collection[int] = ()) -> bool:
+    one = _one_parameter(tensors) and is_frozen(tensors[0])
+    return one and storage_key(tensors[0]) not in rewritten
 
 
 def is_frozen(tensor: Tensor) -> bool:

@@ -69,9 +69,11 @@ class ChangedBuffers:
             "the first one; change it in every forward, or plan without --recompute"
         )
         self._first: BufferCopies = []
+        self._frozen: list[tuple[nn.Parameter, int]] = []
 
     def begin(self) -> None:
         """The first run of a forward is about to begin."""
+        self._frozen = _frozen_versions(self._module)
         self._changed.begin((id(buffer), buffer) for buffer in self._buffers)
         self._first = self.copies() if self._changed.known is None else []
 
@@ -85,8 +87,9 @@ class ChangedBuffers:
         ]
 
     def end(self) -> None:
-        """It is done. Raises RunError where it has changed others than the first forward did, or
-        put another tensor in a buffer's place."""
+        """It is done. Raises RunError where it has changed others than the first forward did, put
+        another tensor in a buffer's place, or changed a frozen parameter."""
+        _check_frozen(self._frozen, "plan without --recompute")
         there = set(map(id, self._module.buffers()))
         if any(id(buffer) not in there for buffer in self._buffers):
             raise RunError(
@@ -103,6 +106,22 @@ class ChangedBuffers:
         return [(buffer, copy) for buffer, copy in copies if id(buffer) in self._changed]
 
 
+def _frozen_versions(module: nn.Module) -> list[tuple[nn.Parameter, int]]:
+    """Parameters that aren't trained, each with torch's count of its changes."""
+    return [(p, p._version) for p in module.parameters() if not p.requires_grad]
+
+
+def _check_frozen(before: Iterable[tuple[nn.Parameter, int]], instead: str) -> None:
+    """Raise RunError where one was changed since. There may be gigabytes of them: nobody has a
+    copy."""
+    for p, version in before:
+        if p._version != version:
+            raise RunError(
+                f"a frozen parameter of shape {list(p.shape)} is changed by a forward that mustn't "
+                f"leave anything changed: make it a buffer (register_buffer), or {instead}"
+            )
+
+
 def put_back(copies: BufferCopies) -> None:
     """Have buffers be what they were when they were copied."""
     with torch.no_grad():
@@ -112,7 +131,9 @@ def put_back(copies: BufferCopies) -> None:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Afterwards, its buffers are what they were before."""
+    """Afterwards, its buffers are what they were before. Raises RunError where a frozen parameter
+    isn't."""
+    frozen = _frozen_versions(module)
     copies = [
         (inner._buffers, name, buffer, buffer.detach().clone())
         for inner in module.modules()
@@ -120,6 +141,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     yield
+    _check_frozen(frozen, "run with --ragged drop")
     for buffers, name, buffer, before in copies:
         # A forward may have put another tensor in its place.
         buffers[name] = buffer

@@ -14,7 +14,7 @@ import torch
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import PlanError, TargetError
+from timeprest.profiles.errors import PlanError, RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
@@ -23,6 +23,7 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.verify.check import check
+from timeprest.runtime.weights.in_place import unchanged
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 from torch.nn import functional
@@ -154,6 +155,43 @@ def test_a_profile_is_of_what_is_trained():
     plan = placed("Frozen", "timeprest", (0, 1), 4)
     with pytest.raises(PlanError, match="was made for another model"):
         run(plan, RunSettings(task=here("Thawed"), steps=1), Path("unused"), inline=True)
+
+
+class Centred(nn.Module):
+    """A frozen parameter is its running mean: read by two layers, changed by a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x):
+        x = torch.tanh(self.layers[0](x - self.mean))
+        x = self.layers[1](x)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layers[2](torch.tanh(x)) - self.mean.clone()
+
+
+class Rewritten(Frozen):
+    def model(self):
+        return Centred().double()
+
+
+def test_those_that_forwards_change_are_on_one_stage():
+    """As buffers are: another stage's copy would stay as it was."""
+    profile = profile_of("Rewritten")
+    assert profile.tied == (("layers.0", "layers.1", "layers.2"),)
+    assert profile.shared == ()
+    assert profile.shared_frozen is msgspec.UNSET
+
+
+def test_nothing_is_computed_again_that_changes_them(tmp_path):
+    plan = placed("Rewritten", "gpipe", (0,), 2, recompute=[True])
+    with pytest.raises(RunError, match=r"shape \[6\] is changed .* or plan without --recompute"):
+        trained(plan, "Rewritten", tmp_path / "run")
+    module = Centred()
+    with pytest.raises(RunError, match="--ragged drop"), unchanged(module):
+        module(torch.ones(2, WIDTH))
 
 
 # Runs -------------------------------------------------------------------------------------------
