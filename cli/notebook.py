@@ -154,7 +154,9 @@ def _profile_sheet(profile: Profile) -> Sheet:
         times = format_seconds(found.forward_s), format_seconds(found.backward_s)
         cost = format_bytes(layer.parameter_bytes), *times, format_bytes(found.saved_bytes)
         rows.append((layer.name, layer.kind, *cost))
-    total = sum(layer.parameter_bytes for layer in profile.layers)
+    total = format_bytes(sum(layer.parameter_bytes for layer in profile.layers))
+    frozen = sum(layer.frozen_bytes or 0 for layer in profile.layers)
+    more = f" that are trained, {format_bytes(frozen)} that are frozen" if frozen else ""
     times = format_seconds(whole.forward_s), format_seconds(whole.backward_s)
     return Sheet(
         f"{profile.target}: {counted(len(profile.layers), 'layer')}",
@@ -162,8 +164,8 @@ def _profile_sheet(profile: Profile) -> Sheet:
         tuple(rows),
         words=2,
         facts=(
-            f"on {profile.device}, micro-batch of {size}; the whole model: {format_bytes(total)} "
-            f"of parameters, forward {times[0]}, backward {times[1]}",
+            f"on {profile.device}, micro-batch of {size}; the whole model: {total} of "
+            f"parameters{more}, forward {times[0]}, backward {times[1]}",
         ),
     )
 

@@ -106,6 +106,10 @@ def test_a_profile_shows_its_layers(profile, capsys):
     assert figure is None
     profile.show()
     assert "whole model" in capsys.readouterr().out
+    first = msgspec.structs.replace(profile.layers[0], frozen_bytes=2048)
+    layers = first, *profile.layers[1:]
+    facts = parts(msgspec.structs.replace(profile, layers=layers))[3]
+    assert "that are trained, 2.0 KiB that are frozen, forward" in facts[0]
 
 
 def test_a_plan_shows_its_stages_and_its_timeline(profile, plans, capsys):
