@@ -164,7 +164,9 @@ def parse_memory(text: str | float, what: str = "memory") -> int:
 def _check_unit(text: str | float, amount: float, what: str, bare: str, unit: str) -> None:
     if 0 < amount < _LEAST_BARE and re.fullmatch(r"[\d.]+", str(text).strip()):
         number = str(text).strip()
-        raise UserError(f"{what}: {number} is {number} {bare}; write its unit, as in {number}{unit}")
+        raise UserError(
+            f"{what}: {number} is {number} {bare}; write its unit, as in {number}{unit}"
+        )
 
 
 def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
