@@ -115,7 +115,7 @@ def hugging_face(
     head: str = "",
     length: int | None = None,
     padding: str = "",
-    frozen: str = "",
+    frozen: str | Iterable[str] = "",
 ) -> HuggingFaceTask:
     """A task of a Hugging Face model, to be trained with its own loss.
 
@@ -128,11 +128,13 @@ def hugging_face(
         head: "causal", "masked", "seq2seq", "classification" or "tokens"; empty: the model's own.
         length: of samples in tokens; None: the longest row's.
         padding: "max_length", to that length; "longest", to the longest row of a mini-batch.
-        frozen: names of modules or parameters that aren't trained, or patterns (*), joined by +.
+        frozen: names of modules or parameters that aren't trained, or patterns (*): several of
+            them, or one text, joined by +.
 
     Raises:
         TargetError: there is no such model, or it can't have this head.
     """
+    frozen = frozen if isinstance(frozen, str) else "+".join(frozen)
     if isinstance(model, str):
         more = {"head": head, "length": length or "", "padding": padding, "frozen": frozen}
         keys = "".join(f",{key}={value}" for key, value in more.items() if value)

@@ -150,7 +150,11 @@ GPT2 = "gpt2,n_layer=3,n_embd=16,n_head=2"
 )
 def test_modules_and_parameters_are_frozen_by_name(frozen, trained):
     """The head has the embedding's weight, which is one parameter."""
-    for task in (hugging_face(f"{GPT2},frozen={frozen}"), hugging_face(GPT2, frozen=frozen)):
+    for task in (
+        hugging_face(f"{GPT2},frozen={frozen}"),
+        hugging_face(GPT2, frozen=frozen),
+        hugging_face(GPT2, frozen=frozen.split("+")),
+    ):
         model = task.model()
         found = {name for name, p in model.named_parameters() if p.requires_grad}
         assert all(any(n.startswith(f"{part}.") for n in found) for part in trained)
