@@ -239,6 +239,21 @@ class LayerGraph:
                 back[self.position[consumer]] |= 1 << self.position[producer]
         return _without_itself(closures(back))
 
+    def heaviest_path(self, weights: Vector) -> list[int]:
+        """Of the paths that gradients come back along, the layers of that with the most weight."""
+        best: list[tuple[float, int]] = [(float(w), -1) for w in weights]
+        for k, name in enumerate(self.names):
+            for producer, tensors in self.graph.pred[name].items():
+                a = self.position[producer]
+                if any(edge.needs_grad for edge in tensors["tensors"]):
+                    best[k] = max(best[k], (best[a][0] + float(weights[k]), a))
+        at = max(range(len(best)), key=lambda k: best[k][0])
+        path = [at]
+        while best[at][1] >= 0:
+            at = best[at][1]
+            path.append(at)
+        return path[::-1]
+
     @cached_property
     def drained(self) -> Drained:
         """What a mini-batch can't be over without, where the pipeline drains after each."""

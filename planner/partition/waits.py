@@ -94,3 +94,98 @@ class Waits:
         ahead = np.minimum(-(-devices // r) * r, n - r)
         fine: NDArray[np.bool_] = ahead <= n * (1 - through_s / target) + _ROUNDING * n
         return fine | self.flushes
+
+
+@dataclass(frozen=True)
+class Ways:
+    """One micro-batch's way, where layers' devices are known, whatever their speeds.
+
+    It goes along one path of layers, each of which sends gradients back to the one before it. Its
+    messages take the fastest wire that there is. P, W and w as above, of the layers on the path;
+    but w has all of a stage's layers, and holds of stages alone that have some on the path.
+
+    In 1F1B that flushes, replicas have rounds F W B, which a micro-batch's next forward there waits
+    for. From one that begins with the first forward, with m more at a distance of u each, up to the
+    last micro-batch's, and everything else that must be between them,
+
+        T ≥ P + (m + 1)·W + (n − m·(u − 1))·w    for 1 ≤ m ≤ (n − 1) / u
+
+    and with the first of them alone T ≥ P + W + n·w − (u − 1)·f. In GPipe's schedule all forwards
+    come before, T ≥ P + W + n·w; stages behind may have replicas that begin backwards before the
+    last forwards (`places.sharing`).
+
+    Where it never drains, a stage i runs F, then B of the micro-batch u − 1 before, and so does
+    each stage j beyond it. So after a micro-batch has come from i to j another one goes back, which
+    the forward at i waits for that is u_i − u_j + 1 after the first one's. Thus
+
+        T · (u_i − u_j + 1) / N  ≥  w_i + … + w_j and the messages between them
+
+    for all j. Where each stage has a device, u falls by one from stage to stage: from the end on,
+    with x = 0 beyond the last one, w + x ≤ T / N, and the next x is what w + x and the message
+    before it are more than T / N, or 0.
+
+    Attributes:
+        micro_batches: N.
+        flushes, forwards_first: as the system.
+        work_s: per layer, [n]: forward and backward, at speed 1.
+        path: positions of layers.
+        message_s: between neighbours on it, both ways.
+        forward_share: of a layer's work, what its forward is at the most.
+    """
+
+    micro_batches: int
+    flushes: bool
+    forwards_first: bool
+    work_s: Vector
+    path: tuple[int, ...]
+    message_s: tuple[float, ...]
+    forward_share: float
+
+    def most_beyond(
+        self,
+        target: float,
+        devices: tuple[int, int],
+        own_s: Vector,
+        before_s: Vector,
+        whole_s: float,
+        *,
+        alone: bool,
+    ) -> Vector:
+        """W that stages may have at the most for periods up to a target, [p]; −∞: none will do.
+        Of stages with a device each in pipelines that never drain, x.
+
+        Args:
+            devices: from a stage's first one to the end, and its own.
+            own_s: w, [p].
+            before_s: P at the least, [p].
+            whole_s: P + w + W at the least.
+            alone: no stage has replicas.
+        """
+        k, r = devices
+        n, left, rest = self.micro_batches // r, target - before_s, target - whole_s
+        units = min(-(-k // r), n)
+        if not self.flushes:
+            fine = (units - 1) * r <= self.micro_batches * (
+                1 + _ROUNDING - (before_s + own_s) / target
+            )
+            most = target / n if alone else np.minimum(units * target / n, left)
+            return np.where(fine, most - own_s, -np.inf)
+        ahead = units - 1
+        if self.forwards_first:
+            ahead = 0 if alone else max(min(-(-(k - r) // r), n) - 1, 0)
+        times = n - ahead * self.forward_share
+        most = left - times * own_s
+        fine = (left >= n * own_s) & (rest >= (times - 1) * own_s * (1 - _ROUNDING))
+        if not self.forwards_first and units < n:
+            for more in {1, (n - 1) // units}:
+                times = n - more * (units - 1)
+                most = np.minimum(most, (left - times * own_s) / (more + 1))
+                most = np.minimum(most, (rest - (times - 1) * own_s) / more)
+        return np.where(fine, most, -np.inf)
+
+    def longer(self, target: float, beyond_s: Vector, way_s: Vector, *, alone: bool) -> Vector:
+        """W of what is before stages, [n, p], from that beyond them and their own ways; or x."""
+        found: Vector = beyond_s + way_s
+        if self.flushes or not alone:
+            return found
+        return np.maximum(found - target / self.micro_batches, 0.0)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, groupby, product
+from math import sqrt
 
 import msgspec
 
@@ -21,7 +22,9 @@ from ..costs.recomputation import of_stage
 from ..evaluate import Evaluation, Question, better, evaluate
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.kinds import KindCut, KindProgram, Kinds, KindStage, few_enough
+from ..partition.dp.kinds_waiting import WaitingProgram
 from ..partition.dp.lattice import Lattice, joined, lattice_of
+from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.problem import StageProblem, members
 from ..partition.solve import DpSource
@@ -62,7 +65,7 @@ def try_sequences(search: SearchState) -> None:
 
     Raises OutOfBudget when the budget is used up.
     """
-    forget_bounds(search)
+    search.forget_bounds()
     alike = kinds_of_devices(search)
     _bound_all(search, alike)
     groupings = [alike]
@@ -74,11 +77,20 @@ def try_sequences(search: SearchState) -> None:
     _prove(search, alike)
 
 
-def forget_bounds(search: SearchState) -> None:
-    """Keep the bounds alone that hold for every sequence of devices, before any is looked for."""
-    search.bounds = {
-        branch: search.relaxation.round_trip_s(branch.micro_batches) for branch in search.branches
-    }
+def bound_sequences(search: SearchState) -> None:
+    """Before anything else, bound the plans in all sequences by what stages wait for, and try cuts
+    that keep to such bounds.
+
+    Raises OutOfBudget when the budget is used up.
+    """
+    search.forget_bounds()
+    for branch in search.branches:
+        least_s = search.relaxation.shared_out_s(branch.micro_batches)
+        search.bounds[branch] = max(search.bounds[branch], least_s)
+    try:
+        _raise_by_waits(search, kinds_of_devices(search))
+    finally:
+        search.floors = dict(search.bounds)
 
 
 # Devices by kind ---------------------------------------------------------------------------------
@@ -326,6 +338,59 @@ def _guess(
     cut, _ = solver.best(float("inf"), 1.0)
     if cut is not None:
         search.try_some(grouping.choice(solver.problem, cut), branch.micro_batches, cut.objective_s)
+
+
+def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
+    """Raise the lowest bounds, one target at a time, and try the cuts that these can't exclude."""
+    programs: dict[Branch, tuple[StageProblem, WaitingProgram] | None] = {}
+    # Per branch, the lowest target that can't be excluded.
+    within: dict[Branch, float] = {}
+    while True:
+        search.budget.check()
+        search.say(search.standing)
+        branch = next((b for b in search.promising() if programs.get(b, ()) is not None), None)
+        if branch is None:
+            return
+        if branch not in programs:
+            programs[branch] = waiting(search, grouping, branch)
+        found, low = programs[branch], search.bounds[branch]
+        high = min(within.get(branch, search.period_s), search.period_s)
+        close = high <= low * CLOSE
+        if found is None or (close and high < search.period_s):
+            programs[branch] = None
+            continue
+        # All of a branch may be above the best plan.
+        whole = close or branch not in within
+        target = just_below(high) if whole else sqrt(low * high)
+        problem, program = found
+        try:
+            cut = program.under(target)
+        except OutOfTime:
+            raise OutOfBudget("time limit") from None
+        if cut is None:
+            search.bounds[branch] = high if whole else target
+        else:
+            within[branch] = target
+            search.try_some(grouping.choice(problem, cut), branch.micro_batches, low)
+
+
+def waiting(
+    search: SearchState, grouping: _Grouping, branch: Branch
+) -> tuple[StageProblem, WaitingProgram] | None:
+    """A branch's problem with what stages wait for; None where that isn't known, or takes long."""
+    ways = search.relaxation.ways(branch.micro_batches)
+    if ways is None or branch.stages is not None:
+        return None
+    kinds = grouping.kinds(branch, Assumptions(view="cycle"))
+    problem = kinds.problems[0]
+    lattice = _lattice(search, problem)
+    if not (problem.options and lattice.complete and few_enough(kinds, lattice)):
+        return None
+    try:
+        program = WaitingProgram(kinds, lattice, ways, search.budget.deadline)
+    except OutOfTime:
+        raise OutOfBudget("time limit") from None
+    return (problem, program) if program.quick else None
 
 
 def _prove(search: SearchState, grouping: _Grouping) -> None:

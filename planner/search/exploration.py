@@ -68,10 +68,7 @@ _AROUND = 12
 
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
-    # A branch that isn't reached keeps the trivial bound.
-    search.bounds = {
-        branch: search.relaxation.round_trip_s(branch.micro_batches) for branch in search.branches
-    }
+    search.forget_bounds()
     budget, settles = search.budget, _settles(search)
     effort, deadline, left = budget.effort, budget.deadline, budget.seconds_left
     if settles and left is not None:

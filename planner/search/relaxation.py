@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import fsum
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..evaluate import Question
 from ..partition.device_loads import SentOn
 from ..partition.dp.identical_devices import IdenticalPlaces
 from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
-from ..partition.waits import Waits
+from ..partition.waits import Waits, Ways
 from ..systems.variants import Variant
 from .choices import Branch, Freedom
 from .places import (
@@ -34,6 +34,7 @@ from .places import (
     Assumptions,
     PlaceMaker,
     Places,
+    fixed_in_flight,
     returning,
     sharing,
 )
@@ -228,9 +229,9 @@ class Relaxation:
         return self._work_s(self._size(micro_batches, 1))
 
     def shared_out_s(self, micro_batches: int) -> float:
-        """All layers' work for a mini-batch, shared out over all devices, each as fast as the
-        fastest: no period is less."""
-        devices = len(self.question.cluster.devices)
+        """All layers' work for a mini-batch, shared out over all devices: no period is less."""
+        speeds = [device.speed for device in self.question.cluster.devices]
+        devices = sum(speed / max(speeds) for speed in speeds)
         whole = self.variant.whole_mini_batches
         shares = {r if whole else 1 for r in self.replica_counts(micro_batches)}
         least_s = min(s * self._work_s(self._size(micro_batches, s)) for s in shares or {1})
@@ -463,6 +464,33 @@ class Relaxation:
             before[row] = work[row]
         speed = self.question.cluster.devices[0].speed
         return Waits(micro_batches, self.variant.flushes, speed, before, beyond)
+
+    def ways(self, micro_batches: int) -> Ways | None:
+        """What stages wait for on devices of any kinds; None where the schedule doesn't say."""
+        variant, graph, cluster = self.variant, self.graph, self.question.cluster
+        known = fixed_in_flight(variant) or (variant.forwards_first and variant.flushes)
+        if not known or variant.split_backward:
+            return None
+        size = self._size(micro_batches, 1)
+        share = _forward_share(graph.costs(size))
+        costs = _capped(graph.costs(size), share)
+        work = costs.forward_s + costs.backward_s
+        path = graph.heaviest_path(work)
+        latency_s = min(link.latency_s for link in cluster.links)
+        messages = []
+        for a, b in pairwise(path):
+            tensors = graph.graph.edges[graph.names[a], graph.names[b]]["tensors"]
+            sent = (sized(e.fixed_bytes, e.bytes_per_sample, size) for e in tensors if e.needs_grad)
+            messages.append(2 * (latency_s + max(sent) / cluster.fastest_bytes_per_s))
+        return Ways(
+            micro_batches,
+            variant.flushes,
+            variant.forwards_first,
+            work,
+            tuple(path),
+            tuple(messages),
+            share,
+        )
 
     def _counted(self, *, drains: bool, alone: bool) -> tuple[Vector, Vector]:
         """Shares of layers' forwards and backwards that a stage's load has, [n] each.

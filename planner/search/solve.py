@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,14 +14,20 @@ from ...profiles.profile import Profile
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
-from ..evaluate import Evaluation, Question, gap_between, make_plan
+from ..evaluate import Evaluation, Question, better, gap_between, make_plan
 from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
 from ..systems.orders import Order
 from ..systems.variants import variant_named
 from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts, stages_asked
-from .device_sequences import SEQUENCES, forget_bounds, sequence_matters, try_near, try_sequences
+from .device_sequences import (
+    SEQUENCES,
+    bound_sequences,
+    sequence_matters,
+    try_near,
+    try_sequences,
+)
 from .diagnosis import diagnose, lacking
 from .exploration import run
 from .given_order import check_asked, search_of, under
@@ -37,8 +44,11 @@ LEAST_GAIN = 0.05
 versions, messages and waits that the simulation sees in part. In races (docs/benchmarks.md) plans
 that were to gain 0 to 8 % gained −12 to +4."""
 
+WAITS_SHARE = 1 / 4
+"""Of the time, for bounds by what stages wait for, where devices are of several kinds."""
+
 LISTED_SHARE = 2 / 3
-"""Of the time, for devices of several kinds as listed, before other sequences are tried."""
+"""Of the rest, for those devices as listed, before other sequences are tried."""
 
 
 @dataclass(frozen=True)
@@ -265,13 +275,22 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
         return run(search)
     budget = search.budget
     deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
+    budget.deadline = None if left is None else time.monotonic() + left * WAITS_SHARE
+    with suppress(OutOfBudget):
+        bound_sequences(search)
+    # Set aside, so that the listed sequence is kept where it is as good.
+    first = _without_best(search)
+    budget.effort, budget.deadline = effort, deadline
+    left = budget.seconds_left
     budget.deadline = None if left is None else time.monotonic() + left * LISTED_SHARE
     try:
         late = run(search) == "time limit"
     except KeyboardInterrupt:
-        forget_bounds(search)
+        search.forget_bounds()
+        _keep(search, first)
         raise
     listed, stopped = search.best, None
+    _keep(search, first)
     # Other sequences have as much again to spend, and what is near the best of them, too.
     budget.effort, budget.deadline = effort, deadline
     left = budget.seconds_left
@@ -296,6 +315,18 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
         finally:
             search.bounds = bounds
     return stopped
+
+
+def _without_best(search: SearchState) -> Evaluation | None:
+    """Have the search begin anew; the best plan so far."""
+    best, search.best = search.best, None
+    return best
+
+
+def _keep(search: SearchState, other: Evaluation | None) -> None:
+    """Take another plan where it is better than the best one."""
+    if other is not None and (search.best is None or better(other, search.best)):
+        search.best = other
 
 
 def _report(search: SearchState, stopped: str | None, begin: float) -> SolverReport:

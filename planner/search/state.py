@@ -175,6 +175,7 @@ class SearchState:
         seen: called with every plan that fits.
         best: the best plan so far.
         bounds: no plan of a branch has a shorter period.
+        floors: of some branches, what bounds are at the least, in whatever sequence of devices.
         sharper_views: of each branch, the view that its bound is from.
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
@@ -192,6 +193,7 @@ class SearchState:
     seen: Callable[[Evaluation], None] = lambda _: None
     best: Evaluation | None = None
     bounds: dict[Branch | PlacedBranch, float] = field(default_factory=dict)
+    floors: dict[Branch | PlacedBranch, float] = field(default_factory=dict)
     sharper_views: dict[Branch, str] = field(default_factory=dict)
     least_over: dict[Choice, float] = field(default_factory=dict)
     shortest_s: dict[Choice, float] = field(default_factory=dict)
@@ -214,6 +216,16 @@ class SearchState:
     def period_s(self) -> float:
         """Of the best plan so far."""
         return self.best.prediction.period_s if self.best else float("inf")
+
+    def forget_bounds(self) -> None:
+        """Keep those alone that hold for every sequence of devices, and for branches that aren't
+        reached."""
+        self.bounds = {
+            branch: max(
+                self.relaxation.round_trip_s(branch.micro_batches), self.floors.get(branch, 0.0)
+            )
+            for branch in self.branches
+        }
 
     def hopeless(self, branch: Branch) -> bool:
         """Whether no plan of a branch can beat the best one so far."""

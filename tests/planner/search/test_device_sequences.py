@@ -156,6 +156,39 @@ def test_stages_of_every_kind_cost_what_the_problem_says():
     assert worst == pytest.approx(cut.objective_s, rel=1e-9)
 
 
+@pytest.mark.choice(3)
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "pipedream-2bw"])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 6, 7, 10])
+def test_no_plan_is_below_a_bound_by_what_stages_wait_for(seed, variant):
+    """Nor far above it."""
+    profile, cluster, which, asked = drawn(seed)
+    asked = {**asked, "variant": variant, "micro_batches": 4, "mini_batch": 4, "stages": None}
+    best = best_of_all(profile, cluster, which, **asked)
+    if best == float("inf"):
+        pytest.skip("nothing fits")
+    request = SearchRequest(micro_batches=4, replicas=asked["replicas"])
+    search = explore(Question(profile, cluster, variant, 4, 1.0), request, lambda *_: None)
+    alike = device_sequences.kinds_of_devices(search)
+    _, program = device_sequences.waiting(search, alike, search.branches[0])
+    assert program.under(best * (1 + 1e-9)) is not None
+    assert program.under(best * 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "gap"), [("gpipe", 0.01), ("pipedream-flush", 0.02), ("pipedream-2bw", 0.002)]
+)
+def test_what_stages_wait_for_says_nearly_all(variant, gap, monkeypatch):
+    """Without trying cuts one by one: 32 devices of 4 kinds, tensors that take long to send."""
+    monkeypatch.setattr(device_sequences, "_prove", lambda *_: None)
+    monkeypatch.setattr(solving, "try_near", lambda _: None)
+    speeds = [speed for speed in (0.5, 0.7, 1.9, 2.2) for _ in range(8)]
+    cluster = Cluster(devices=devices(*speeds), network=LINK)
+    profile = layers_of([3 + k % 5 for k in range(20)], 1_000_000)
+    asked = {"optimizer_state_factor": 0.0, "mini_batch": 32, "micro_batches": 32}
+    plan = solve(profile, cluster, variant, **asked, sequence="best", time_limit_s=None)
+    assert plan.solver.gap <= gap
+
+
 @pytest.mark.choice(1)
 @pytest.mark.parametrize("seed", [3, 9, 20])
 def test_sequences_near_the_best_are_searched_as_if_listed(seed, monkeypatch):
@@ -166,6 +199,7 @@ def test_sequences_near_the_best_are_searched_as_if_listed(seed, monkeypatch):
     cluster = Cluster(devices=devices(*speeds), network=LINK)
     asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "variant": "pipedream-flush"}
     asked |= {"effort": 1500, "time_limit_s": None, "sequence": "best"}
+    monkeypatch.setattr(solving, "bound_sequences", lambda search: None)
     plan = solve(profile, cluster, **asked)
     again = recheck(plan, profile).plan
     assert again.predicted == plan.predicted
