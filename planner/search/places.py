@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import lcm
 
 import numpy as np
 
@@ -127,6 +128,17 @@ class PlaceMaker:
         per_unit = float(guess and variant.stashes and variant.backward_unit == "mini")
         all_reduce = AllReduceTimes(cluster)
         both_ways = guess or not cluster.overlap or not self.freedom.replicas
+        counts = {option.replicas for option in self.options}
+
+        def links_below(r: int) -> int:
+            """Links that a stage gets messages by, at the most."""
+            if both_ways:
+                return r
+            below = [n for n in counts if n <= count - r]
+            if self.assumed.device is None or not below:
+                return r * max(count - r, 1)
+            # What is dealt to replicas in turn, or in equal shares.
+            return max(lcm(r, n) for n in below)
 
         def place(r: int) -> Place:
             fixed_s, per_byte = (
@@ -145,7 +157,7 @@ class PlaceMaker:
                 memory_bytes=float(device.memory_bytes or np.inf),
                 sync_s=fixed_s,
                 sync_s_per_byte=per_byte,
-                lower_scale=slower / r / (1 if both_ways else max(count - r, 1)),
+                lower_scale=slower / links_below(r),
                 upper_scale=1 / r,
                 units=units,
                 copies=gradients + in_flight.versions(0 if per_unit else count),

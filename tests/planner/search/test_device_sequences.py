@@ -189,6 +189,19 @@ def test_what_stages_wait_for_says_nearly_all(variant, gap, monkeypatch):
     assert plan.solver.gap <= gap
 
 
+@pytest.mark.parametrize(("micro_batches", "links"), [(1, [1]), (4, [2, 2, 4])])
+def test_a_stage_has_no_more_links_than_messages_are_dealt_to(micro_batches, links):
+    """Of 4 devices: with 1 replica from 1 or 2, with 2 from 2, with 4 from none."""
+    cluster = Cluster(devices=devices(0.5, 2.5, 0.5, 2.5), network=LINK)
+    question = Question(layers_of([3, 1, 2, 5]), cluster, "timeprest", 4, 0.0)
+    request = SearchRequest(micro_batches=micro_batches, replicas=True)
+    search = explore(question, request, lambda *_: None)
+    alike = device_sequences.kinds_of_devices(search)
+    problem = alike.kinds(search.branches[0], Assumptions()).problems[0]
+    found = [1 / problem.place(o, 4).lower_scale for o in range(len(problem.options))]
+    assert found == links
+
+
 @pytest.mark.choice(1)
 @pytest.mark.parametrize("seed", [3, 9, 20])
 def test_sequences_near_the_best_are_searched_as_if_listed(seed, monkeypatch):
