@@ -348,11 +348,14 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
     while True:
         search.budget.check()
         search.say(search.standing)
-        branch = next((b for b in search.promising() if programs.get(b, ()) is not None), None)
-        if branch is None:
+        promising = [b for b in search.promising() if programs.get(b, ()) is not None]
+        if not promising:
             return
+        # First a look at all, for a good plan to be below.
+        branch = next((b for b in promising if b not in programs), promising[0])
         if branch not in programs:
             programs[branch] = waiting(search, grouping, branch)
+            _begin(search, grouping, branch, programs[branch])
         found, low = programs[branch], search.bounds[branch]
         high = min(within.get(branch, search.period_s), search.period_s)
         close = high <= low * CLOSE
@@ -372,6 +375,23 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
         else:
             within[branch] = target
             search.try_some(grouping.choice(problem, cut), branch.micro_batches, low)
+
+
+def _begin(
+    search: SearchState,
+    grouping: _Grouping,
+    branch: Branch,
+    found: tuple[StageProblem, WaitingProgram] | None,
+) -> None:
+    """Bound a branch by its loads alone, and try the cut that the bound is from."""
+    if found is None:
+        return
+    problem, program = found
+    answer = program.best(search.period_s, CLOSE)
+    search.bounds[branch] = max(search.bounds[branch], answer.bound_s)
+    if answer.cut is not None:
+        choice = grouping.choice(problem, answer.cut)
+        search.try_some(choice, branch.micro_batches, answer.cut.objective_s)
 
 
 def waiting(

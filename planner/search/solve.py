@@ -44,7 +44,7 @@ LEAST_GAIN = 0.05
 versions, messages and waits that the simulation sees in part. In races (docs/benchmarks.md) plans
 that were to gain 0 to 8 % gained −12 to +4."""
 
-WAITS_SHARE = 1 / 4
+WAITS_SHARE = 1 / 3
 """Of the time, for bounds by what stages wait for, where devices are of several kinds."""
 
 LISTED_SHARE = 2 / 3

@@ -182,7 +182,7 @@ Those listed kind by kind: {by_kind:.1%} at the median, the mixed: {mixed:.1%}.
 sequences: those are shorter by {statistics.median(known):.1%} at the median
 ({statistics.mean(known):.1%} on average), and nothing more is to be had there.** Where a gap is
 left, a better sequence may have been missed; where time ends a search of all sequences, those as
-listed had half of it, so that a plan may even be worse.
+listed had about half of it, so that a plan may even be worse.
 """
     titles = [
         "number",

@@ -33,6 +33,9 @@ _MOST_STATES = 50_000_000
 _MOST_STEPS = 1_500_000_000
 """Vectors × stages: with more, going through all takes too long."""
 
+_STEPS_EACH = 4_000_000_000
+"""For one target, whose spans are as short as that allows."""
+
 _CHUNK = 4_000_000
 """Numbers that are looked at together."""
 
@@ -95,11 +98,15 @@ class WaitingProgram(KindProgram):
     def quick(self) -> bool:
         """Whether all states can be held, and gone through in seconds."""
         size = self._lattice.size
-        if math.prod(most + 1 for most in self._most) * size > _MOST_STATES:
-            return False
+        few = math.prod(most + 1 for most in self._most) * size <= _MOST_STATES
+        return few and self._steps <= _MOST_STEPS
+
+    @cached_property
+    def _steps(self) -> int:
+        """What going through all states takes at the most."""
         tables = (table for links in self._loads for table in links[NEAR].values())
         stages = sum(int(np.isfinite(table.load).any(axis=0).sum()) for table in tables)
-        return len(self._counts) * stages <= _MOST_STEPS
+        return len(self._counts) * stages
 
     @property
     def _most(self) -> list[int]:
@@ -137,16 +144,19 @@ class WaitingProgram(KindProgram):
         """A cut that may have a period up to a target; None where none has. Raises OutOfTime."""
         keys = product(range(len(self._kinds.counts)), self._loads[0][NEAR])
         stages = {key: self._stages_within(target, *key) for key in keys}
+        often = max(_STEPS_EACH // self._steps, 3)
         spans = [(float(self._along[-1]) / self._kinds.speeds[0] * (1 - SLACK), target)]
         while spans:
             low, high = spans.pop()
-            found = _WaysUnder(self, target, low, stages)
+            found = _WaysUnder(self, target, (low, high), stages)
             vector, low = found.shortest()
+            often -= 1
             if low > high * (1 + SLACK):
                 continue
             cut, certain = found.cut(vector)
             # Where the pipeline never drains, a state's number isn't a whole way.
-            if certain or not self._ways.flushes or high - low < _SPAN * target:
+            known = not self._ways.flushes or high - low < _SPAN * target
+            if certain or known or often <= 0:
                 return cut
             middle = (low + high) / 2
             spans += [(middle, high), (low, middle)]
@@ -174,20 +184,22 @@ class WaitingProgram(KindProgram):
 
 
 class _WaysUnder:
-    """What is reached under a target where a micro-batch's way takes so long at the least."""
+    """What is reached under a target by micro-batches whose whole way is in a span."""
 
     def __init__(
         self,
         program: WaitingProgram,
         target: float,
-        whole_s: float,
+        span: tuple[float, float],
         stages: dict[tuple[int, int], _StagesWithin],
     ) -> None:
         """Go through all states. `stages`: by kind and replicas. Raises OutOfTime."""
-        self._program, self._target, self._whole_s, self._stages = program, target, whole_s, stages
+        self._program, self._target, self._stages = program, target, stages
+        self._whole_s, longest_s = span
         # Before a stage there is all else that is on the path, and the message to it.
         fewest = program._along / program._kinds.speeds[0] * (1 - SLACK)
         self._before_s = fewest + program._message_s
+        self._most_s = longest_s * (1 + SLACK) - (self._before_s if program._ways.flushes else 0.0)
         self._way_s = np.full((len(program._counts), len(fewest)), np.inf)
         self._way_s[0, -1] = 0.0
         devices, widest = program._counts.sum(axis=1), max(len(x.below) for x in stages.values())
@@ -229,9 +241,12 @@ class _WaysUnder:
             alone=program._alone,
         )
         most[~stages.on_path] = np.inf
+        most += SLACK * self._target
+        some = most >= way_s.min(axis=0)[stages.above]
+        stages, most = stages.those(some), most[some]
         way_s = way_s[:, stages.above]
         longer_s = program._ways.longer(self._target, way_s, stages.way_s, alone=program._alone)
-        return stages, np.where(way_s <= most + SLACK * self._target, longer_s, np.inf)
+        return stages, np.where(way_s <= most, longer_s, np.inf)
 
     def _fill(self, at: Positions, k: int) -> None:
         possible = self._possible(at)
@@ -245,7 +260,7 @@ class _WaysUnder:
                 columns = stages.below[starts]
                 least = np.minimum.reduceat(way_s, starts, axis=1)
                 found[:, columns] = np.minimum(found[:, columns], least)
-        self._way_s[at] = np.where(possible, found, np.inf)
+        self._way_s[at] = np.where(possible & (found <= self._most_s), found, np.inf)
 
     def cut(self, vector: int) -> tuple[KindCut, bool]:
         """The one with the shortest way, and whether its stages keep to the target by all that is
