@@ -356,6 +356,7 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
         if branch not in programs:
             programs[branch] = waiting(search, grouping, branch)
             _begin(search, grouping, branch, programs[branch])
+            continue
         found, low = programs[branch], search.bounds[branch]
         high = min(within.get(branch, search.period_s), search.period_s)
         close = high <= low * CLOSE
