@@ -50,6 +50,9 @@ WAITS_SHARE = 1 / 3
 LISTED_SHARE = 2 / 3
 """Of the rest, for those devices as listed, before other sequences are tried."""
 
+PROVEN_SHARE = 1 / 20
+"""The same where nothing can be better than what was found in another sequence."""
+
 
 @dataclass(frozen=True)
 class SearchRequest:
@@ -279,10 +282,11 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     with suppress(OutOfBudget):
         bound_sequences(search)
     # Set aside, so that the listed sequence is kept where it is as good.
+    share = LISTED_SHARE if search.bound_s * SAME < search.period_s else PROVEN_SHARE
     first = _without_best(search)
     budget.effort, budget.deadline = effort, deadline
     left = budget.seconds_left
-    budget.deadline = None if left is None else time.monotonic() + left * LISTED_SHARE
+    budget.deadline = None if left is None else time.monotonic() + left * share
     try:
         late = run(search) == "time limit"
     except KeyboardInterrupt:

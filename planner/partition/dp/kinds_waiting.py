@@ -39,6 +39,9 @@ _STEPS_EACH = 4_000_000_000
 _CHUNK = 4_000_000
 """Numbers that are looked at together."""
 
+_ROUNDING = 1e-12
+"""Of a target; less than what loads must be below it by (`just_below`)."""
+
 _SPAN = 2e-3
 """Of a target, the shortest span of ways."""
 
@@ -241,7 +244,7 @@ class _WaysUnder:
             alone=program._alone,
         )
         most[~stages.on_path] = np.inf
-        most += SLACK * self._target
+        most += _ROUNDING * self._target
         some = most >= way_s.min(axis=0)[stages.above]
         stages, most = stages.those(some), most[some]
         way_s = way_s[:, stages.above]

@@ -175,7 +175,7 @@ def test_no_plan_is_below_a_bound_by_what_stages_wait_for(seed, variant):
 
 
 @pytest.mark.parametrize(
-    ("variant", "gap"), [("gpipe", 0.01), ("pipedream-flush", 0.02), ("pipedream-2bw", 0.002)]
+    ("variant", "gap"), [("gpipe", 0.01), ("pipedream-flush", 0.02), ("pipedream-2bw", 0.0)]
 )
 def test_what_stages_wait_for_says_nearly_all(variant, gap, monkeypatch):
     """Without trying cuts one by one: 32 devices of 4 kinds, tensors that take long to send."""
