@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
@@ -54,6 +54,11 @@ class Drained:
     before_backward: Vector
     after_forward: Vector
     after_backward: Vector
+
+
+_LEFT_OUT, _WORTH_IT = 1e-3, 0.01
+"""Layers with so much of the work may count for less, where that lowers the largest share of a
+layer's work that its forward is by more than this."""
 
 
 @dataclass(frozen=True)
@@ -355,4 +360,28 @@ def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
         f"layers {shown}{more} share parameters and stay on one stage with all that lies between "
         f"them, or on stages of one device (--stages-per-device 2 --placement v); {way}; or give "
         "them parameters of their own in the model"
+    )
+
+
+def forward_share(costs: LayerVectors) -> float:
+    """Of a layer's work, the most that its forward counts as (`capped`)."""
+    forward_s, both_s = costs.forward_s, costs.forward_s + costs.backward_s
+    known = np.flatnonzero(both_s > 0)
+    shares = forward_s[known] / both_s[known]
+    order = np.argsort(-shares, kind="stable")
+    ranked = shares[order]
+    largest = float(ranked.max(initial=0.0))
+    most = np.cumsum(both_s[known][order]) > _LEFT_OUT * float(both_s.sum())
+    usual = float(ranked[most].max(initial=0.0))
+    return usual if largest - usual > _WORTH_IT else largest
+
+
+def capped(costs: LayerVectors, share: float) -> LayerVectors:
+    """The costs with no layer's forward above a share of both. Where a stage runs n forwards of f
+    and n backwards of b, and a ≤ n of those forwards run beside other work, n·(f + b) − a·f falls
+    with f by no more than n − a ≥ 0: it is at least as much with the true f."""
+    if share >= 1.0:
+        return costs
+    return replace(
+        costs, forward_s=np.minimum(costs.forward_s, costs.backward_s * (share / (1.0 - share)))
     )

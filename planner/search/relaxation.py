@@ -11,7 +11,6 @@ Index letters: N micro-batches; r replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, product
 from math import fsum
@@ -19,7 +18,7 @@ from math import fsum
 import numpy as np
 
 from ...profiles.profile import Profile
-from ..costs.layer_graph import LayerGraph, LayerVectors
+from ..costs.layer_graph import LayerGraph, LayerVectors, capped, forward_share
 from ..costs.recomputation import KeptStorages, Selection, in_steps, selections
 from ..costs.stage_costs import RECEIVES_AHEAD, as_run_by, sized
 from ..evaluate import Question
@@ -38,10 +37,6 @@ from .places import (
     returning,
     sharing,
 )
-
-_LEFT_OUT, _WORTH_IT = 1e-3, 0.01
-"""Layers with so much of the work may count for less, where that lowers the largest share of a
-layer's work that its forward is by more than this."""
 
 _AT_ONCE = 0.5
 """Of the micro-batches in flight, those that a backward of a whole mini-batch works through."""
@@ -135,8 +130,8 @@ class Relaxation:
         worked = costs
         if shares_forwards:
             # A handful of additions whose backward takes nothing must not make the share 1.
-            forward_share = _forward_share(costs[1])
-            worked = {r: _capped(found, forward_share) for r, found in costs.items()}
+            counts_as = forward_share(costs[1])
+            worked = {r: capped(found, counts_as) for r, found in costs.items()}
         counted = self._counted(drains=drains and not guess, alone=after is None)
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         inputs_only = drains and not guess and self.variant.split_backward
@@ -178,7 +173,7 @@ class Relaxation:
         ).places()
         if shares_forwards:
             way = returning if returns else sharing
-            place = way(place, options, n, all_devices, forward_share)
+            place = way(place, options, n, all_devices, counts_as)
         known = not self.variant.flushes or most == 1 or self.question.update_every == 1
         if assumed.waits and known and isinstance(place, IdenticalPlaces):
             place = place.with_waits(self._waits(costs[1], n))
@@ -469,11 +464,13 @@ class Relaxation:
         """What stages wait for on devices of any kinds; None where the schedule doesn't say."""
         variant, graph, cluster = self.variant, self.graph, self.question.cluster
         known = fixed_in_flight(variant) or (variant.forwards_first and variant.flushes)
-        if not known or variant.split_backward:
+        # With few updates replicas needn't wait for one another.
+        late = self.question.update_every > 1 and max(self.replica_counts(micro_batches)) > 1
+        if not known or variant.split_backward or (variant.flushes and late):
             return None
         size = self._size(micro_batches, 1)
-        share = _forward_share(graph.costs(size))
-        costs = _capped(graph.costs(size), share)
+        share = forward_share(graph.costs(size))
+        costs = capped(graph.costs(size), share)
         work = costs.forward_s + costs.backward_s
         path = graph.heaviest_path(work)
         latency_s = min(link.latency_s for link in cluster.links)
@@ -578,27 +575,3 @@ class Relaxation:
             nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
             smallest[edge.storage] = min(smallest[edge.storage], nbytes)
         return smallest
-
-
-def _forward_share(costs: LayerVectors) -> float:
-    """Of a layer's work, the most that its forward counts as (`_capped`)."""
-    forward_s, both_s = costs.forward_s, costs.forward_s + costs.backward_s
-    known = np.flatnonzero(both_s > 0)
-    shares = forward_s[known] / both_s[known]
-    order = np.argsort(-shares, kind="stable")
-    ranked = shares[order]
-    largest = float(ranked.max(initial=0.0))
-    most = np.cumsum(both_s[known][order]) > _LEFT_OUT * float(both_s.sum())
-    usual = float(ranked[most].max(initial=0.0))
-    return usual if largest - usual > _WORTH_IT else largest
-
-
-def _capped(costs: LayerVectors, share: float) -> LayerVectors:
-    """The costs with no layer's forward above a share of both. Where a stage runs n forwards of f
-    and n backwards of b, and a ≤ n of those forwards run beside other work, n·(f + b) − a·f falls
-    with f by no more than n − a ≥ 0: it is at least as much with the true f."""
-    if share >= 1.0:
-        return costs
-    return replace(
-        costs, forward_s=np.minimum(costs.forward_s, costs.backward_s * (share / (1.0 - share)))
-    )

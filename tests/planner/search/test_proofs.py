@@ -17,6 +17,7 @@ from helpers.drawn.questions import Drawn, all_plans, drawn
 from helpers.paths import PUBLISHED, published
 from timeprest.cli.tables.plan import piling_up
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.costs import layer_graph
 from timeprest.planner.costs.recomputation import of_stage
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers
@@ -161,8 +162,8 @@ def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
 @pytest.mark.parametrize("number", numbers()[::4])
 def test_forwards_that_count_for_less_bound_no_plan_from_above(number, monkeypatch):
     """Layers with most of the work in their forwards, as many as half of all, are cut short."""
-    monkeypatch.setattr(relaxations, "_LEFT_OUT", 0.5)
-    monkeypatch.setattr(relaxations, "_WORTH_IT", 0.0)
+    monkeypatch.setattr(layer_graph, "_LEFT_OUT", 0.5)
+    monkeypatch.setattr(layer_graph, "_WORTH_IT", 0.0)
     found = drawn(number, systems=("pipedream-flush", "gpipe"))
     if found is None:
         pytest.skip("too many plans to try, or none")
@@ -172,7 +173,7 @@ def test_forwards_that_count_for_less_bound_no_plan_from_above(number, monkeypat
 def test_forwards_that_count_for_less_do_so_in_all_of_the_work(monkeypatch):
     """A stage of 1 ms each way before two replicas of one that takes 6: its second forward runs
     beside them, and nothing but 1 + 6 + 2 · 1 ms bounds the period."""
-    monkeypatch.setattr(relaxations, "_LEFT_OUT", 0.5)
+    monkeypatch.setattr(layer_graph, "_LEFT_OUT", 0.5)
     layers = [("n0", 0, 1e-3, 1e-3, 0, []), ("n1", 0, 2e-3, 4e-3, 0, [])]
     edges = [("n0", "n1", "t", 1), ("n1", "output", "y", 4)]
     profile = profile_by_hand(layers, edges, sizes=(1,))
