@@ -219,7 +219,7 @@ def drawn_profile(rng: random.Random) -> Profile:
 
 
 def _layer(rng, k, sizes, storages, received) -> Layer:
-    saves = sorted(s for s in {*received, f"s{k}"} if rng.random() < 0.35)
+    saves = [s for s in sorted({*received, f"s{k}"}) if rng.random() < 0.35]
     least = {
         m: sum(round(storages[s].fixed_bytes + storages[s].bytes_per_sample * m) for s in saves)
         for m in sizes
