@@ -125,7 +125,6 @@ class WeightPolicy:
             return None
         scratch = self.weights.scratch()
         self._rules.forward_weights(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
-        self.weights.corrected = None
         return scratch
 
     def _predict(self, steps: int) -> list[Tensor] | None:
@@ -152,12 +151,13 @@ class WeightPolicy:
         latest = self.walk.latest
         if self._rules is None or used == latest:
             return BackwardPass(mine, latest, None)
+        wanted, there = (latest, latest - used), self.weights.corrected
         scratch = self.weights.scratch()
         # The other micro-batches of a mini-batch mostly need the same.
-        if self.weights.corrected != (latest, latest - used):
+        if there != wanted:
             into = dict(zip(self.weights.parameters, scratch, strict=True))
             self._rules.backward_weights(latest - used, into)
-            self.weights.corrected = latest, latest - used
+        self.weights.corrected = wanted
         return BackwardPass(mine, latest, scratch)
 
 

@@ -179,6 +179,7 @@ class WeightVersions:
 
     def scratch(self) -> list[Tensor]:
         """Tensors to make other weights in: for one operation, then they may be overwritten."""
+        self.corrected = None
         if not self._scratch:
             self._scratch = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
             keys = ((storage_key(t), k) for k, t in enumerate(self._scratch) if t.numel())

@@ -502,3 +502,29 @@ def test_forwards_look_ahead_to_the_backward_of_their_own_micro_batch(
                 ahead.append((s, seen, at[Op(BACKWARD, op.mini_batch, i)] - seen))
         assert [one for one in told if one[0] == s] == [one for one in ahead if one[2]]
     assert told
+
+
+AS_LATEST = """
+class Rules(StageRules):
+    def backward_weights(self, updates, into):
+        for p, target in into.items():
+            target.copy_(p.detach())
+
+row = replace(VARIANTS["pipemare"], forward_weights="predicted", horizon="backward")
+row = replace(row, prediction="optimizer-step")
+SYSTEMS = [
+    replace(row, name="a", backward_weights="outside", outside=Outside(rules=Rules)),
+    replace(row, name="b", backward_weights="latest"),
+]
+"""
+
+
+def test_backwards_outside_between_predicted_forwards(mlp_profile, mlp_target, tmp_path):
+    """Both are made in the same memory."""
+    path = tmp_path / "both.py"
+    path.write_text(ROW + AS_LATEST)
+    load_plugin(str(path))
+    for name in "ab":
+        plan = plan_by_hand(with_times(mlp_profile), name, 4, 2, limits=[4, 3, 2, 1])
+        run(plan, settings_of(mlp_target), tmp_path / name, inline=True)
+    same(tmp_path / "a", tmp_path / "b")
