@@ -530,6 +530,16 @@ def _check_weights(where: str, row: Variant, outside: Outside) -> None:
     aiming = ["forward"] if "forward" in made else predicted
     if aiming and not row.horizon:
         raise PluginError(f"{where}.horizon: say what the {aiming[0]}'s weights aim at")
+    if row.stashes and row.forward_weights in ("predicted", "outside"):
+        raise PluginError(
+            f"{where}.backward_weights: {row.backward_weights!r} needs the forward's own weights; "
+            f"those that are {row.forward_weights!r} aren't kept"
+        )
+    if row.backward_weights == "corrected" and outside.rules is not None:
+        raise PluginError(
+            f"{where}.outside.rules: 'corrected' weights have rules of their own, beside which no "
+            "others act; give backward_weights 'outside'"
+        )
     least = 2 if "corrected" in passes.values() else min(len(predicted), 1)
     copies: object = row.scratch_copies
     if not isinstance(copies, int) or isinstance(copies, bool) or copies < least:

@@ -302,6 +302,16 @@ from dataclasses import replace
                 ("gpipe", "horizon='backward'", "flushes, so all its passes run on the latest"),
                 ("pipedream", "forward_weights='predicted'", "prediction: say what the forward's"),
                 ("spectrain", "horizon=''", "horizon: say what the forward's weights aim at"),
+                (
+                    "spectrain",
+                    "backward_weights='forward'",
+                    "'forward' needs the forward's own weights; those that are 'predicted' aren't",
+                ),
+                (
+                    "pipemare",
+                    "outside=Outside(rules=StageRules)",
+                    "'corrected' weights have rules of their own",
+                ),
             )
         ],
     ],
@@ -432,7 +442,7 @@ def run_of_row(row, code, profile, target, path, **more):
 )
 def test_rules_that_fail_name_plugin_and_hook(code, why, mlp_profile, mlp_target, tmp_path):
     weights = (
-        "forward_weights='outside', horizon='backward'"
+        "forward_weights='outside', horizon='backward', backward_weights='latest'"
         if "forward_" in code
         else ("backward_weights='outside'")
     )
