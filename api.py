@@ -26,6 +26,7 @@ from .planner.cluster.contention import counted, with_contention
 from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
+from .planner.search.recheck import question_of, signed
 from .planner.search.solve import MUON, solve
 from .planner.study.choose import StudyFigures, by_time_to_target
 from .planner.study.pareto import ParetoFront, pareto_point
@@ -400,12 +401,13 @@ def what_if(
     changes = texts(changes, "changes", "bandwidth=2x,memory=24GiB")
     others = clusters_after(cluster, changes, counted(profile.together, cluster))
     # Once is enough.
-    profile = msgspec.structs.replace(profile, together=None)
+    alone = msgspec.structs.replace(profile, together=None)
     found: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for text, other in others.items():
         try:
-            found[text] = plan(profile, other, **options)
+            after = plan(alone, other, **options)
+            found[text] = signed(after, question_of(after, profile))
         except (InfeasibleError, PlanError) as error:
             failed[text] = str(error)
     if failed and not found:

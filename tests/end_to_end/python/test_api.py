@@ -467,6 +467,8 @@ def test_python_says_what_changes_would_bring(mlp_profile):
     assert list(found) == changes[:1]
     assert found[changes[0]].predicted == wanted.predicted
     assert found[changes[0]].cluster == wanted.cluster
+    # What was proven holds by the profile.
+    assert found[changes[0]].solver.checksum == wanted.solver.checksum
     cluster = wanted.cluster
     (same,) = timeprest.what_if(profile, ["devices=3"], cluster, variant="pipedream").values()
     assert same.cluster == cluster
