@@ -19,6 +19,9 @@ from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered_schedule
 
+_SAME = 1 + 1e-10
+"""Starts that differ by less are a tie: sums of the same times differ by rounding."""
+
 _Entry = tuple[float, int, int, int]
 """Start; -1 for updates, 0 for backwards, 1 for forwards; what ties go by, and the stage."""
 
@@ -145,7 +148,7 @@ class ListScheduler:
                 busy = max(free)
                 if busy > last_start:
                     last_start = busy
-                if last_start <= start:
+                if last_start <= start * _SAME:
                     start, rank = last_start, 0
         if start < inf:
             self._current[s] = entry = (start, rank, self._rank[s], s)

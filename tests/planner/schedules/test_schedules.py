@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
+from timeprest.planner.simulator.pipeline import Link
 from timeprest.planner.simulator.timeline import simulate, warm_mini_batches
 from timeprest.planner.systems.operations import Op, Schedule, op_text, parse_op
 from timeprest.planner.systems.variants import VARIANTS
@@ -335,6 +336,20 @@ def test_nf1b_breaks_ties_by_its_rule(pipeline, mini_batches, zero):
         ),
     )
     assert make_schedule(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+
+
+def test_rounding_breaks_no_ties():
+    """Times that are multiples of one that isn't whole: the same order, as long as it goes."""
+    whole, scaled = (
+        replace(
+            unit_pipeline("v-timeprest", 3, 4, [2, 1, 1]),
+            forward_s=(2 * unit_s, 3 * unit_s, unit_s),
+            backward_s=(9 * unit_s, 2 * unit_s, 3 * unit_s),
+            links=tuple(Link(s, s + 1, t * unit_s, t * unit_s, 0.0) for s, t in enumerate((1, 2))),
+        )
+        for unit_s in (1.0, 1.3e-3)
+    )
+    assert make_schedule(scaled, 40) == make_schedule(whole, 40)
 
 
 @given(pipelines(most_stages=16, most_micro_batches=64), st.integers(1, 3))
