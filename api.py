@@ -22,7 +22,7 @@ from .planner.cluster.cluster import (
     read_cluster,
     uniform_cluster,
 )
-from .planner.cluster.contention import counted, with_contention
+from .planner.cluster.contention import contention_on, with_contention
 from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
@@ -242,7 +242,7 @@ def plan(
         state = {"optimizer_state_factor": factor}
     return solve(
         profile,
-        with_contention(cluster, counted(profile.together, cluster)),
+        with_contention(cluster, contention_on(cluster, profile.together)),
         variant,
         mini_batch=None if mini_batch is None else whole(mini_batch, "mini_batch"),
         order=None if order is None else read_order(order),
@@ -399,7 +399,7 @@ def what_if(
         cluster = uniform_cluster(**{"devices": 2, **described})
     cluster = _loaded(cluster, Cluster, "cluster")
     changes = texts(changes, "changes", "bandwidth=2x,memory=24GiB")
-    others = clusters_after(cluster, changes, counted(profile.together, cluster))
+    others = clusters_after(cluster, changes, contention_on(cluster, profile.together))
     # Once is enough.
     alone = msgspec.structs.replace(profile, together=None)
     found: dict[str, Plan] = {}

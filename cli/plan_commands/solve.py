@@ -11,7 +11,7 @@ import msgspec
 
 from ...planner.cluster.changes import clusters_after
 from ...planner.cluster.cluster import Cluster
-from ...planner.cluster.contention import counted, with_contention
+from ...planner.cluster.contention import contention_on, with_contention
 from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
@@ -240,7 +240,7 @@ def solve(
         mini_batch = asked["mini_batch"] or profile.batch_size
         figures.check(profile.fingerprint, mini_batch, str(study_path))
     described = cluster_of(asked)
-    together = counted(profile.together, described)
+    together = contention_on(described, profile.together)
     cluster = with_contention(described, together)
     others = clusters_after(described, what_if, together, WHAT_IF)
     for name in ("micro_batches", "stages", "stages_per_device"):

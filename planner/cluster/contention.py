@@ -24,7 +24,7 @@ def slowdown(together: Together | None, devices: int) -> float:
     return 1 + (together.slowdown - 1) * share
 
 
-def counted(together: Together | None, cluster: Cluster) -> Together | None:
+def contention_on(cluster: Cluster, together: Together | None) -> Together | None:
     """What was measured, for a cluster whose devices are all as fast as the one that was profiled;
     None: it says itself how fast they are."""
     return together if all(device.speed == 1 for device in cluster.devices) else None

@@ -21,8 +21,19 @@ from torch.utils.data import Dataset, default_collate
 
 from ..errors import TargetError
 from ..tasks.task import Split, read_loss
+from ..units import texts
 from .hf_data import HuggingFaceSamples, Lengths, lengths_of, rows_of, splits_of
-from .hf_model import LONGEST, MAX_LENGTH, NAMES, Request, no_model, quiet, read, request_of
+from .hf_model import (
+    LONGEST,
+    MAX_LENGTH,
+    NAMES,
+    Request,
+    no_model,
+    patterns,
+    quiet,
+    read,
+    request_of,
+)
 from .hf_padding import UnpaddedSamples
 from .hf_synthetic import synthetic_samples
 from .synthetic import (
@@ -134,14 +145,14 @@ def hugging_face(
     Raises:
         TargetError: there is no such model, or it can't have this head.
     """
-    frozen = frozen if isinstance(frozen, str) else "+".join(frozen)
+    frozen = "+".join(texts(frozen, "frozen", "transformer.wte"))
     if isinstance(model, str):
         more = {"head": head, "length": length or "", "padding": padding, "frozen": frozen}
         keys = "".join(f",{key}={value}" for key, value in more.items() if value)
         request = read(f"hf:{model}{keys}", f"{model}{keys}")
     else:
         request = request_of(model, head, length, padding)
-        request = replace(request, frozen=tuple(filter(None, frozen.split("+"))))
+        request = replace(request, frozen=patterns(frozen))
     _look(request)
     return HuggingFaceTask(request, data)
 

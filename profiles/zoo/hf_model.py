@@ -246,8 +246,13 @@ def read(target: str, argument: str) -> Request:
         data=settings["data"],
         tokenizer=settings["tokenizer"] or own_tokenizer(folder),
         padding=padding,
-        frozen=tuple(filter(None, settings["frozen"].split("+"))),
+        frozen=patterns(settings["frozen"]),
     )
+
+
+def patterns(text: str) -> tuple[str, ...]:
+    """Names with ``*`` that are joined by ``+``."""
+    return tuple(filter(None, text.split("+")))
 
 
 def _padding(target: str, asked: str, family: str) -> str:

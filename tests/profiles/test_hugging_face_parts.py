@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from timeprest.profiles.errors import TargetError
+from timeprest.profiles.errors import TargetError, UserError
 from timeprest.profiles.tasks.parts import INPUTS, TARGET, Parts
 from timeprest.profiles.zoo.hf import hugging_face
 from timeprest.profiles.zoo.synthetic import images
@@ -165,6 +165,8 @@ def test_modules_and_parameters_are_frozen_by_name(frozen, trained):
 
 
 def test_names_of_nothing_are_refused():
+    with pytest.raises(UserError, match="frozen: give one or more such as"):
+        hugging_face(GPT2, frozen=[3])
     with pytest.raises(TargetError, match=r"frozen=wte: .* called so; it has transformer.wte$"):
         hugging_face(GPT2, frozen="wte").model()
     with pytest.raises(

@@ -69,15 +69,7 @@ class _StagesWithin:
 
     def those(self, which: Flags) -> _StagesWithin:
         """Some of them."""
-        return _StagesWithin(
-            self.below[which],
-            self.above[which],
-            self.option[which],
-            self.units[which],
-            self.own_s[which],
-            self.way_s[which],
-            self.on_path[which],
-        )
+        return _StagesWithin(*(column[which] for column in vars(self).values()))
 
 
 class WaitingProgram(KindProgram):

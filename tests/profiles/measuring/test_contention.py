@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.cluster.contention import counted, slowdown, with_contention
+from timeprest.planner.cluster.contention import contention_on, slowdown, with_contention
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.contention import measure_together, size_to_time
 from timeprest.profiles.profile import Together
@@ -32,9 +32,9 @@ def test_devices_of_a_machine_are_as_fast_as_together():
 def test_clusters_that_name_speeds_have_these():
     """One of devices as fast as the one that was profiled says nothing of how fast they are."""
     cluster = uniform_cluster(4)
-    assert counted(FOUR, cluster) == FOUR
-    assert counted(None, cluster) is None
-    assert counted(FOUR, with_contention(cluster, FOUR)) is None
+    assert contention_on(cluster, FOUR) == FOUR
+    assert contention_on(cluster, None) is None
+    assert contention_on(with_contention(cluster, FOUR), FOUR) is None
 
 
 def test_a_profile_without_it_is_read_as_before(mlp_profile):

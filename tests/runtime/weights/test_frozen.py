@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import check_resumed
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
@@ -315,7 +316,9 @@ def test_resumed_runs_have_them(tmp_path):
     """And they are in the checkpoints, under all names that the model has for them."""
     plan = placed("Frozen", "timeprest", (0, 1, 1, 0), 4)
     choice = OptimizerChoice(name="adam", lr=0.05)
-    _, _, whole = trained(plan, "Frozen", tmp_path / "whole", optimizer=choice)
+    settings = RunSettings(task=here("Frozen"), steps=9, optimizer=choice, checkpoint_every=3)
+    check_resumed(plan, settings, tmp_path, at=8, last=9)
+    whole = load_weights(tmp_path / "stopped")
     assert whole.keys() == resolve(here("Frozen")).task.model().state_dict().keys()
     given = Net().double().layers[0].given
     assert torch.equal(whole["layers.0.given"], given)
