@@ -132,6 +132,7 @@ class SendingThread:
     Attributes:
         error: of the first that failed, with which it has ended.
         pending_bytes: of those that haven't gone.
+        count: of those.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -140,7 +141,7 @@ class SendingThread:
         self.pending_bytes = 0
         self._timeout_s = timeout_s
         self._idle = threading.Condition()
-        self._count = 0
+        self.count = 0
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -148,7 +149,7 @@ class SendingThread:
     def put(self, send: Callable[[], None], counted_bytes: int) -> None:
         """Have it wait for this send too, and hold until then whatever that holds."""
         with self._idle:
-            self._count += 1
+            self.count += 1
             self.pending_bytes += counted_bytes
         self._queue.put((send, counted_bytes))
 
@@ -156,7 +157,7 @@ class SendingThread:
         """Wait until at most so many sends are left; False after a failure or the bound."""
         with self._idle:
             few = self._idle.wait_for(
-                lambda: self._count <= most or self.error is not None, self._timeout_s
+                lambda: self.count <= most or self.error is not None, self._timeout_s
             )
             return few and self.error is None
 
@@ -177,7 +178,7 @@ class SendingThread:
                     self._idle.notify_all()
                 return
             with self._idle:
-                self._count -= 1
+                self.count -= 1
                 self.pending_bytes -= counted_bytes
                 self._idle.notify_all()
             del item, send

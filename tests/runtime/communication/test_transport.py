@@ -15,6 +15,7 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime import run as running
 from timeprest.runtime.communication import nccl as nccl_channels
+from timeprest.runtime.communication import pinned_memory
 from timeprest.runtime.communication.channel import LocalChannels, PeerError
 from timeprest.runtime.communication.pinned_memory import PinnedMemoryChannels
 from timeprest.runtime.communication.transport import (
@@ -274,8 +275,9 @@ class HeldCopier(LateCopier):
         return tensor.clone(), self.landing
 
 
-def test_a_message_is_sent_when_its_copy_has_landed():
-    """And whoever sends waits for nothing."""
+def test_a_message_is_sent_when_its_copy_has_landed(monkeypatch):
+    """And whoever sends a large one waits for nothing."""
+    monkeypatch.setattr(pinned_memory, "AT_ONCE_BYTES", 15)
     host, copier = HostChannels(), HeldCopier()
     channels = PinnedMemoryChannels(host, copier, 0.2)
     tensor = torch.ones(4)
@@ -291,14 +293,34 @@ def test_a_message_is_sent_when_its_copy_has_landed():
     channels.end()
 
 
-def test_a_copy_that_fails_ends_the_run():
+def test_a_small_message_is_sent_at_once_unless_others_are_ahead_of_it(monkeypatch):
+    monkeypatch.setattr(pinned_memory, "AT_ONCE_BYTES", 8)
+    host, copier = HostChannels(), HeldCopier()
+    channels = PinnedMemoryChannels(host, copier, 10)
+    channels.send("large", "F", torch.ones(4))
+    channels.send("small", "F", torch.ones(2))
+    assert host.sent == []
+    copier.landing.lands.set()
+    channels.close()
+    channels.send("again", "F", torch.ones(2))
+    assert [route for route, _, _ in host.sent] == ["large", "small", "again"]
+    channels.end()
+
+
+@pytest.mark.parametrize("at_once", [0, 16])
+def test_a_copy_that_fails_ends_the_run(at_once, monkeypatch):
+    monkeypatch.setattr(pinned_memory, "AT_ONCE_BYTES", at_once)
     host, copier = HostChannels(), HeldCopier()
     channels = PinnedMemoryChannels(host, copier, 10)
     copier.landing.error = RuntimeError("illegal memory access")
     copier.landing.lands.set()
-    channels.send("c", "F", torch.ones(4))
-    with pytest.raises(PeerError, match="couldn't be copied from the GPU: illegal memory access"):
+
+    def sent():
+        channels.send("c", "F", torch.ones(4))
         channels.close()
+
+    with pytest.raises(PeerError, match="couldn't be copied from the GPU: illegal memory access"):
+        sent()
 
 
 @pytest.mark.choice(0)
