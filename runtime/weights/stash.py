@@ -126,7 +126,10 @@ class WeightVersions:
 
     def keep_latest(self) -> None:
         """Copy the latest weights: an update is about to overwrite them, and they are needed."""
-        copies = [p.detach().clone() for p in self.parameters]
+        copies = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
+        if copies:
+            # On a GPU one kernel copies many.
+            torch._foreach_copy_(copies, [p.detach() for p in self.parameters])
         self._older[self.latest] = copies
         self._bytes[self.latest] = sum(map(storage_bytes, copies))
         self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
