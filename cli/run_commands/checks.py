@@ -39,7 +39,7 @@ def device_lines(
 
     kind, lines = device_kind(plan, settings), []
     if kind == "cpu" and one_host and not inline:
-        turns = turns_warning(workers, settings.threads, usable_cores())
+        turns = turns_warning(workers, usable_cores(), "core", settings.threads)
         if turns is not None:
             lines.append(turns)
     if kind == "cuda":
@@ -53,6 +53,9 @@ def device_lines(
             lines.append(
                 f"stages compute on {min(workers, gpus)} of {gpus} GPUs; messages by {how}"
             )
+            turns = turns_warning(workers, gpus, "GPU")
+            if turns is not None:
+                lines.append(turns)
         else:
             lines.append("stages compute on GPUs: local rank r on cuda:(r mod GPUs) of its host")
     if plan.profile.device != kind:

@@ -264,4 +264,13 @@ def platform_of(device: str, spec: str | None = None, autocast: str | None = Non
         return Platform(f"{META}:{name}", torch.device("cpu"), found, dtype, fake)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here; take --device cpu")
+    if device == "cuda":
+        wake(torch.device(device))
     return Platform(device, torch.device(device), None, dtype)
+
+
+def wake(device: torch.device) -> None:
+    """Have the thread of a GPU's backwards begin with a kernel of torch's own: of cuBLAS's, torch
+    warns there."""
+    x = torch.ones((), device=device, requires_grad=True)
+    (x * x).backward()

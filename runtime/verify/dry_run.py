@@ -53,19 +53,20 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def turns_warning(workers: int, threads: int, cores: int) -> str | None:
+def turns_warning(workers: int, count: int, what: str, threads: int = 1) -> str | None:
     """A warning where a host's workers take turns, which plans don't know; None: they don't.
 
     Args:
-        workers: that compute on the host's cores.
+        workers: that compute there.
+        count: cores of the host that may be used, or its GPUs.
+        what: "core" or "GPU".
         threads: of each worker.
-        cores: usable ones of the host.
     """
-    at_once = max(cores // threads, 1)
+    at_once = max(count // threads, 1)
     if workers <= at_once:
         return None
     return (
-        f"{workers} processes take turns on {cores} {'core' if cores == 1 else 'cores'}: slower "
+        f"{workers} processes take turns on {count} {what if count == 1 else f'{what}s'}: slower "
         f"than planned; tp-plan solve --devices {at_once} --stages-per-device auto plans for it"
     )
 
@@ -376,10 +377,14 @@ def _findings(
 def _warnings(prepared: Prepared, found: Sequence[_PlaceAndHost]) -> Iterator[str]:
     yield from hook_warnings(prepared)
     for host, first in _first_of_each(found).items():
-        workers = sum(mine.host == host and mine.device == "cpu" for mine in found)
-        turns = turns_warning(workers, prepared.settings.threads, first.cores)
-        if turns is not None:
-            yield f"{host}: {turns}"
+        gpus = [mine.gpu for mine in found if mine.host == host and mine.gpu]
+        workers = sum(mine.host == host and not mine.gpu for mine in found)
+        for turns in (
+            turns_warning(workers, first.cores, "core", prepared.settings.threads),
+            turns_warning(len(gpus), len(set(gpus)), "GPU"),
+        ):
+            if turns is not None:
+                yield f"{host}: {turns}"
 
 
 def _first_of_each(found: Sequence[_PlaceAndHost]) -> dict[str, _PlaceAndHost]:

@@ -146,6 +146,15 @@ def test_a_run_says_that_its_processes_take_turns(plan, monkeypatch, cores, thre
     assert not any("turns" in line for line in device_lines(plan, settings, 3, one_host=False))
 
 
+@pytest.mark.parametrize(("gpus", "devices"), [(1, 1), (2, 2), (3, None)])
+def test_a_run_says_that_its_processes_share_gpus(plan, monkeypatch, gpus, devices):
+    monkeypatch.setattr("timeprest.runtime.prepare.devices.gpu_count", lambda: gpus)
+    settings = RunSettings(task="x", device="cuda")
+    told = [line for line in device_lines(plan, settings, 3) if "take turns" in line]
+    assert len(told) == (devices is not None)
+    assert all(f" --devices {devices} " in line for line in told)
+
+
 def test_what_makes_a_run_impossible_is_an_error(plan, mlp_target, tmp_path):
     settings = RunSettings(task=mlp_target, steps=7)
     (tmp_path / "file").write_text("")
