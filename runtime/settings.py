@@ -82,6 +82,9 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     with."""
     compile: bool = False
     """Run the forwards and backwards of stages compiled by torch.compile, where they can be."""
+    deterministic: bool = False
+    """Have torch take operations that give the same numbers every time, where it has such; it warns
+    of those where it hasn't. On GPUs some add up in whatever sequence they come to."""
     deferred_batch_norm: bool = False
     """Update the running statistics of batch norms once for each mini-batch, with its own."""
     checkpoint_every: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
@@ -148,7 +151,7 @@ DELAYS = (
 )
 """Settings of what a stage's version difference does to its training."""
 
-LATER = (*DELAYS, "compile", "eval_every", "log")
+LATER = (*DELAYS, "compile", "deterministic", "eval_every", "log")
 """Settings that runs of before didn't have; the default is what they did."""
 
 COMPILING_S = 600.0

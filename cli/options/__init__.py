@@ -339,6 +339,12 @@ run_options = options(
             help="Train each stage under torch.compile, where it can be; the summary says where "
             "not.",
         ),
+        _setting(
+            "deterministic",
+            is_flag=True,
+            help="Have torch take operations that give the same numbers every time, where it has "
+            "such; on GPUs.",
+        ),
         click.option(
             "--inline",
             is_flag=True,

@@ -99,13 +99,16 @@ def settings_put_back() -> Iterator[None]:
     """For a program that isn't ours: whatever measuring or training sets is set back when the
     context ends.
 
-    That is: freed memory is kept, torch has other threads, random generators are seeded.
+    That is: freed memory is kept, torch has other threads and deterministic operations, random
+    generators are seeded.
     """
     import torch
 
     from ..tracing.random_states import set_states, states
 
     threads, drawn = torch.get_num_threads(), states()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     on_gpus = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count()) if on_gpus else ()
     try:
@@ -117,6 +120,7 @@ def settings_put_back() -> Iterator[None]:
             # What GPUs will draw by once they are used: torch.manual_seed seeds them with the rest.
             torch.cuda.manual_seed_all(torch.initial_seed())
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def _set(settings: tuple[tuple[int, int], ...]) -> bool:

@@ -8,6 +8,7 @@ inline run has all its stages on the first GPU.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from ...planner.plan import Plan
 from ...profiles.errors import PlanError, UserError
+from ...profiles.measuring.platforms import wake
 from ...profiles.tracing.pieces import map_items
 from ...profiles.tracing.random_states import set_states, states
 from ..settings import RunSettings
@@ -80,11 +82,17 @@ def check_compiler() -> None:
 
 
 def own_device(plan: Plan, settings: RunSettings, local_rank: int) -> torch.device:
-    """The device of a worker of this host, made the current one. Raises UserError."""
+    """The device of a worker of this host, made the current one, and torch's operations the
+    deterministic ones where the settings say so. Raises UserError."""
     kind, gpus = devices_here(plan, settings)
+    if settings.deterministic:
+        # Read by cuBLAS when it is used first.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     device = device_of(kind, local_rank, gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        wake(device)
     return device
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from ...planner.plan import Plan
 from ...profiles.errors import UserError
+from ...profiles.measuring.process_settings import settings_put_back
+from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared, prepare
 from ..records.progress import Observer, read_losses
 from ..records.run_dir import RunDir, load_weights
@@ -120,10 +124,13 @@ def check(
         keep_gradients=True,
         checkpoint_every=0,
         dropout=settings.dropout and not flushes,
+        # Adam makes as much of a gradient of nothing but rounding as of any other.
+        deterministic=True,
     )
     observer = observer or Observer()
     prepared = prepare(plan, settings, observer.starting)
     with ExitStack() as stack:
+        stack.enter_context(settings_put_back())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="timeprest-check-")))
         where = RunDir(run_dir or folder / "run")
         run(plan, settings, where.path, inline=inline, observer=observer)
@@ -224,10 +231,28 @@ def _updates(prepared: Prepared) -> list[int]:
 
 def _tolerance(prepared: Prepared) -> tuple[float, str]:
     """The tolerance of the least precise dtype of parameters and autocast, and its name."""
-    parameters = (p for piece in prepared.model.pieces for p in piece.module.parameters())
+    modules = [piece.module for piece in prepared.model.pieces]
+    parameters = [p for module in modules for p in module.parameters()]
     dtypes = {p.dtype.to_real() for p in parameters}
     if prepared.model.autocast is not None:
         dtypes.add(prepared.model.autocast)
     known = [dtype for dtype in dtypes if dtype in TOLERANCES] or [torch.float32]
     dtype = max(known, key=lambda dtype: TOLERANCES[dtype])
-    return TOLERANCES[dtype], str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32 and device_kind(prepared.plan, prepared.settings) == "cuda":
+        # It rounds as float16 does. Without being asked for, torch takes it where cuDNN computes.
+        by_cudnn = any(p.dim() > 2 for p in parameters) or any(
+            isinstance(part, nn.RNNBase) for module in modules for part in module.modules()
+        )
+        if _allows_tf32(torch.backends.cuda.matmul) or (
+            by_cudnn and _allows_tf32(torch.backends.cudnn)
+        ):
+            return TOLERANCES[torch.float16], f"{name} (TF32)"
+    return TOLERANCES[dtype], name
+
+
+def _allows_tf32(backend: Any) -> bool:
+    try:
+        return bool(backend.allow_tf32)
+    except RuntimeError:  # it was set in another way, which this name can't tell
+        return True

@@ -427,6 +427,7 @@ def test_a_session_is_left_as_it_was(use, mlp_profile, tmp_path):
         use(plan, tmp_path)
         assert torch.get_num_threads() == threads + 1
         assert torch.equal(torch.get_rng_state(), state)
+        assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.set_num_threads(threads)
 

@@ -286,6 +286,31 @@ def test_autocast_has_its_own_tolerance():
     assert (report.dtype, report.tolerance) == ("bfloat16", 5e-2)
 
 
+@pytest.mark.parametrize(
+    ("target", "cudnn", "matmul", "rounds"),
+    [
+        ("digits", True, False, True),
+        ("digits", False, False, False),
+        ("mlp", True, False, False),
+        ("mlp", False, True, True),
+    ],
+)
+def test_gpus_may_round_float32_to_tf32(target, cudnn, matmul, rounds, monkeypatch):
+    """Where torch lets them: by default in convolutions alone."""
+    monkeypatch.setattr(checking, "device_kind", lambda plan, settings: "cuda")
+    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [backend.allow_tf32 for backend in backends]
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[8], seconds=0)
+    plan = plan_by_hand(with_times(profile), "gpipe", 2, 1)
+    try:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
+        report = check(plan, RunSettings(task=target), inline=True)
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    wanted = ("float32 (TF32)", 1e-2) if rounds else ("float32", 1e-4)
+    assert (report.dtype, report.tolerance) == wanted
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_is_found_and_switched_off(training):
     class Model(torch.nn.Module):
