@@ -20,8 +20,9 @@ from .machine.quiet import MOST
 from .racing.rivals import Length
 from .report.page import write_page
 from .report.records import DOCS, add_rounds, read_results
+from .report.tables import speed_table, stage_table
 from .rounds import Racer, Settings
-from .tasks import RACES
+from .tasks import ALL_RACES, GPU_RACES, RACES
 
 BESIDE = (
     *("gpipe@4", "pipedream-flush@4", "tdp-gpipe@4", "tdp-1f1b@4"),
@@ -37,17 +38,18 @@ def contestants_of(text: str) -> list[Contestant]:
     return [contestant_named(name) for name in dict.fromkeys(names)]
 
 
-def models_of(text: str) -> list[str]:
+def models_of(text: str, device: str) -> list[str]:
     """Those of a list with commas. Raises UserError."""
-    names = list(RACES) if text == "all" else text.split(",")
+    every = GPU_RACES if device == "cuda" else RACES
+    names = list(every) if text == "all" else text.split(",")
     for name in names:
-        if name not in RACES:
-            raise UserError(f"model {name!r}: choose of {', '.join(RACES)}")
+        if name not in ALL_RACES:
+            raise UserError(f"model {name!r}: choose of {', '.join(ALL_RACES)}")
     return names
 
 
 @click.command()
-@click.option("--models", default="all", show_default=True, help=", ".join(RACES))
+@click.option("--models", default="all", show_default=True, help=", ".join(ALL_RACES))
 @click.option("--contestants", default="all", show_default=True, help=", ".join(ALL))
 @click.option(
     "--stages",
@@ -55,6 +57,13 @@ def models_of(text: str) -> list[str]:
     default=2,
     show_default=True,
     help="A process of one thread for each; there should be as many cores.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: all processes share the first GPU.",
 )
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--warm", default=3, show_default=True, help="Mini-batches before the clock runs.")
@@ -77,6 +86,7 @@ def main(
     models: str,
     contestants: str,
     stages: int,
+    device: str,
     rounds: int,
     warm: int,
     timed: int,
@@ -110,11 +120,16 @@ def main(
     try:
         # Those of another number of stages aren't mixed with.
         read_results(Path(results), machine(), stages)
-        asked = [contestant.on(stages) for contestant in contestants_of(contestants)]
-        for model in models_of(models):
+        asked = [contestant.on(stages, device) for contestant in contestants_of(contestants)]
+        for model in models_of(models, device):
             able = racer.prepare(model, asked)
-            add_rounds(Path(results), racer.rounds(model, able), racer.skipped, stages)
-        write_page(Path(results), Path(page))
+            found = racer.rounds(model, able)
+            add_rounds(Path(results), found, racer.skipped, stages)
+            if device == "cuda":
+                # docs/gpu.md is written by people.
+                print(speed_table(found, model), stage_table(found, model), sep="\n\n")
+        if device == "cpu":
+            write_page(Path(results), Path(page))
     except TimeprestError as error:
         print(f"bench: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

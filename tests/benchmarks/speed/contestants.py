@@ -31,6 +31,7 @@ class Contestant:
         stages_per_rank: of that, too; and of ours, where it isn't what the system has by default.
         micro_batches: fixed; None: the best are looked for.
         cut_as: of ours, the rival that it has cuts and micro-batches of; empty: its own.
+        device: "cpu" or "cuda"; there all processes share the first GPU.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Contestant:
     stages_per_rank: int = 1
     micro_batches: int | None = None
     cut_as: str = ""
+    device: str = "cpu"
 
     @property
     def stages(self) -> int:
@@ -62,17 +64,23 @@ class Contestant:
     @property
     def file_name(self) -> str:
         """The name as a part of a file's."""
-        return self.name.replace("@", "-").replace("=", "-as-")
+        return file_name(self.name)
 
-    def on(self, cores: int) -> Contestant:
+    def on(self, cores: int, device: str = "cpu") -> Contestant:
         """With a process of one thread for each core; one process has as many threads, or one."""
+        here = replace(self, device=device)
         if self.processes > 1:
-            return replace(self, processes=cores)
-        return replace(self, threads=cores) if self.threads > 1 else self
+            return replace(here, processes=cores)
+        return replace(here, threads=cores) if self.threads > 1 else here
 
     def least_micro_batches(self) -> int:
         """What the schedule needs."""
         return self.stages if self.schedule == "DualPipeV" else self.processes
+
+
+def file_name(name: str) -> str:
+    """A contestant's name as a part of a file's."""
+    return name.replace("@", "-").replace("=", "-as-")
 
 
 def bare_name(name: str) -> str:
@@ -101,7 +109,9 @@ OURS = {name: Contestant(name, name, "ours") for name in VARIANTS}
 ALL = {**RIVALS, **OURS}
 
 
-_NAME = re.compile(r"([^@+=]+)(?:@([1-9][0-9]*))?(?:\+([1-9]))?(?:=(tdp-[a-z0-9]+))?")
+_NAME = re.compile(
+    r"([^@+=]+)(?:@([1-9][0-9]*))?(?:\+([1-9]))?(?:=(tdp-[a-z0-9]+(?:@[1-9][0-9]*)?))?"
+)
 
 
 def contestant_named(text: str) -> Contestant:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
+from timeprest.runtime.prepare.devices import CPU, clock_of
 from torch import Tensor, nn
 
 from .tasks import Race
@@ -17,39 +17,42 @@ LEVEL = 0.03
 """Ranks' loads that differ by no more than this share count as alike."""
 
 
-def child_times(race: Race, micro_batch: int) -> tuple[list[float], list[float]]:
+def child_times(
+    race: Race, micro_batch: int, device: torch.device = CPU
+) -> tuple[list[float], list[float]]:
     """Seconds of every child of the model.
 
     Returns:
         Forward and backward of a micro-batch, the loss with the last; and an optimizer step.
     """
     torch.manual_seed(0)
-    model = race.model()
-    x, y = race.data("train")[:micro_batch]
+    model = race.model().to(device)
+    x, y = (part.to(device) for part in race.data("train")[:micro_batch])
+    clock = clock_of(device)
     times: list[list[float]] = [[] for _ in model]
     steps: list[list[float]] = [[] for _ in model]
     optimizers = [_optimizer(race, child) for child in model]
     for _ in range(ROUNDS + 1):
-        inputs, outputs, forwards = _forward(model, x)
-        begin = time.perf_counter()
+        inputs, outputs, forwards = _forward(model, x, clock)
+        begin = clock()
         loss = race.loss(outputs[-1], y)
         (gradient,) = torch.autograd.grad(loss, [outputs[-1]])
-        of_loss = time.perf_counter() - begin
+        of_loss = clock() - begin
         for k in reversed(range(len(model))):
-            begin = time.perf_counter()
+            begin = clock()
             if outputs[k].requires_grad:
                 outputs[k].backward(gradient)
-            times[k].append(forwards[k] + time.perf_counter() - begin)
+            times[k].append(forwards[k] + clock() - begin)
             back = inputs[k].grad
             if back is not None:
                 gradient = back
         times[-1][-1] += of_loss
         for k, optimizer in enumerate(optimizers):
-            begin = time.perf_counter()
+            begin = clock()
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
-            steps[k].append(time.perf_counter() - begin)
+            steps[k].append(clock() - begin)
     return [median(t[1:]) for t in times], [median(t[1:]) for t in steps]
 
 
@@ -58,18 +61,20 @@ def _optimizer(race: Race, child: nn.Module) -> torch.optim.Optimizer | None:
     return race.optimizer(parameters) if parameters else None
 
 
-def _forward(model: nn.Sequential, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[float]]:
+def _forward(
+    model: nn.Sequential, x: Tensor, clock: Callable[[], float]
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
     """Every child's input and output, apart from each other, and its seconds."""
     inputs, outputs, seconds = [], [], []
     for child in model:
         x = x.detach()
         if x.is_floating_point():
             x.requires_grad_()
-        begin = time.perf_counter()
+        begin = clock()
         inputs.append(x)
         x = child(x)
         outputs.append(x)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return inputs, outputs, seconds
 
 

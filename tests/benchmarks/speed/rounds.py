@@ -89,7 +89,8 @@ class Racer:
             self._alone(folder / "cluster.toml", lambda: linked(folder, processes))
             seconds = self.settings.profile_s
             profile = folder / model / "profile.json"
-            self._alone(profile, lambda: profiled(model, folder, seconds, processes))
+            device = contestant.device
+            self._alone(profile, lambda: profiled(model, folder, seconds, processes, device))
             planned(contestant, model, folder)
             return
         reason = why_not(contestant)

@@ -61,6 +61,14 @@ def gpt() -> nn.Sequential:
     return nn.Sequential(Embedding(width, LENGTH), *blocks, *head)
 
 
+def gpt_wide() -> nn.Sequential:
+    """GPT shape that keeps a GPU busy: 12 layers, width 1024, 16 heads, 256 tokens."""
+    width = 1024
+    blocks = [Block(width, heads=16) for _ in range(12)]
+    head = [nn.LayerNorm(width), nn.Linear(width, VOCABULARY)]
+    return nn.Sequential(Embedding(width, 4 * LENGTH), *blocks, *head)
+
+
 def lstm() -> nn.Sequential:
     """The encoder of GNMT in small: 8 residual LSTM layers of width 256, and a head."""
     width = 256
@@ -116,10 +124,14 @@ def resnet50() -> nn.Sequential:
     return nn.Sequential(*layers, head)
 
 
-def tokens(samples: int) -> TensorDataset:
+def tokens(length: int) -> Callable[[int], TensorDataset]:
     """Random token ids, and the ids one position later."""
-    ids = torch.randint(VOCABULARY, (samples, LENGTH + 1))
-    return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+    def make(samples: int) -> TensorDataset:
+        ids = torch.randint(VOCABULARY, (samples, length + 1))
+        return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+    return make
 
 
 def images(size: int) -> Callable[[int], TensorDataset]:
@@ -168,16 +180,26 @@ class Race:
         return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9, fused=self.fused)
 
 
-GPT = Race("GPT: 8 layers, width 256, 64 of 1000 tokens, mini-batch 16", gpt, tokens, 16)
+GPT = Race("GPT: 8 layers, width 256, 64 of 1000 tokens, mini-batch 16", gpt, tokens(LENGTH), 16)
 VGG11 = Race("VGG-11 without BatchNorm, 3×32×32, mini-batch 32", vgg11, images(32), 32)
 RESNET50 = Race("ResNet-50, 3×64×64, mini-batch 16", resnet50, images(64), 16)
-LSTM = Race("8 LSTM layers, width 256, 64 of 1000 tokens, mini-batch 32", lstm, tokens, 32)
+LSTM = Race("8 LSTM layers, width 256, 64 of 1000 tokens, mini-batch 32", lstm, tokens(LENGTH), 32)
 VGG16 = Race("VGG-16, 3×32×32, mini-batch 32", vgg16, images(32), 32)
+GPT_WIDE = Race(
+    "GPT: 12 layers, width 1024, 256 of 1000 tokens, mini-batch 32",
+    gpt_wide,
+    tokens(4 * LENGTH),
+    32,
+)
+VGG16_LARGE = Race("VGG-16, 3×32×32, mini-batch 512", vgg16, images(32), 512)
 
 RACES = {"gpt": GPT, "vgg11": VGG11, "resnet50": RESNET50, "lstm": LSTM}
 """The models of the speed tables."""
 MEMORY_RACES = {"vgg16": VGG16, "resnet50": RESNET50}
 """Those of the tables of memory; the first has weights that are heavy on a slow wire."""
+GPU_RACES = {"gpt_wide": GPT_WIDE, "vgg16_large": VGG16_LARGE, "resnet50": RESNET50}
+"""Those of docs/gpu.md: two that keep a large GPU busy, and one whose kernels are short."""
+ALL_RACES = {**RACES, **MEMORY_RACES, **GPU_RACES}
 
 
 def target_of(name: str) -> str:

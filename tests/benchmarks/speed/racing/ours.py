@@ -25,9 +25,9 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
 
 from ... import shared
-from ..contestants import Contestant
+from ..contestants import Contestant, file_name
 from ..report.records import Figures, StageFigures
-from ..tasks import RACES, target_of
+from ..tasks import ALL_RACES, target_of
 from .rivals import LONGEST_S, Choice, Length, chosen
 
 DRAIN = 3
@@ -42,13 +42,14 @@ left out, and twice as many are timed."""
 command = partial(shared.command, limit_s=LONGEST_S)
 
 
-def profiled(model: str, folder: Path, seconds: float, stages: int) -> Path:
-    """The model's profile; measured once for a folder."""
+def profiled(model: str, folder: Path, seconds: float, stages: int, device: str) -> Path:
+    """The model's profile; measured once for a folder. `device`: "cpu" or "cuda"."""
     path = folder / model / "profile.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = str(RACES[model].mini_batch)
-        how = ["--batch-size", size, "--seconds", str(seconds), "--together", str(stages)]
+        size = str(ALL_RACES[model].mini_batch)
+        how = ["--batch-size", size, "--seconds", str(seconds), "--device", device]
+        how += ["--together", str(stages)] if device == "cpu" else []
         command("profile", target_of(model), *how, "-q", "-o", str(path))
     return path
 
@@ -69,7 +70,7 @@ def planned(contestant: Contestant, model: str, folder: Path) -> Path:
     """
     path = folder / model / f"{contestant.file_name}.plan.json"
     if not path.exists():
-        like = chosen(folder, model, contestant.cut_as) if contestant.cut_as else None
+        like = chosen(folder, model, file_name(contestant.cut_as)) if contestant.cut_as else None
         count = str(like.micro_batches if like else contestant.micro_batches or "auto")
         what = ["--variant", contestant.variant, "--micro-batches", count]
         where = ["--cluster", str(folder / "cluster.toml"), "--replicas", "off"]

@@ -17,9 +17,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from timeprest.profiles.measuring.process_settings import keep_freed_memory
+from timeprest.runtime.prepare.devices import clock_of
 
 from ..cuts import child_times
-from ..tasks import MEMORY_RACES, RACES
+from ..tasks import ALL_RACES
 from .steps import Step, data_parallel, deepspeed_pipeline, plain, torch_pipeline
 
 
@@ -32,6 +33,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         timed: mini-batches after that.
         address: to meet at; None: the store's file.
         device: of the network between the ranks.
+        computes_on: "cpu" or "cuda"; there all ranks share the first GPU.
         keep_memory: freed memory stays with the process, as in the product's own.
         fused: optimizers step with torch's fused kernel, as the product's do.
         longest_s: after which a rank that is stuck writes down where, and ends.
@@ -48,6 +50,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     timed: int = 4
     address: str | None = None
     device: str = "lo"
+    computes_on: str = "cpu"
     keep_memory: bool = True
     fused: bool = False
     longest_s: float = 120.0
@@ -68,29 +71,32 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_step(spec: RankSpec) -> Step:
     """The rival's own way to train."""
-    race = {**RACES, **MEMORY_RACES}[spec.model]
+    race = ALL_RACES[spec.model]
     if spec.fused:
         race = replace(race, fused=True)
+    device = torch.device(spec.computes_on)
     if spec.kind == "plain":
-        return plain(race, spec.micro_batches)
+        return plain(race, spec.micro_batches, device)
     if spec.kind == "ddp":
         return data_parallel(race)
     if spec.kind == "tdp":
-        return torch_pipeline(race, spec.schedule, spec.micro_batches, spec.cuts)
+        return torch_pipeline(race, spec.schedule, spec.micro_batches, spec.cuts, device)
     return deepspeed_pipeline(race, spec.micro_batches, spec.cuts)
 
 
 def measured(spec: RankSpec) -> RankFigures:
     """Train for a while."""
     if spec.kind == "times":
-        race = RACES[spec.model]
-        times, steps = child_times(race, race.mini_batch // spec.micro_batches)
+        race = ALL_RACES[spec.model]
+        times, steps = child_times(
+            race, race.mini_batch // spec.micro_batches, torch.device(spec.computes_on)
+        )
         return RankFigures(children_s=tuple(times), steps_s=tuple(steps))
-    step = make_step(spec)
+    step, clock = make_step(spec), clock_of(torch.device(spec.computes_on))
     losses = [step(k) for k in range(spec.warm)]
-    sent, processor, begin = _sent(spec.device), time.process_time(), time.perf_counter()
+    sent, processor, begin = _sent(spec.device), time.process_time(), clock()
     losses += [step(k) for k in range(spec.warm, spec.warm + spec.timed)]
-    seconds, used = time.perf_counter() - begin, time.process_time() - processor
+    seconds, used = clock() - begin, time.process_time() - processor
     sent_now = _sent(spec.device)
     return RankFigures(
         period_s=seconds / spec.timed,

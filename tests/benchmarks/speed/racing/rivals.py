@@ -14,7 +14,7 @@ from timeprest.profiles.errors import UserError
 from ..contestants import Contestant
 from ..cuts import balanced, further, neighbours
 from ..report.records import Figures, StageFigures
-from ..tasks import RACES
+from ..tasks import ALL_RACES
 from .processes import DEEPSPEED, StuckError, deepspeed_folder, run_ranks
 from .rank import RankSpec
 
@@ -81,6 +81,7 @@ def spec_of(contestant: Contestant, model: str, choice: Choice, length: Length) 
         warm=length.warm,
         timed=length.timed,
         longest_s=LONGEST_S,
+        computes_on=contestant.device,
     )
 
 
@@ -95,7 +96,7 @@ def race_rival(contestant: Contestant, model: str, choice: Choice, length: Lengt
     losses = [sum(each) / len(each) for each in zip(*told, strict=True)]
     return Figures(
         period_s=period,
-        samples_per_s=RACES[model].mini_batch / period,
+        samples_per_s=ALL_RACES[model].mini_batch / period,
         micro_batches=choice.micro_batches,
         cuts=tuple(map(str, choice.cuts)),
         stages=tuple(
@@ -160,9 +161,11 @@ def _text(choice: Choice) -> str:
 
 
 @cache
-def _costs(model: str, count: int) -> list[float]:
+def _costs(model: str, count: int, device: str) -> list[float]:
     """Seconds of a mini-batch in every child of the model, in so many micro-batches."""
-    (times,) = run_ranks(RankSpec(model=model, kind="times", micro_batches=count))
+    (times,) = run_ranks(
+        RankSpec(model=model, kind="times", micro_batches=count, computes_on=device)
+    )
     pairs = zip(times.children_s, times.steps_s, strict=True)
     return [count * child + step for child, step in pairs]
 
@@ -173,8 +176,10 @@ def guess(
     """The best balance of the fewest micro-batches; no race is run for it."""
     if contestant.stages == 1:
         return Choice(micro_batches=1, cuts=())
-    count = counts(contestant, RACES[model].mini_batch)[0]
-    cuts = balanced(_costs(model, count), contestant.stages, contestant.processes)
+    count = counts(contestant, ALL_RACES[model].mini_batch)[0]
+    cuts = balanced(
+        _costs(model, count, contestant.device), contestant.stages, contestant.processes
+    )
     return Choice(micro_batches=count, cuts=cuts)
 
 
@@ -203,8 +208,8 @@ def _try_all(search: Search) -> None:
         search.attempt(Choice(micro_batches=1, cuts=()))
     else:
         children = worse = 0
-        for count in counts(contestant, RACES[model].mini_batch):
-            costs = _costs(model, count)
+        for count in counts(contestant, ALL_RACES[model].mini_batch):
+            costs = _costs(model, count, contestant.device)
             children = len(costs)
             cuts = balanced(costs, contestant.stages, contestant.processes)
             seconds = search.attempt(Choice(micro_batches=count, cuts=cuts))

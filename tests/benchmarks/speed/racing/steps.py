@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timeprest.runtime.prepare.devices import CPU
 from timeprest.runtime.prepare.samples import Samples
 from torch import Tensor, nn
 
 from ..tasks import Race
+from .shared_gpu import stage_shapes, through_pinned_memory
 
 Step = Callable[[int], float | None]
 """Trains on the mini-batch of a number; returns its loss where it is known."""
@@ -37,21 +39,21 @@ def seeded(race: Race) -> nn.Sequential:
     return race.model()
 
 
-def plain(race: Race, micro_batches: int) -> Step:
+def plain(race: Race, micro_batches: int, device: torch.device = CPU) -> Step:
     """One process; with several micro-batches their gradients are summed up."""
-    model, take = seeded(race), batches(race)
+    model, take = seeded(race).to(device), batches(race)
     optimizer = race.optimizer(model.parameters())
 
     def step(k: int) -> float:
-        x, y = take(k)
-        total = 0.0
+        x, y = (part.to(device) for part in take(k))
+        total = torch.zeros((), device=device)
         for part, target in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
             loss = race.loss(model(part), target) / micro_batches
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return total.item()
 
     return step
 
@@ -82,17 +84,27 @@ def _pieces(model: nn.Sequential, cuts: Sequence[int]) -> list[nn.Sequential]:
     return [nn.Sequential(*children[a:b]) for a, b in bounds]
 
 
-def torch_pipeline(race: Race, schedule: str, micro_batches: int, cuts: Sequence[int]) -> Step:
+def torch_pipeline(
+    race: Race,
+    schedule: str,
+    micro_batches: int,
+    cuts: Sequence[int],
+    device: torch.device = CPU,
+) -> Step:
     """A schedule of torch.distributed.pipelining, with one stage a rank or, as a V, with two."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    pieces = _pieces(seeded(race), cuts)
+    pieces = _pieces(seeded(race).to(device), cuts)
     take = batches(race)
+    shapes = stage_shapes(race, pieces, micro_batches) if device.type == "cuda" else None
+    if shapes:
+        schedules._batch_p2p = through_pinned_memory  # type: ignore[assignment]
     mine = [rank] if len(pieces) == ranks else [rank, 2 * ranks - 1 - rank]
     stages = [
-        pipelining.PipelineStage(pieces[s], s, len(pieces), torch.device("cpu")) for s in mine
+        pipelining.PipelineStage(pieces[s], s, len(pieces), device, *(shapes[s] if shapes else ()))
+        for s in mine
     ]
     kind: Any = getattr(schedules, f"Schedule{schedule}")
     how = stages[0] if len(mine) == 1 else stages
@@ -102,7 +114,7 @@ def torch_pipeline(race: Race, schedule: str, micro_batches: int, cuts: Sequence
 
     def step(k: int) -> float | None:
         losses: list[Tensor] = []
-        x, y = take(k) if first or last else (None, None)
+        x, y = (p.to(device) for p in take(k)) if first or last else (None, None)
         course.step(
             *([x] if first else []),
             target=y if last else None,
@@ -111,7 +123,7 @@ def torch_pipeline(race: Race, schedule: str, micro_batches: int, cuts: Sequence
         )
         optimizer.step()
         optimizer.zero_grad()
-        return sum(loss.item() for loss in losses) / micro_batches if last else None
+        return torch.stack(losses).sum().item() / micro_batches if last else None
 
     return step
 
