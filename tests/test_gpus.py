@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,13 +11,18 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.process_settings import settings_put_back
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.pinned_memory import CudaCopier
 from timeprest.runtime.communication.transport import NCCL, PINNED
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.finite import all_finite
+from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
+from timeprest.tests.benchmarks.speed.racing.processes import run_ranks
+from timeprest.tests.benchmarks.speed.racing.rank import RankSpec
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -185,3 +191,48 @@ def test_a_copy_holds_what_was_there_when_it_was_asked_for():
     again = copier.up(host)
     del host
     assert torch.equal(again.t() @ tensor, later)
+
+
+@pytest.mark.processes
+@one_gpu
+def test_a_check_isnt_misled_by_what_a_gpu_adds_up_in_any_sequence(tmp_path):
+    """The digits have convolutions and Adam, which makes much of rounding."""
+    profile = measure(resolve("digits"), batch_size=8, micro_batch_sizes=[2], seconds=0)
+    settings = RunSettings(task="digits", device="cuda", steps=6)
+    for variant in ("timeprest", "gpipe"):
+        plan = plan_for(profile, variant)
+        assert check(plan, settings).verdict == "same"
+
+
+@one_gpu
+def test_a_deterministic_run_has_the_same_bits_every_time(tmp_path):
+    profile = measure(resolve("digits"), batch_size=8, micro_batch_sizes=[2], seconds=0)
+    plan = plan_for(profile, "timeprest")
+    settings = RunSettings(task="digits", device="cuda", steps=20, deterministic=True)
+    with settings_put_back():
+        for name in ("one", "other"):
+            run(plan, settings, tmp_path / name, inline=True)
+    assert_close(tmp_path / "one", tmp_path / "other", 0.0)
+
+
+@one_gpu
+def test_numbers_that_arent_finite_are_found_on_a_gpu():
+    def found(*values):
+        return all_finite([torch.tensor([1.0, value], device="cuda") for value in values])
+
+    assert found(0.0, 3e38, -3e38)
+    assert not found(0.0, float("inf"))
+    assert not found(float("nan"), 0.0)
+
+
+@pytest.mark.processes
+@one_gpu
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_torchs_pipelines_share_a_gpu_in_races(schedule):
+    spec = RankSpec(model="gpt", kind="plain", warm=1, timed=2, computes_on="cuda")
+    (wanted,) = run_ranks(spec)
+    spec = msgspec.structs.replace(
+        spec, kind="tdp", processes=2, schedule=schedule, micro_batches=4, cuts=(5,)
+    )
+    found = run_ranks(spec)[-1]
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
