@@ -17,11 +17,11 @@ from ..costs.recomputation import fewest, of_stage
 from ..costs.stage_costs import StageCost
 from ..costs.tied_parameters import NOTHING
 from ..partition.dp.blocks import Blocks, blocks
-from ..partition.dp.flushed_period import period_of
 from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.lattice import Lattice
 from ..partition.dp.minimax import minimax_with_bound
+from ..partition.flushed_period import period_of
 from ..partition.one_by_one.any_replicas import least_kept_period
 from ..partition.one_by_one.equal_replicas import least_period
 from ..partition.problem import Cut, Mode, StageProblem, Vector, stage_bytes

@@ -9,7 +9,7 @@ from helpers.by_hand.profiles import profile_by_hand
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
-from timeprest.planner.partition.dp.flushed_period import period_of
+from timeprest.planner.partition.flushed_period import period_of
 from timeprest.planner.partition.problem import ChosenStage, Cut
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.places import Assumptions

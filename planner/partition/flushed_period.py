@@ -8,7 +8,7 @@ stages behind them run more forwards while they wait for that micro-batch, and m
 
 from __future__ import annotations
 
-from ..problem import Cut, StageProblem, Vector, members, stage_load
+from .problem import Cut, StageProblem, Vector, members, stage_load
 
 
 def period_of(problem: StageProblem, forward_s: Vector, cut: Cut, each: int = 1) -> float:
