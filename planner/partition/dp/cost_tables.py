@@ -198,7 +198,7 @@ class TensorSums:
             tensors: at least one, all with as many numbers.
             result: the bit of their ends that lies beyond all downsets but the full one.
         """
-        merged = _merged(inside, tensors, result)
+        merged = merged_tensors(inside, tensors, result)
         numbers = np.array(list(merged.values()))
         self._lower, self._upper = np.split(numbers, [len(tensors[0][1])], axis=1)
         used = np.array([len(groups) for groups, _ in merged])
@@ -249,7 +249,7 @@ def _add(total: Vector, flags: Flags, numbers: Vector) -> None:
                 sums += number * row
 
 
-def _merged(
+def merged_tensors(
     inside: Containment, tensors: Iterable[Counted], result: int
 ) -> dict[tuple[tuple[int, ...], bool], Vector]:
     """Numbers by the groups that a tensor has ends in, and whether the result is another."""

@@ -6,6 +6,7 @@ what lies on a cycle once they are joined, are in a downset together or not at a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,6 +195,20 @@ class Containment:
             mine: Flags = left == guard
             held = mine if held is None else held & mine
         return np.ones(guarded.shape[1], dtype=np.bool_) if held is None else held
+
+    def with_one_more(self) -> Positions | None:
+        """Positions of the downsets that have one group more, of each chain, [C, D]; −1 where
+        there is none. None where numbers for them are too large."""
+        # Digits leave room for one that no downset has.
+        digits = [int(row.max()) + 2 for row in self.heights]
+        if math.prod(digits) >= 2**63:
+            return None
+        steps = np.cumprod([1, *digits[:-1]], dtype=np.int64)
+        numbers = steps[: len(digits)] @ self.heights
+        order = numbers.argsort()
+        wanted = numbers + steps[: len(digits), None]
+        at = np.minimum(np.searchsorted(numbers[order], wanted), len(order) - 1)
+        return np.where(numbers[order[at]] == wanted, order[at], -1)
 
     def sums(self, values: Vector) -> Vector:
         """Sums of values over each downset's groups, [G] to [D]."""

@@ -13,7 +13,8 @@ from time import monotonic
 
 import numpy as np
 
-from ..problem import Answer, Cut, StageProblem, Step, Vector, cut_of
+from ..problem import Answer, Cut, StageProblem, Step, Vector, cut_load, cut_of
+from .grown_stages import grown_stages
 from .lattice import Lattice, Positions
 from .program import Program, just_below
 from .sweep import CLOCK, OutOfTime, Sweep
@@ -175,6 +176,9 @@ THINNED_STEP, SHARES, EACH = 2, 400, 6
 """On a large lattice, when so many targets have failed, the best cut on fewer downsets says where
 to look on: those cheapest to cut at, so many of each of so many shares of the work."""
 
+DEAR = 1.04
+"""Where that is so many times above what no cut reaches, stages are grown layer by layer."""
+
 TIED = 1 + 1e-10
 """Loads within this factor are the best one as well."""
 
@@ -236,11 +240,13 @@ class _Search:
         for number, step in enumerate(STEPS):
             if number == THINNED_STEP and self._large:
                 self._thin()
+                if self._grow():
+                    return
                 # There may be no cut at all, which no target but the last can show.
                 steps = STEPS if self.found else STEPS[::3]
                 last = bound + (self._limit - bound) / 2 if self.found else self._limit
             target = bound * (1 + step)
-            if step in steps and 0 < target < last:
+            if step in steps and self.known_s < target < last:
                 yield target
         if self.found is not None:
             yield from self._targets_between()
@@ -279,6 +285,39 @@ class _Search:
         if self.found is not None:
             # Ties with it count: of those the one with the fewest devices is wanted.
             self._limit = min(self._limit, self.found.objective_s * TIED)
+
+    def _grow(self) -> bool:
+        """Find the best cut without memory limits: no cut is better. Whether it is proven best, or
+        that there is none. Where grown stages aren't the way, or no quicker, nothing is done.
+
+        Targets are just below the best cut, and halfway to the bound after one that was met.
+        """
+        above = self._limit if self.found is None else self.found.objective_s
+        grown = grown_stages(self._program) if above > self.known_s * DEAR else None
+        if grown is None:
+            return False
+        best, halfway = grown.under(self._limit, self._deadline), False
+        if best is None:
+            return True
+        while True:
+            if cut_load(self._program.problem, best) < float("inf"):
+                self.found = best
+            target = just_below(best.objective_s)
+            if self.known_s >= target:
+                break
+            if halfway:
+                target = min(target, (self.known_s + best.objective_s) / 2)
+            better = grown.under(target, self._deadline)
+            halfway = better is not None and better.objective_s <= target
+            if better is not None and halfway:
+                best = better
+            else:
+                self.known_s = target
+        if self.found is None:
+            return False
+        self._limit = min(self._limit, self.found.objective_s * TIED)
+        proven = self.known_s >= just_below(self.found.objective_s)
+        return proven and len(self.found.stages) == len(best.stages)
 
     def _best(self, sweep: Sweep) -> Answer:
         limit = min(sweep.best_s * TIED, sweep.target)
