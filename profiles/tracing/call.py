@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .pieces import Built, Slot, fill
 from .random_states import own_states, set_own_states, set_states, states
@@ -180,6 +181,13 @@ def summed(tensor: Tensor) -> str:
     whole = tensor.detach()
     whole = torch.view_as_real(whole) if whole.is_complex() else whole
     return repr(float(whole.sum(dtype=torch.float64)))
+
+
+def mark_of(tensor: Tensor) -> tuple[int, str]:
+    """What tells whether a tensor was written into since: torch counts no writes through `.data`;
+    fake ones have no numbers."""
+    real = not isinstance(tensor, FakeTensor)
+    return tensor._version, summed(dense(tensor)) if real else ""
 
 
 def _devices(model: nn.Module) -> list[int]:

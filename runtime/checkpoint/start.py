@@ -13,6 +13,7 @@ from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
 from ...profiles.tasks.hooks import scheduler_step
+from ...profiles.tracing.call import mark_of
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
@@ -30,7 +31,7 @@ from .checkpoint import (
     plan_checksum,
     settings_checksum,
 )
-from .worker_state import WorkerState, give_kept, restore, unpack
+from .worker_state import WorkerState, frozen_parameters, give_kept, restore, unpack
 
 
 def check_settings(settings: RunSettings) -> RunSettings:
@@ -238,18 +239,28 @@ def restore_worker(
     if not settings.resume_at:
         if settings.start_from is not None:
             start_from(runner, Path(settings.start_from))
+        _remember_frozen(runner)
         return None
     saved = Saved(where.checkpoint(settings.resume_at))
     name = f"weights/stage{replica.stage}.safetensors"
     weights = saved.tensors(name)
     give_weights(stage, weights, str(saved.path / name))
     _give_unused(runner, weights)
+    _remember_frozen(runner)
     state: WorkerState = saved.worker_state(replica.file)
     try:
         random = restore(stage, state, saved.tensors(f"state/{replica.file}.safetensors"))
     except (KeyError, ValueError, RuntimeError) as error:
         raise FileError(f"{saved.path}: isn't a state of this {replica.name}: {error}") from error
     return random, state.sums
+
+
+def _remember_frozen(runner: StageRunner) -> None:
+    """Have checkpoints hold a replica's own of the parameters that nobody trains, where its
+    forwards make others of them than the first replica has, whose are the weights."""
+    if not runner.replica.leads:
+        frozen = frozen_parameters(runner.stage).items()
+        runner.stage.weights.given = {name: mark_of(p) for name, p in frozen}
 
 
 def start_from(runner: StageRunner, path: Path) -> None:

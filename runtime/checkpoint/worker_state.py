@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...profiles.errors import TargetError
 from ...profiles.files import TaggedFile
+from ...profiles.tracing.call import mark_of
 from ..prepare.devices import put
 from ..prepare.tied_parameters import model_parameters
 from ..records.metrics import EpochSums
@@ -86,7 +87,7 @@ _KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 # State of a worker ------------------------------------------------------------------------------
 
 FORMAT = "timeprest-worker-state/1"
-_RANDOM, _BUFFERS, _DRIFT = "random", "buffers/", "drift/"
+_RANDOM, _BUFFERS, _FROZEN, _DRIFT = "random", "buffers/", "frozen/", "drift/"
 _STEP = "step"
 
 
@@ -134,6 +135,10 @@ def capture(
     for name, buffer in stage.module.named_buffers():
         # Replicas have their own, and some aren't among the weights.
         tensors[_BUFFERS + name] = buffer
+    given = stage.weights.given
+    for name, p in frozen_parameters(stage).items() if given else ():
+        if mark_of(p) != given[name]:
+            tensors[_FROZEN + name] = p
     optimizer = stage.optimizer
     names: dict[Any, str] = {p: name for name, p in known_parameters(stage).items()}
     if stage.rules is not None:
@@ -182,10 +187,12 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     if (stage.scheduler is None) != (state.scheduler is None):
         had = "no" if state.scheduler is None else "a"
         raise ValueError(f"it had {had} scheduler, unlike now; {advice}")
-    buffers = dict(stage.module.named_buffers())
+    buffers, frozen = dict(stage.module.named_buffers()), frozen_parameters(stage)
     for name, tensor in tensors.items():
         if name.startswith(_BUFFERS):
             buffers[name.removeprefix(_BUFFERS)].copy_(tensor)
+        elif name.startswith(_FROZEN):
+            frozen[name.removeprefix(_FROZEN)].copy_(tensor)
     for versions in (stage.weights, *(tied.versions for tied in stage.ties.updated)):
         versions.latest = state.updates
     named = known_parameters(stage)
@@ -232,6 +239,11 @@ def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
                 key: value if key == _STEP and p not in on_device else put(value, p.device)
                 for key, value in kept[name].items()
             }
+
+
+def frozen_parameters(stage: Stage) -> dict[str, nn.Parameter]:
+    """The parameters of a stage that nobody trains, as its piece calls them."""
+    return {name: p for name, p in stage.module.named_parameters() if not p.requires_grad}
 
 
 def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:

@@ -85,6 +85,8 @@ class WeightVersions:
         every: what operations run on: the parameters, and behind them those that were joined.
         corrected: of weights in the scratch copy that were corrected, the latest version then, and
             how far back they are.
+        given: of a replica that doesn't lead, marks of frozen parameters as the run gave them, by
+            name.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class WeightVersions:
         """`frozen`: what operations also run on, and nobody trains."""
         self.parameters = list(parameters)
         self._frozen = list(frozen)
+        self.given: dict[str, tuple[int, str]] = {}
         self._frozen_index = {storage_key(p): k for k, p in enumerate(frozen) if p.numel()}
         self.latest = 0
         self.saved: dict[int, int] = {}

@@ -14,6 +14,7 @@ import torch
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
+from safetensors.torch import load_file
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
@@ -323,6 +324,18 @@ def test_resumed_runs_have_them(tmp_path):
     given = Net().double().layers[0].given
     assert torch.equal(whole["layers.0.given"], given)
     assert torch.equal(whole["layers.3.given"], given)
+
+
+@pytest.mark.parametrize(("name", "held"), [("Rewritten", {"frozen/mean"}), ("Frozen", set())])
+def test_resumed_replicas_have_what_their_own_forwards_made_of_them(name, held, tmp_path):
+    """As with buffers, the weights are the first one's. There may be gigabytes of the others."""
+    plan = placed(name, "gpipe", (0,), 4, replicas=[2])
+    settings = RunSettings(task=here(name), steps=9, checkpoint_every=3)
+    check_resumed(plan, settings, tmp_path, at=8, last=9)
+    # Of the second replica, then of the first.
+    states = sorted((tmp_path / "stopped/checkpoints/00000009/state").glob("*.safetensors"))
+    kept = [{key for key in load_file(path) if key.startswith("frozen/")} for path in states]
+    assert kept == [held, set()]
 
 
 def test_one_that_is_changed_in_between_ends_the_backward():
