@@ -13,7 +13,7 @@ from ..errors import TargetError
 from ..target import Target
 from ..tasks.hooks import call_hook
 from ..tasks.task import root_of
-from ..tracing.call import Call
+from ..tracing.call import Call, mark_of
 from ..tracing.graph import TracedModel, Value, is_frozen, values
 from ..tracing.pieces import Piece, cut, encode
 from .platforms import Platform
@@ -141,7 +141,7 @@ def count_saved(
     Raises TargetError when the loss isn't one number that depends on the parameters.
     """
     state = [*model.parameters(), *model.buffers()]
-    frozen = [(p, p._version) for p in model.parameters() if is_frozen(p)]
+    frozen = [(p, mark_of(p)) for p in model.parameters() if is_frozen(p)]
     names = [node.name for node in case.traced.inputs]
     env: dict[str, Any] = dict(zip(names, (t.clone() for t in case.inputs), strict=False))
     saved_by: list[dict[int, int]] = []
@@ -168,7 +168,7 @@ def count_saved(
     if target.task is not None:
         _check_loss(target, loss)
     found = _describe(env, set(names), saved_by, in_place, tensors)
-    rewritten = frozenset(storage_key(p) for p, version in frozen if p._version != version)
+    rewritten = frozenset(storage_key(p) for p, mark in frozen if mark_of(p) != mark)
     return replace(found, rewritten=rewritten)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...profiles.errors import RunError
+from ...profiles.tracing.call import mark_of
 
 _Key = TypeVar("_Key", int, str)
 
@@ -51,6 +52,9 @@ class ChangedInPlace(Generic[_Key]):
 BufferCopies = list[tuple[Tensor, Tensor]]
 """Buffers, each with a copy of it."""
 
+Marks = list[tuple[nn.Parameter, Callable[[Tensor], object], object]]
+"""Parameters, each with what makes a mark of it, and the mark it had."""
+
 
 class ChangedBuffers:
     """Those of a stage. Which they are shows in the first forward; until then all are copied, and
@@ -69,11 +73,13 @@ class ChangedBuffers:
             "the first one; change it in every forward, or plan without --recompute"
         )
         self._first: BufferCopies = []
-        self._frozen: list[tuple[nn.Parameter, int]] = []
+        self._frozen: Marks = []
 
     def begin(self) -> None:
         """The first run of a forward is about to begin."""
-        self._frozen = _frozen_versions(self._module)
+        # Of gigabytes, sums take their time.
+        mark = mark_of if self._changed.known is None else _version_of
+        self._frozen = _marks(self._module, mark)
         self._changed.begin((id(buffer), buffer) for buffer in self._buffers)
         self._first = self.copies() if self._changed.known is None else []
 
@@ -106,16 +112,20 @@ class ChangedBuffers:
         return [(buffer, copy) for buffer, copy in copies if id(buffer) in self._changed]
 
 
-def _frozen_versions(module: nn.Module) -> list[tuple[nn.Parameter, int]]:
-    """Parameters that aren't trained, each with torch's count of its changes."""
-    return [(p, p._version) for p in module.parameters() if not p.requires_grad]
+def _version_of(tensor: Tensor) -> int:
+    return tensor._version
 
 
-def _check_frozen(before: Iterable[tuple[nn.Parameter, int]], instead: str) -> None:
+def _marks(module: nn.Module, mark: Callable[[Tensor], object]) -> Marks:
+    """Parameters that aren't trained, with what tells whether they are changed."""
+    return [(p, mark, mark(p)) for p in module.parameters() if not p.requires_grad]
+
+
+def _check_frozen(before: Marks, instead: str) -> None:
     """Raise RunError where one was changed since. There may be gigabytes of them: nobody has a
     copy."""
-    for p, version in before:
-        if p._version != version:
+    for p, mark, was in before:
+        if mark(p) != was:
             raise RunError(
                 f"a frozen parameter of shape {list(p.shape)} is changed by a forward that mustn't "
                 f"leave anything changed: make it a buffer (register_buffer), or {instead}"
@@ -133,7 +143,7 @@ def put_back(copies: BufferCopies) -> None:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Afterwards, its buffers are what they were before. Raises RunError where a frozen parameter
     isn't."""
-    frozen = _frozen_versions(module)
+    frozen = _marks(module, mark_of)
     copies = [
         (inner._buffers, name, buffer, buffer.detach().clone())
         for inner in module.modules()
