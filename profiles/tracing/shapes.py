@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .call import unchanged
-from .graph import TracedModel, values
+from ..autograd.boundary import storage_key
+from .call import mark_of, unchanged
+from .graph import TracedModel, is_frozen, values
 from .pieces import encode, kind_of
 
 
@@ -88,6 +89,24 @@ def specs_and_result(
         recorder = _Recorder(traced.module, wanted)
         result = recorder.run(*[tensor.clone() for tensor in inputs])
     return recorder.found, result
+
+
+def rewritten_by(traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool) -> frozenset[int]:
+    """Storages of the parameters that aren't trained and that a forward changes.
+
+    Args:
+        fake: as for `specs_and_result`; what is written through `.data` doesn't show then.
+    """
+    frozen = [p for p in traced.module.parameters() if is_frozen(p)]
+    # Operations on fake tensors write nothing into real ones, and count as if they did.
+    mark = (lambda p: p._version) if fake else mark_of
+    before = [(p, mark(p)) for p in frozen]
+    with unchanged(traced.module):
+        if fake:
+            specs_and_result(traced, inputs)
+        else:
+            traced.module(*[tensor.clone() for tensor in inputs])
+        return frozenset(storage_key(p) for p, was in before if mark(p) != was)
 
 
 def bound_by_values(traced: TracedModel, inputs: Sequence[Tensor]) -> set[tuple[int, ...]]:

@@ -37,7 +37,7 @@ def facts_of(plan: Plan) -> ModelFacts:
 def _facts_of(plan: Plan) -> ModelFacts:
     traced = trace_for_run(plan.profile.target, plan, [plan.micro_batch], evaluate=False)
     task, graph = traced.task, traced.training[plan.micro_batch]
-    laid_on(plan, graph)
+    laid_on(plan, traced, plan.micro_batch)
     names = [layer.name for layer in graph.layers]
     call, wanted = traced.target.call(plan.micro_batch)
     result, calls = _run(traced.model, call, names)

@@ -18,7 +18,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
-from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
+from ...profiles.tracing.graph import shared_frozen, shared_parameters, tied_layers, values
 from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
@@ -36,7 +36,7 @@ from .tied_parameters import (
     model_parameters,
     treat_alike,
 )
-from .tracing import OtherModes, trace_for_run
+from .tracing import OtherModes, TracedTask, trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
 
@@ -200,7 +200,7 @@ def prepare(
     specs = {n: look.specs for n, look in looks.items()}
     hidden = {id(p) for p in hidden_matrices(traced.training[least], model)}
     matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
-    groups, sent = laid_on(plan, traced.training[least])
+    groups, sent = laid_on(plan, traced, least)
     tell("cutting the model into stages")
     pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
@@ -315,12 +315,16 @@ def _unused(
     }
 
 
-def laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[SentValue]]:
+def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]], list[SentValue]]:
     """The plan's cut on the model: the layers of each stage, and what goes from stage to stage.
+
+    Args:
+        samples: at which the model was traced.
 
     Raises PlanError where the plan says otherwise, or separates layers that share parameters more
     than it may.
     """
+    traced = task.training[samples]
     names = [layer.name for layer in traced.layers]
     made = [
         (value.node.name, value.producer, value.consumers)
@@ -333,12 +337,14 @@ def laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[Sent
         for k in consumers
         if k < len(names)
     ]
-    tied, free = tied_layers(traced), shared_parameters(traced)
     check_cut([stage.nodes for stage in plan.stages], names, edges)
     position = {name: k for k, name in enumerate(names)}
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     stage_of = {k: s for s, group in enumerate(groups) for k in group}
-    for layers in tied:
+    apart = any(len({stage_of[k] for k in layers}) > 1 for layers in shared_frozen(traced))
+    rewritten = task.rewritten(samples) if apart else ()
+    free = shared_parameters(traced)
+    for layers in tied_layers(traced, rewritten):
         of = {stage_of[k] for k in layers}
         may_copy = plan.tied == "split" or len({plan.stages[s].devices for s in of}) == 1
         if len(of) > 1 and not (layers in free and may_copy):

@@ -21,7 +21,7 @@ from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
-from ...profiles.tracing.shapes import ValueSpec, specs_and_result
+from ...profiles.tracing.shapes import ValueSpec, rewritten_by, specs_and_result
 
 _SMALL_BYTES = 2**28
 
@@ -153,6 +153,12 @@ class TracedTask:
         for node in graph.inputs:
             specs.pop(node.name, None)
         return ForwardLook(specs, result, wanted)
+
+    def rewritten(self, samples: int) -> frozenset[int]:
+        """Storages of the parameters that aren't trained and that a forward of so many samples
+        changes. Call it where `look` was successful."""
+        graph = self.training[samples]
+        return rewritten_by(graph, self.target.call(samples)[0].tensors, fake=self.fake)
 
     def flops_per_sample(self, samples: int) -> float | None:
         """Floating-point operations of a forward, of so many samples, for each of them; as

@@ -16,10 +16,13 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from safetensors.torch import load_file
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.autograd.boundary import storage_key
 from timeprest.profiles.errors import PlanError, RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tracing.front_ends import trace
+from timeprest.profiles.tracing.shapes import rewritten_by
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -204,6 +207,26 @@ def test_those_that_forwards_change_are_on_one_stage(name):
     assert profile.tied == (("layers.0", "layers.1", "layers.2"),)
     assert profile.shared == ()
     assert profile.shared_frozen is msgspec.UNSET
+
+
+@REWRITTEN
+def test_an_edited_plan_has_them_on_one_stage(name):
+    """The profile as if nothing were changed: what one of a device that isn't there may say."""
+    profile = msgspec.structs.replace(profile_of(name), tied=())
+    plan = plan_by_hand(profile, "timeprest", 2, 4)
+    with pytest.raises(PlanError, match=r"'layers.1', 'layers.2' .* must be on one stage"):
+        run(plan, RunSettings(task=here(name), steps=1), Path("unused"), inline=True)
+
+
+@pytest.mark.parametrize(("name", "fake"), [("Rewritten", True), ("RewrittenData", False)])
+def test_a_forward_shows_which_those_are(name, fake):
+    target = resolve(here(name))
+    model = target.model()
+    call, _ = target.call(4)
+    traced = trace(model, name, call)
+    before = model.mean.clone()
+    assert rewritten_by(traced, call.tensors, fake=fake) == {storage_key(model.mean)}
+    assert torch.equal(model.mean, before)
 
 
 @REWRITTEN
