@@ -9,7 +9,7 @@ that aren't trained are alike as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -49,6 +49,19 @@ def on_one_stage(profile: Profile) -> tuple[tuple[str, ...], ...]:
     return tuple(group for group in profile.tied if frozenset(group) not in free)
 
 
+def gradient_links(profile: Profile, stage_of: Mapping[str, int]) -> set[tuple[int, int]]:
+    """(source, target) of what layers take from each other and gradients come back for.
+
+    Args:
+        stage_of: by the layers' names.
+    """
+    return {
+        (stage_of[edge.producer], stage_of[edge.consumer])
+        for edge in profile.edges
+        if edge.needs_grad and edge.consumer in stage_of
+    }
+
+
 def not_behind(stage: int, others: Iterable[int], links: Collection[tuple[int, int]]) -> int | None:
     """One of these other stages that sends no gradients back to a stage, by any way; None: all do.
 
@@ -85,11 +98,7 @@ def misplaced(
     for group in on_one_stage(profile):
         if len({stage_of[name] for name in group}) > 1:
             return group, "one stage"
-    links = {
-        (stage_of[edge.producer], stage_of[edge.consumer])
-        for edge in profile.edges
-        if edge.needs_grad and edge.consumer in stage_of
-    }
+    links = gradient_links(profile, stage_of)
     for shared in profile.shared:
         on_device = _by_device(shared, stages, devices)
         if len(on_device) > 1 and tied == "together":

@@ -352,8 +352,13 @@ def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> Infeas
     if closest is None:
         bound = bound_groups(search.question.profile, search.question.tied)
         named = "; ".join(", ".join(map(repr, group)) for group in bound)
-        tie = f": layers that share parameters must be on one device ({named})" if bound else ""
-        return InfeasibleError(f"{nothing}: the graph can't be cut as asked{_pinned(pins) or tie}")
+        why = f": layers that share parameters must be on one device ({named})" if bound else ""
+        if search.question.system.horizon == "round-trip" and not bound:
+            why = (
+                f": {search.question.variant} needs gradients that come back to each stage from "
+                "the later ones of its device"
+            )
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked{_pinned(pins) or why}")
     stage, missing = max(closest.over_limit(cluster), key=lambda item: item[1])
     device = cluster.devices[closest.stages[stage].devices[0]].name
     needed = closest.prediction.device_of(stage).memory_bytes

@@ -27,8 +27,8 @@ from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.recomputation import Selection, of_stage
-from ..costs.tied_parameters import misplaced
-from ..evaluate import Evaluation
+from ..costs.tied_parameters import gradient_links, misplaced, not_behind
+from ..evaluate import Evaluation, Question
 from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
 from ..partition.dp.lattice import Lattice, joined, lattice_of
 from ..partition.ilp.assignment import solve_noncontiguous
@@ -481,7 +481,8 @@ class PlacedSearch:
             tuple(of_stage(branch.recompute, mine) for mine in nodes),
         )
         question = self.search.question
-        if misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None:
+        apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
+        if apart or _unforeseen(question, choice):
             return float("inf"), choice
         return self.search.try_placed(choice, branch.micro_batches, load_s), choice
 
@@ -522,6 +523,21 @@ class PlacedSearch:
                 search.say(search.standing)
             if gone or search.try_every_limit(choice, course.branch.micro_batches, floor_s):
                 course.open.remove((floor_s, choice))
+
+
+def _unforeseen(question: Question, choice: Choice) -> bool:
+    """Whether it can't be counted how far predictions look ahead (`prediction_distances`): no
+    gradient comes back to a stage from a later one of its device."""
+    if question.system.horizon != "round-trip":
+        return False
+    stage_of = {name: s for s, names in enumerate(choice.nodes) for name in names}
+    links = gradient_links(question.profile, stage_of)
+    stages = range(choice.stages)
+    return any(
+        not_behind(s, [t for t in stages[s + 1 :] if choice.devices[t] == choice.devices[s]], links)
+        is not None
+        for s in stages
+    )
 
 
 def _is_of(course: _Course, found: Evaluation | None) -> bool:

@@ -12,11 +12,14 @@ from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.partition import device_loads
 from timeprest.planner.partition.placings import pattern
+from timeprest.planner.plan import pipeline_of
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.search import solve as solve_module
 from timeprest.planner.search import stages_per_device
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of, placements
+from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
@@ -197,6 +200,24 @@ def test_what_does_not_fit_says_what_lacks():
     assert not any(
         found.predicted.device_of(s).memory_bytes > 40_000 for s in range(len(found.stages))
     )
+
+
+def test_predictions_to_the_end_of_the_round_trip_can_be_counted():
+    """Where the first layers are frozen, no gradients come back to them."""
+
+    def frozen(count):
+        edges = chain(7).edges
+        without = (msgspec.structs.replace(edge, needs_grad=False) for edge in edges[:count])
+        return msgspec.structs.replace(chain(7), edges=(*without, *edges[count:]))
+
+    asked = {"stages_per_device": 2, "stages": 4, "placement": "loop"}
+    plan = solve(frozen(3), uniform_cluster(2), "spectrain", **asked)
+    schedule = make_schedule(pipeline_of(plan), 4)
+    assert len(prediction_distances(VARIANTS["spectrain"], schedule)) == 4
+    with pytest.raises(InfeasibleError, match="spectrain needs gradients that come back"):
+        solve(frozen(4), uniform_cluster(2), "spectrain", **asked)
+    # It has no predictions.
+    assert len(solve(frozen(4), uniform_cluster(2), "pipedream", **asked).stages) == 4
 
 
 def test_cuts_that_a_wire_is_too_slow_for_are_passed_over():
