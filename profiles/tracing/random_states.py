@@ -46,7 +46,7 @@ def same_states(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 def own_states(model: nn.Module) -> list[tuple[Any, Any]]:
     """Generators that are attributes of modules, each with its state."""
     found = (value for module in model.modules() for value in vars(module).values())
-    return [(value, _state(value)) for value in found if isinstance(value, _GENERATORS)]
+    return [(value, state_of(value)) for value in found if isinstance(value, GENERATORS)]
 
 
 def set_own_states(given: Sequence[tuple[Any, Any]]) -> None:
@@ -62,13 +62,14 @@ def set_own_states(given: Sequence[tuple[Any, Any]]) -> None:
 
 def same_own_states(given: Sequence[tuple[Any, Any]]) -> bool:
     """Whether nothing was drawn from them since."""
-    return all(_state(generator) == state for generator, state in given)
+    return all(state_of(generator) == state for generator, state in given)
 
 
-_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of one of `GENERATORS`, to be compared."""
     if isinstance(generator, torch.Generator):
         with _disable_current_modes():
             return generator.get_state().tolist()

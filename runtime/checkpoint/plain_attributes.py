@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...profiles.tracing.call import dense, summed
+from ...profiles.tracing.random_states import GENERATORS, state_of
 from ..stage.stage import Stage
 from ..weights.outside import OutsideRules
 
@@ -31,8 +32,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
-    """What those of this process have in attributes that are numbers, tensors, or lists and dicts
-    of them: by name, as messages say it, what tells it from another."""
+    """What those of this process have in attributes that are numbers, tensors, random generators,
+    or lists and dicts of them: by name, as messages say it, what tells it from another."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for stage in stages:
@@ -102,13 +103,15 @@ def _of(
             ]
             found[where + name] = (len(items), marks)
         elif (mark := _mark(value, own)) is not None:
-            found[where + name] = mark
+            # Tracing gives them names of its own.
+            kind = f" ({type(value).__name__})" if isinstance(value, GENERATORS) else ""
+            found[where + name + kind] = mark
     return found
 
 
 def _mark(value: Any, own: Collection[int] = ()) -> Any:
-    """What tells a number or a tensor from others; None of anything else, and of what follows from
-    weights or is in checkpoints."""
+    """What tells a number, a tensor or a generator's state from others; None of anything else, and
+    of what follows from weights or is in checkpoints."""
     if isinstance(value, Tensor):
         # What has a gradient is computed anew in each forward.
         if value.requires_grad or value.is_meta or id(value) in own:
@@ -116,6 +119,8 @@ def _mark(value: Any, own: Collection[int] = ()) -> Any:
         if value.numel() > _SUMMED and not value.is_inference():
             return id(value), value._version
         return tuple(value.shape), summed(dense(value))
+    if isinstance(value, GENERATORS):
+        return state_of(value)
     if isinstance(value, int):
         # Of thousands of digits Python makes no text.
         return value

@@ -1,8 +1,10 @@
 """What plain attributes keep isn't in checkpoints: a run that goes on says so."""
 
+import random
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers.paths import TESTS
@@ -82,3 +84,18 @@ def test_large_tensors_are_told_by_what_is_written_into_them():
     task.data[5] = 1.0
     task.sparse = task.sparse * 2
     assert changed(before, [stage]) == ["the task's data", "the task's sparse"]
+
+
+def test_generators_of_their_own_begin_anew():
+    """Nothing of them is in checkpoints."""
+    module, task = nn.Linear(1, 1), SimpleNamespace(noise=random.Random(0))
+    module.drawn, module.still = torch.Generator(), torch.Generator()
+    task.numpy = [np.random.default_rng(0)]
+    stage = SimpleNamespace(number=0, module=module, optimizer=None, rules=None, task=task)
+    before = plain_attributes([stage])
+    assert not changed(before, [stage])
+    torch.rand(3, generator=module.drawn)
+    task.noise.random()
+    task.numpy[0].random()
+    names = ["the model's drawn (Generator)", "the task's noise (Random)", "the task's numpy"]
+    assert changed(before, [stage]) == names
