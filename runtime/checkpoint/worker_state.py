@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...profiles.errors import TargetError
@@ -223,7 +224,8 @@ def _kept_as(key: str) -> str:
 def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
     """Give the stage's optimizer what one kept for each parameter, by the model's names for them.
 
-    Parameters that it doesn't have are left out.
+    Parameters that it doesn't have are left out. What its options ask for, and that one's didn't,
+    begins at 0, as torch's own optimizers begin it together with the rest.
     """
     assert stage.optimizer is not None
     on_device = {
@@ -239,6 +241,23 @@ def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
                 key: value if key == _STEP and p not in on_device else put(value, p.device)
                 for key, value in kept[name].items()
             }
+    for group in stage.optimizer.param_groups:
+        asked = [
+            key
+            for key, (kind, option) in _BY_OPTION.items()
+            if isinstance(stage.optimizer, kind) and group.get(option)
+        ]
+        for p in group["params"]:
+            for key in asked if stage.optimizer.state.get(p) else ():
+                stage.optimizer.state[p].setdefault(key, torch.zeros_like(p))
+
+
+_BY_OPTION = {
+    "max_exp_avg_sq": (torch.optim.Adam, "amsgrad"),
+    "momentum_buffer": (torch.optim.RMSprop, "momentum"),
+    "grad_avg": (torch.optim.RMSprop, "centered"),
+}
+"""What optimizers keep only with an option, and look for wherever they have kept anything."""
 
 
 def frozen_parameters(stage: Stage) -> dict[str, nn.Parameter]:

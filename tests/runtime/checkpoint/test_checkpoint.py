@@ -9,6 +9,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -37,7 +38,7 @@ from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoints_in, find_whole
-from timeprest.runtime.checkpoint.worker_state import pack, unpack
+from timeprest.runtime.checkpoint.worker_state import give_kept, pack, unpack
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import Observer, read_losses
@@ -651,6 +652,31 @@ def test_starting_from_weights_alone_or_one_checkpoint(stopped, mlp_target, tmp_
     assert found[0] == found[1]
     run(plan, settings, tmp_path / "new", inline=True)
     assert found[0][0] != read_losses(tmp_path / "new" / "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_an_optimizer_may_keep_more_than_the_one_before(kind, options):
+    """It goes on as one that was told of the options then, with nothing of what they ask for."""
+    module = torch.nn.Linear(2, 1)
+    updated = list(module.parameters())
+    before, after = kind(updated, lr=0.1), kind(updated, lr=0.1, **options)
+    for p in updated:
+        p.grad = torch.ones_like(p)
+    before.step()
+    stage = SimpleNamespace(optimizer=after, module=module, names={}, updated=updated)
+    give_kept(stage, {name: before.state[p] for name, p in module.named_parameters()})
+    after.step()
+    for p in updated:
+        assert before.state[p].keys() <= after.state[p].keys()
+        assert after.state[p].get("step", 2) == 2
 
 
 def test_all_workers_start_from_the_same_checkpoint(stopped, mlp_target, tmp_path):
