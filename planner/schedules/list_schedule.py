@@ -20,6 +20,7 @@ from math import inf
 from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
+from .nf1b import SAME
 from .zero_bubble import GAP
 
 _FIRST, _SOONER, _BETWEEN, _LATER, _LAST = range(5)
@@ -149,9 +150,14 @@ class MicroBatchScheduler:
         if self._split:
             soonest = min((entry[0] for entry in found), default=inf)
             found += [entry for s in self._devices[d] for entry in self._weight(s, d, soonest)]
-        self._current[d] = entry = min(found, default=None)
+        entry = min(found, default=None)
         if entry is not None:
+            last_s = entry[0] * SAME
+            for other in found:
+                if other[0] <= last_s and other[1:] < entry[1:]:
+                    entry = other
             heapq.heappush(self._heap, entry)
+        self._current[d] = entry
 
     def _next(self, s: int, d: int) -> list[_Entry]:
         """A stage's update, or its next backward and forward, where they can be told to start."""

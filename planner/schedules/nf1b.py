@@ -19,7 +19,7 @@ from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered_schedule
 
-_SAME = 1 + 1e-10
+SAME = 1 + 1e-10
 """Starts that differ by less are a tie: sums of the same times differ by rounding."""
 
 _Entry = tuple[float, int, int, int]
@@ -93,6 +93,11 @@ class ListScheduler:
                 self._deliver()
                 continue
             if self.turns:
+                last_s = start * SAME
+                for other in [current[t] for t in self._others[s]]:
+                    if other is not None and other[0] <= last_s and other[1:] < entry[1:]:
+                        entry = other
+                start, rank, _, s = entry
                 self._turns_of[s].append(s)
             if rank > 0:
                 f = self.forwards[s]
@@ -148,7 +153,7 @@ class ListScheduler:
                 busy = max(free)
                 if busy > last_start:
                     last_start = busy
-                if last_start <= start * _SAME:
+                if last_start <= start * SAME:
                     start, rank = last_start, 0
         if start < inf:
             self._current[s] = entry = (start, rank, self._rank[s], s)

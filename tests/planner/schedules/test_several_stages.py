@@ -67,6 +67,22 @@ def test_without_a_flush_orders_follow_the_rule(pipeline, mini_batches):
     assert make_schedule(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
 
 
+@pytest.mark.parametrize(
+    ("variant", "placement", "n"),
+    [("v-timeprest", (0, 1, 1, 0), 2), ("pipedream-2bw", (0, 1, 0, 1), 4)],
+)
+def test_rounding_breaks_no_ties(variant, placement, n):
+    """As of one stage for each device (`test_schedules`), among all stages of one."""
+    whole = replace(equal_stages(variant, placement, n), backward_s=(1.0, 2.0, 1.0, 1.0))
+    unit_s = 1.3e-3
+    forward_s, backward_s = (
+        tuple(seconds * unit_s for seconds in times)
+        for times in (whole.forward_s, whole.backward_s)
+    )
+    scaled = replace(whole, forward_s=forward_s, backward_s=backward_s)
+    assert make_schedule(scaled, 40) == make_schedule(whole, 40)
+
+
 @given(pipelines(placed=True), st.integers(1, 3))
 def test_a_device_runs_one_operation_at_a_time(pipeline, mini_batches):
     timeline = simulate(pipeline, make_schedule(pipeline, mini_batches))
