@@ -156,8 +156,12 @@ def is_table(path: str) -> bool:
 
 
 def curves_kind(path: str) -> Kind:
-    """What curves in a file of this name are."""
-    return Kind.CURVES if is_table(path) else Kind.FIGURE
+    """What curves in a file of this name are. Raises UserError for endings of neither."""
+    if is_table(path):
+        return Kind.CURVES
+    if Path(path).suffix.lower() not in ("", ".svg", ".pdf"):
+        raise UserError(f"--curves {path}: end the name in .svg, .pdf or, for a table, .csv")
+    return Kind.FIGURE
 
 
 def as_csv(curves: Iterable[RunCurve]) -> str:

@@ -379,6 +379,8 @@ def test_several_runs_are_told_apart(runs, tmp_path):
     assert "test loss 1e+09 first reached" in text
     assert svg.read_text().count(">timeprest<") == svg.read_text().count(">gpipe<") == 1
     assert {line.split(",")[0] for line in table.read_text().splitlines()} == {"run", "one", "two"}
+    other = invoke(runs / "one", "--curves", tmp_path / "a.xlsx", code=2)
+    assert "end the name in .svg, .pdf or, for a table, .csv" in " ".join(other.split())
     bare = invoke(runs / "one", runs / "bare", "--svg", tmp_path / "x.svg", code=2)
     assert "--svg: bare: No timeline" in bare
 
