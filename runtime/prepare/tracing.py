@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ...planner.plan import Plan, ProfileReference
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
+from ...profiles.files import is_file
 from ...profiles.profile import IMPORTED, VaryingShapes
 from ...profiles.target import TASK_NEEDED, Target, resolve
 from ...profiles.tasks.hooks import describe_error
@@ -46,6 +48,12 @@ def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]
             f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
             "without a model, which can be planned and shown but not run. Profile a model of your "
             "own with tp-profile"
+        )
+    file = name.rpartition(":")[0]
+    if name == made_from.target and file.endswith(".py") and not is_file(Path(file)):
+        raise TargetError(
+            f"{name}: no such file: {file}; the plan names it as seen from the folder where it was "
+            "profiled: start there, or say where it is with --task"
         )
     target = resolve(name, to_train=True)
     if target.task is None:

@@ -95,6 +95,14 @@ def test_a_plan_that_isnt_the_models_is_named_by_its_file(box):
     assert "broken.json: stages[0].nodes" in call("tp-run", "broken.json", *words)
 
 
+def test_a_plan_names_its_task_as_seen_from_elsewhere(box):
+    edit("plan.json", lambda plan: plan["profile"].update(target="gone.py:Task"))
+    words = ("tp-run", "broken.json", "--inline", "--steps", "1", "--run-dir", "fresh")
+    assert "no such file: gone.py; the plan names it as seen from the folder" in call(*words)
+    # What the user named needs no such hint.
+    assert call(*words, "--task", "no.py:Task").endswith("no.py:Task: no such file: no.py")
+
+
 def test_names_that_are_no_text_are_printed(box):
     words = ("--devices", "1", "-o", "\udcff.json")
     assert "wrote \\udcff.json" in call("tp-plan", "solve", "profile.json", *words, code=0)
