@@ -54,6 +54,7 @@ from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recordings.predicted import predicted
 from ....planner.recordings.recording import MEMORY_KINDS, Recording
+from ....planner.search.recheck import was_edited
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...options.values import FileName
@@ -267,6 +268,7 @@ def plan_part(
         "plan": msgspec.to_builtins(plan),
         # Nothing where each stage has a device of its own.
         **({"placement": placement_name(plan)} if plan.placement else {}),
+        **({"edited": True} if was_edited(plan) else {}),
         "recording": None,
         "mini_batches_shown": 0,
     }

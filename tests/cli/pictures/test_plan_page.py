@@ -135,6 +135,15 @@ def test_limits_that_differ_are_not_told_as_one(browser, plan, tmp_path):
     watched.page.context.close()
 
 
+def test_a_plan_that_was_edited_says_so(browser, plan, tmp_path):
+    watched = Watched(browser.new_page())
+    for edited in (plan, msgspec.structs.replace(plan, mini_batch=2 * N)):
+        plans_report({"p": edited}, str(tmp_path / "p.html"))
+        told = watched.open(tmp_path / "p.html").locator("#summary").inner_text()
+        assert ("edited since it was made" in told) == (edited is not plan)
+    watched.page.context.close()
+
+
 def test_the_cut_shows_every_layer_and_what_crosses(opened, plan):
     cards = opened.locator("#graph .card")
     for s, stage in enumerate(plan.stages):

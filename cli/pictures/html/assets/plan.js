@@ -39,6 +39,10 @@
       const devices = new Set(plan.stages.flatMap((each) => each.devices)).size;
       const placed = view.plan.placement ? ` (placement: ${view.plan.placement})` : "";
       const stage = (s, key, text) => TP.figure(`predicted.stages.${s}.${key}`, predicted.stages[s][key], text(predicted.stages[s][key]));
+      if (view.plan.edited) {
+        host.append(TP.el("p", { class: "lead warning" },
+          "The plan was edited since it was made, and what it predicts isn't what it says now: tp-plan check PLAN --profile PROFILE -o PLAN predicts anew."));
+      }
       host.append(
         TP.el("p", { class: "lead" }, TP.el("strong", {}, plan.variant), ` on ${plan.profile.target}: `,
           `${TP.counted(plan.stages.length, "stage", "stages")} on ${TP.counted(devices, "device", "devices")}${placed}, `,
