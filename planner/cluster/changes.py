@@ -85,8 +85,8 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
     are listed last go.
 
     Raises:
-        UserError: names `what` for an amount that can't be read, for twice a memory that has no
-            limit, and for links between machines where there is one machine.
+        UserError: names `what` for an amount that can't be read or is too large, for twice a
+            memory that has no limit, and for links between machines where there is one machine.
     """
     devices = _so_many(cluster, change.devices or len(cluster.devices))
     devices = tuple(_device(device, change, what) for device in devices)
@@ -109,13 +109,18 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
     if measured is not None and measured.processes > fullest:
         # Its slowest steps were between machines.
         links = cluster.between_machines or cluster.network, between or network
-    return msgspec.structs.replace(
+    found = msgspec.structs.replace(
         cluster,
         devices=devices,
         network=network,
         between_machines=between,
         all_reduce=_all_reduce(measured, *links),
     )
+    try:
+        # As it would be read again from a plan.
+        return msgspec.convert(msgspec.to_builtins(found), Cluster)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 def _so_many(cluster: Cluster, count: int) -> tuple[Device, ...]:
