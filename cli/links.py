@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
+from rich.console import Group
 
 from ..planner.cluster.cluster import (
     AllReduce,
@@ -22,7 +22,7 @@ from ..profiles.files import Kind, check_output, write_bytes
 from ..profiles.units import format_bytes, format_seconds
 from .errors import output, print_json
 from .progress import Bar
-from .tables.layout import compact_table, counted
+from .tables.layout import Column, counted, fitted, fixed
 
 if TYPE_CHECKING:
     from ..runtime.calibration.links import LinkTimes
@@ -105,7 +105,7 @@ def links_command(
         print_json(report)
     elif not quiet:
         command = f"tp-plan solve PROFILE --cluster {shlex.quote(path)}"
-        for part in (*_tables(report), *_fit_lines(report)):
+        for part in (*_tables(report, output().width), *_fit_lines(report)):
             output().print(part)
         output().print(f"wrote {path}; next: {command}", soft_wrap=True)
 
@@ -199,35 +199,29 @@ def _rows(title: str, fit: LinkFit) -> list[str]:
     return [title, f"{'bytes':>11}{'seconds':>15}{'fitted':>15}{'measured/fitted':>19}", *rows]
 
 
-def _tables(report: LinkReport) -> list[Table]:
+def _tables(report: LinkReport, width: int) -> list[Group]:
     """For each kind of link one, the all-reduce beside the first."""
     tables = []
     several = len(report.pairs) > 1
     for k, (fit, whose) in enumerate(_kinds(report)):
         title = f"{report.processes} processes on {report.device}, by {report.backend}"
         title = f"{title}; messages between {whose}" if several else title
-        columns = ["size", "half trip", "±", "bandwidth", "meas./fit"]
-        columns += ["all-reduce", "±", "meas./fit"] if not k else []
-        table = compact_table(title if not k else f"messages between {whose}", [], columns)
-        of_all = report.all_reduce
-        for at, one in enumerate(fit.points):
-            cells = [
-                format_bytes(one.message_bytes),
-                format_seconds(one.seconds),
-                f"{one.error:.0%}",
-                write_bandwidth(one.message_bytes / one.seconds),
-                f"{fit.ratios[at]:.2f}",
-            ]
-            if not k:
-                point = of_all.points[at]
-                cells += [
-                    format_seconds(point.seconds),
-                    f"{point.error:.0%}",
-                    f"{of_all.ratios[at]:.2f}",
-                ]
-            table.add_row(*cells)
-        tables.append(table)
+        sizes = fixed("size", [format_bytes(one.message_bytes) for one in fit.points])
+        rates = [write_bandwidth(one.message_bytes / one.seconds) for one in fit.points]
+        trips = _measured("half trip", fit)
+        columns = [*trips[:2], fixed("bandwidth", rates), *trips[2:]]
+        columns += [] if k else _measured("all-reduce", report.all_reduce)
+        tables.append(fitted(f"messages between {whose}" if k else title, sizes, columns, width))
     return tables
+
+
+def _measured(name: str, fit: LinkFit) -> list[Column]:
+    """Columns of times, how sure they are, and what of them is fitted."""
+    return [
+        fixed(name, [format_seconds(one.seconds) for one in fit.points]),
+        fixed("±", [f"{one.error:.0%}" for one in fit.points]),
+        fixed("meas./fit", [f"{ratio:.2f}" for ratio in fit.ratios]),
+    ]
 
 
 def _fit_lines(report: LinkReport) -> list[str]:

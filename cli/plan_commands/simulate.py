@@ -19,7 +19,7 @@ from ..errors import errors_as_lines, output, print_json
 from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, Whole
-from ..tables.layout import compact_table, device_range
+from ..tables.layout import device_range, fitted, fixed
 from ..tables.plan import tell_edited
 
 _MOST_OPERATIONS = 200_000
@@ -95,26 +95,20 @@ def _print(
     devices: Sequence[str],
 ) -> None:
     """Print a row for each stage. `devices`: of each; shown where it shares them."""
-    table = compact_table(
-        f"{count} mini-batches from the first forward to the last update",
-        ["stage", "device"] if pipeline.placement else ["stage"],
-        ["operations", "first start", "last end", "busy", "idle, steady"],
-    )
     idle = idle_shares(pipeline, period_s)
-    for s, events in enumerate(timeline.stages):
-        busy_s = sum(event.end_s - event.start_s for event in events)
-        last_s = max(event.end_s for event in events)
-        table.add_row(
-            str(s),
-            *([devices[s]] if pipeline.placement else []),
-            str(len(schedule[s])),
-            format_seconds(events[0].start_s),
-            format_seconds(last_s),
-            format_seconds(busy_s),
-            f"{idle[s]:.0%}",
-        )
+    busy = [sum(event.end_s - event.start_s for event in events) for events in timeline.stages]
+    columns = [fixed("device", devices, left=True)] if pipeline.placement else []
+    columns += [
+        fixed("operations", [str(len(ops)) for ops in schedule]),
+        fixed("first start", [format_seconds(events[0].start_s) for events in timeline.stages]),
+        fixed("last end", [format_seconds(max(e.end_s for e in ev)) for ev in timeline.stages]),
+        fixed("busy", map(format_seconds, busy)),
+        fixed("idle, steady", [f"{share:.0%}" for share in idle]),
+    ]
+    title = f"{count} mini-batches from the first forward to the last update"
+    stages = fixed("stage", [str(s) for s in range(pipeline.stages)], left=True)
     console = output()
-    console.print(table)
+    console.print(fitted(title, stages, columns, console.width))
     console.print(Text(f"period {format_seconds(period_s)} per mini-batch in the steady state"))
     if pipeline.placement:
         console.print(Text("idle, steady: of the stage's device, with all its stages", "dim"))

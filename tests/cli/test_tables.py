@@ -118,6 +118,7 @@ def test_devices_with_several_stages_have_rows(tmp_path_factory, drawn, width, l
     assert re.search(rf"^placement +≠ +{pattern(plan)} +straight", text, re.M)
     text = call("simulate", folder / "plan.json", width=width)
     assert "of the stage's device" in " ".join(text.split())
+    assert re.search("^stage +device +operations +first start", text, re.M)
     found = json.loads(call("simulate", folder / "plan.json", "--mini-batches", 2, "--json"))
     pipeline = pipeline_of(plan)
     assert "\n".join(map(" ".join, found["devices"])) == schedule_text(make_schedule(pipeline, 2))

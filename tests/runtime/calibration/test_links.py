@@ -187,7 +187,12 @@ def test_links_of_several_machines_are_told_apart(tmp_path, capsys):
     assert cluster.between_machines.bandwidth_bytes_per_s == pytest.approx(1e8)
     assert cluster.between_machines.latency_s == pytest.approx(1e-3)
     assert cluster.all_reduce.processes == 4
-    for part in (*_tables(report), *_fit_lines(report)):
+    for part in _tables(report, 50):
+        output().print(part, width=50)
+    narrow = capsys.readouterr().out
+    assert narrow.count("meas./fit") == 3
+    assert "…" not in narrow
+    for part in (*_tables(report, 100), *_fit_lines(report)):
         output().print(part)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
