@@ -380,15 +380,16 @@ class GradientAllReduce:
     ) -> None:
         """
         Args:
+            parameters: that are trained.
             others: tensors to be summed with them, in place.
 
         Raises:
             RunError: a gradient is sparse.
         """
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._present = torch.tensor([p.grad is not None for p in self._parameters]).int()
+        self._parameters = parameters
+        self._present = torch.tensor([p.grad is not None for p in parameters]).int()
         gradients = []
-        for p in self._parameters:
+        for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             if p.grad.layout != torch.strided:
