@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .pieces import Built, Slot, fill
 from .random_states import own_states, set_own_states, set_states, states
@@ -185,9 +184,11 @@ def summed(tensor: Tensor) -> str:
 
 def mark_of(tensor: Tensor) -> tuple[int, str]:
     """What tells whether a tensor was written into since: torch counts no writes through `.data`;
-    fake ones have no numbers."""
-    real = not isinstance(tensor, FakeTensor)
-    return tensor._version, summed(dense(tensor)) if real else ""
+    some have no numbers, as fake ones, or none that can be summed."""
+    try:
+        return tensor._version, summed(dense(tensor))
+    except RuntimeError:
+        return tensor._version, ""
 
 
 def _devices(model: nn.Module) -> list[int]:

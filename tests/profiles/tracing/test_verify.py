@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from timeprest.profiles.errors import TaskWarning, TraceError
-from timeprest.profiles.tracing.call import Call, unchanged
+from timeprest.profiles.tracing.call import Call, mark_of, unchanged
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint
 from timeprest.profiles.tracing.random_states import own_states, same_own_states
 from timeprest.profiles.tracing.verify import _moved, compare, run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -613,6 +614,19 @@ def test_a_look_changes_neither_buffers_nor_random_states_nor_hooks():
     assert not updates
     model(call_of().tensors[0]).sum().backward()
     assert len(updates) == 1
+
+
+def test_marks_tell_what_was_written():
+    """Through `.data`, too; of what has no numbers, or none that can be summed, by its version."""
+    tensor = torch.zeros(3)
+    before = mark_of(tensor)
+    tensor.data[0] = 1.0
+    assert mark_of(tensor) != before
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    for one in (fake, torch.zeros(3, device="meta"), packed):
+        assert mark_of(one) == (one._version, "")
 
 
 def test_without_a_backward_results_alone_are_compared():
