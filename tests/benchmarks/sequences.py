@@ -160,6 +160,7 @@ def page(seeds: Sequence[int], rows: list[str], all_found: list[Found]) -> str:
     faster = [found.listed_s / found.best_s - 1 for found in both]
     proven = [found for found in all_found if found.gap == 0 and found.best_s < float("inf")]
     known = [found.shorter for found in proven if found.listed_s < float("inf")]
+    most = [1 - found.best_s / (1 + found.gap) / found.listed_s for found in both]
     plans = sum(found.best_s < float("inf") for found in all_found)
     head = f"""# Devices of several kinds, in the best sequence
 
@@ -180,9 +181,10 @@ listed the period is shorter by {statistics.median(gains):.1%} at the median
 Those listed kind by kind: {by_kind:.1%} at the median, the mixed: {mixed:.1%}.
 {freed} have a plan in another sequence alone. {len(proven)} of {plans} plans are proven best of all
 sequences: those are shorter by {statistics.median(known):.1%} at the median
-({statistics.mean(known):.1%} on average), and nothing more is to be had there.** Where a gap is
-left, a better sequence may have been missed; where time ends a search of all sequences, those as
-listed had about half of it, so that a plan may even be worse.
+({statistics.mean(known):.1%} on average), and nothing more is to be had there. By the bounds
+no sequences whatever are shorter by more than {statistics.median(most):.1%} at the median.**
+Where a gap is left, a better sequence may have been missed; where time ends a search of all
+sequences, those as listed had about half of it, so that a plan may even be worse.
 """
     titles = [
         "number",
