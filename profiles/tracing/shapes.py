@@ -45,13 +45,18 @@ class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, wanted: set[str]) -> None:
         super().__init__(module)
         self.wanted = wanted
-        self.found: dict[str, ValueSpec] = {}
+        self.made: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.name in self.wanted:
-            self.found[n.name] = describe(n.name, result)
+            self.made[n.name] = result
         return result
+
+    @property
+    def found(self) -> dict[str, ValueSpec]:
+        """Specs after the run: what is written into a tensor gives it a gradient afterwards."""
+        return {name: describe(name, value) for name, value in self.made.items()}
 
 
 def describe(name: str, value: Any) -> ValueSpec:
@@ -83,7 +88,7 @@ def specs_and_result(
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     recorder = _Recorder(traced.module, wanted)
                     result = recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
-                return recorder.found, result
+                    return recorder.found, result
             except Exception:  # an operation without a fake form, of whatever library
                 pass
         recorder = _Recorder(traced.module, wanted)

@@ -450,6 +450,20 @@ class Counted(nn.Module):
         return self.out(torch.tanh(self.between(h - self.mean)))
 
 
+class Written(nn.Module):
+    """A tensor that is made empty, and gets its gradient by what is written into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.between, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        h = torch.tanh(self.between(torch.tanh(self.inside(x))))
+        made = torch.zeros(x.shape[0], 8, dtype=x.dtype)
+        made[:, :4] = h[:, 4:]
+        return self.out(made)
+
+
 class OwnBackwardTask(_Task):
     def model(self):
         return OwnBackward().double()
@@ -461,6 +475,11 @@ class OwnBackwardTask(_Task):
 class CountedTask(OwnBackwardTask):
     def model(self):
         return Counted().double()
+
+
+class WrittenTask(OwnBackwardTask):
+    def model(self):
+        return Written().double()
 
 
 class DrawingTask(SkipsTask):

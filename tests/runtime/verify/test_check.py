@@ -66,9 +66,13 @@ def test_flush_systems_train_every_model_as_one_process_does(name, stages, varia
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("name", "by"), [("OwnBackwardTask", "fx"), ("CountedTask", "export")])
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [("OwnBackwardTask", "fx"), ("CountedTask", "export"), ("WrittenTask", "export")],
+)
 def test_what_a_trace_hardly_sees_is_trained_too(name, by):
-    """A custom backward, what a checkpoint computes, buffers that the forward writes."""
+    """A custom backward, what a checkpoint computes, buffers that the forward writes, a tensor that
+    gets its gradient after it was made."""
     plan = plan_for(name, "pipedream-flush", 3, 4)
     assert plan.profile.front_end == by
     one_by_one = check(plan, settings_for(name), inline=True).against[1]
