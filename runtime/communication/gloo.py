@@ -89,16 +89,16 @@ class GlooChannels(PeerChannels):
         sender = self._senders.get(peer)
         if sender is None:
             sender = self._senders[peer] = SendingThread(self.timeout.total_seconds())
-        kept = kept and tensor.is_contiguous()
-        tensor = tensor.contiguous()
-        going = [(tensor, _tag(route, kind))]
+        message = tensor.contiguous().resolve_conj()
+        kept = kept and message is tensor
+        going = [(message, _tag(route, kind))]
         if self._varying:
-            going.insert(0, (_shape_of(tensor), _tag(route, kind, of_shape=True)))
+            going.insert(0, (_shape_of(message), _tag(route, kind, of_shape=True)))
         with self.talking_to(peer):
             if sender.error is not None:
                 raise sender.error
             works = [(dist.isend(each, peer, tag=tag), each) for each, tag in going]
-        sender.put(partial(_wait_for, works, self.timeout), 0 if kept else tensor.nbytes)
+        sender.put(partial(_wait_for, works, self.timeout), 0 if kept else message.nbytes)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the oldest posted receive, and post another one."""

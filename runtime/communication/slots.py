@@ -98,7 +98,8 @@ class Box:
             return [(message,)]
         said = torch.zeros(self.said_bytes // _SIZE, dtype=torch.int64)
         said[: message.dim()] = torch.tensor(message.shape, dtype=torch.int64)
-        content = message.detach().contiguous().reshape(-1).view(torch.uint8)
+        whole = message.detach().contiguous().resolve_conj()
+        content = whole.reshape(-1).view(torch.uint8)
         step = aligned(self.nbytes)
         first = step - self.said_bytes
         rest = content[first:].split(step) if len(content) > first else ()

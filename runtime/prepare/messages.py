@@ -32,8 +32,14 @@ _MARKS = {
 }
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """Its numbers; of complex ones both parts."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def mark_missing(slot: Tensor) -> None:
     """Say that there is no gradient, in one slot or several. Types that have no mark get zeros."""
+    slot = _real(slot)
     mark = _MARKS.get(slot.dtype)
     if mark is None:
         slot.zero_()
@@ -47,14 +53,15 @@ def missing_gradients(message: Tensor) -> list[bool]:
     Where only some samples have none (they came from several senders), theirs become zeros.
     """
     slots = len(message)
-    mark = _MARKS.get(message.dtype)
+    numbers = _real(message.resolve_conj())
+    mark = _MARKS.get(numbers.dtype)
     if mark is None or not message.numel():
         return [False] * slots
-    marked = message.view(mark[0]) == mark[1]
+    marked = numbers.view(mark[0]) == mark[1]
     if not marked.any():
         return [False] * slots
     gone: list[bool] = marked.reshape(slots, -1).all(1).tolist()
-    message.masked_fill_(marked, 0.0)
+    numbers.masked_fill_(marked, 0.0)
     for slot, none in zip(message, gone, strict=True):
         if none:
             mark_missing(slot)

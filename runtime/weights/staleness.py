@@ -52,7 +52,9 @@ class Sample:
         others behind the parameters'."""
         with torch.no_grad():
             parts = [
-                t.detach().reshape(-1)[:: self._stride].double()
+                t.detach()
+                .reshape(-1)[:: self._stride]
+                .to(torch.complex128 if t.is_complex() else torch.float64)
                 for t in (self.parameters if tensors is None else tensors)[: len(self.parameters)]
             ]
             return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

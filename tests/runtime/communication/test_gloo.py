@@ -1,11 +1,25 @@
-"""Sending threads: they hold a tensor until it is gone, and hold the sender back when asked."""
+"""Sending threads: they hold a tensor until it is gone, and hold the sender back when asked. And
+what gloo gets to send."""
 
 from __future__ import annotations
 
 import threading
 import time
 
+import torch
+from timeprest.planner.systems.operations import FORWARD
+from timeprest.profiles.tracing.shapes import ValueSpec
+from timeprest.runtime.communication import gloo
 from timeprest.runtime.communication.channel import SendingThread
+from timeprest.runtime.prepare.messages import MessageRoute
+from timeprest.runtime.prepare.workers import Replica
+
+
+class Done:
+    """A send that is gone."""
+
+    def wait(self, timeout):
+        return True
 
 
 class Work:
@@ -48,3 +62,17 @@ def test_a_failed_send_is_told_at_once():
     assert not sender.wait_for(0)
     assert time.monotonic() - begin < 5
     assert "closed" in str(sender.error)
+
+
+def test_conjugates_are_sent_as_what_they_are(monkeypatch):
+    """Not as the memory that torch computes them from, which gloo doesn't take for them."""
+    sent = []
+    monkeypatch.setattr(gloo.dist, "isend", lambda tensor, *_, **__: sent.append(tensor) or Done())
+    spec = ValueSpec("t", "tensor", (1,), torch.complex64, True)
+    channels = gloo.GlooChannels(("stage 0", "stage 1"), 1.0)
+    conjugate = torch.tensor([1.0 + 2.0j]).conj()
+    channels.send(
+        MessageRoute(0, spec, Replica(0, 0, 0), Replica(1, 1, 1), (0,), 1), FORWARD, conjugate
+    )
+    channels.end()
+    assert torch.view_as_real(sent[0]).tolist() == [[1.0, -2.0]]

@@ -90,6 +90,7 @@ def test_messages_come_in_sequence_however_many_wait(c):
         route(shape=LARGE),
         route(shape=(), dtype=torch.int64, needs_grad=False),
         route(shape=(3, 5), dtype=torch.bfloat16),
+        route(shape=(3, 5), dtype=torch.complex64),
     ],
 )
 def test_messages_say_their_shapes(c):
@@ -100,7 +101,7 @@ def test_messages_say_their_shapes(c):
     shapes = [c.spec.shape, *(shape[:rank] for shape in ((1, 1), (0, 0), (7, 3), (400, 9)))]
     if c.spec.shape == LARGE:
         shapes = [(SLOT_BYTES, 3), (1, 1), (SLOT_BYTES // 4, 3)]
-    sent = [torch.randn(s, generator=generator).mul(99).to(c.spec.dtype) for s in shapes]
+    sent = [torch.randn(s, generator=generator).mul(99).to(c.spec.dtype).conj() for s in shapes]
     for _ in range(2):
         for tensor in (*sent, *sent):
             source.send(c, FORWARD, tensor.t() if rank > 1 else tensor)

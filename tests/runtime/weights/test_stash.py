@@ -19,6 +19,7 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.runner import StageRunner
+from timeprest.runtime.weights.staleness import Sample
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -286,3 +287,8 @@ def test_plans_count_copies_that_weights_are_made_in(variant, n, mlp_profile, ml
     summary = run(plan, settings, tmp_path / "run", inline=True)
     found = [report.peak.versions_bytes for report in summary.stages]
     assert found == [p.accounted_memory.versions_bytes for p in plan.predicted.stages]
+
+
+def test_distances_see_both_parts_of_complex_weights():
+    weights = [nn.Parameter(torch.tensor([3.0 + 4.0j])), nn.Parameter(torch.tensor([12.0]))]
+    assert float(Sample(weights).of(None).norm()) == 13.0
