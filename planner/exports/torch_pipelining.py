@@ -180,7 +180,7 @@ def _script(plan: Plan, points: Sequence[str], facts: ModelFacts) -> str:
 def _precision(autocast: str | None) -> dict[str, str]:
     """What forwards and losses run under, in the script: as a run here (`forward_context`)."""
     lines = {
-        "run": (8, "output = self.inner(*args, **named)"),
+        "run": (8, "output = self.inner(**given)"),
         "traced": (4, "pipe = pipeline(model, part(args, rows), part(kwargs, rows), split_spec)"),
         "lost": (8, "return loss(rebuilt(output), part(target, rows))"),
     }
@@ -266,7 +266,7 @@ def task(seed):
 
     found = resolve(TARGET)
     call, _ = found.call(1)
-    samples = Samples(found.task, "train", MINI_BATCH, seed, mini_batch=MINI_BATCH)
+    samples = Samples(found.task, "train", MINI_BATCH, seed, call.names, MINI_BATCH)
     in_epoch = samples.size // MINI_BATCH
 
     def batch(step):
@@ -281,25 +281,25 @@ def task(seed):
 class Stage(nn.Module):
     """A stage of the traced model, called with what the one before gave.
 
-    Inputs of the model that a later stage takes are given to it by name.
+    Inputs of the model are given to the stages that take them, by name.
 
     Attributes:
         own: its name for each of those, and the traced model's.
         takes, gives: tensors like those of its calls, so that nothing is run to learn shapes.
     """
 
-    def __init__(self, pipe, s, args, kwargs):
+    def __init__(self, pipe, s):
         super().__init__()
         calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
         self.inner = pipe.get_stage_module(s)
-        self.first, self.keywords = not s, list(kwargs)
+        # The first one's takes arguments as they were nested.
+        self.inner.graph.set_codegen(torch.fx.graph.CodeGen())
+        self.inner.recompile()
         inside = [node for node in self.inner.graph.nodes if node.op == "placeholder"]
         sources = dict(zip(inside, calls[s].args, strict=True))
         received = [node for node in inside if sources[node].op != "placeholder"]
-        self.received = [node.name for node in received]
-        self.own = {}
-        if not self.first:
-            self.own = {n.name: sources[n].name for n in inside if n not in received}
+        self.received = [node.target for node in received]
+        self.own = {n.target: sources[n].name for n in inside if n not in received}
         graphs = [m.graph for m in self.inner.modules() if hasattr(m, "graph")]
         self.in_place = any(writes(node) for graph in graphs for node in graph.nodes)
         gives = tree_leaves(self.inner.graph.output_node().args[0])
@@ -307,17 +307,14 @@ class Stage(nn.Module):
         if s + 1 < len(calls):
             sent = [node for node in calls[s + 1].args if node.op != "placeholder"]
             self.picked = [n.args[1] if n.target is operator.getitem else 0 for n in sent]
-        self.takes = tuple(map(like, inside[: len(args)] if self.first else received))
+        self.takes = tuple(map(like, received))
         self.gives = tuple(like(gives[k]) for k in self.picked)
 
     def forward(self, *args, **named):
-        if self.first:
-            named = {name: named[name] for name in self.keywords}
-        else:
-            own = {name: named[root] for name, root in self.own.items()}
-            if self.in_place:  # autograd refuses it on what was received
-                args = [each.clone() for each in args]
-            named, args = {**dict(zip(self.received, args, strict=True)), **own}, ()
+        own = {name: named[root] for name, root in self.own.items()}
+        if self.in_place:  # autograd refuses it on what was received
+            args = [each.clone() for each in args]
+        given = {**dict(zip(self.received, args, strict=True)), **own}
 <run>        leaves = tree_leaves(output)
         picked = tuple(leaves[k].contiguous() for k in self.picked)  # as gloo wants messages
         return picked if len(picked) > 1 else picked[0]
@@ -355,7 +352,7 @@ def main():
     mesh = init_device_mesh(DEVICE.type, (ranks, REPLICAS), mesh_dim_names=("stages", "replicas"))
     rank, replica = mesh.get_coordinate()
     mine = STAGES_OF_RANK[rank]
-    first, last = 0 in mine, len(SPLIT_POINTS) in mine
+    last = len(SPLIT_POINTS) in mine
 
     model, batch, loss, make_optimizer = task(asked.seed)
     model.train()
@@ -364,7 +361,7 @@ def main():
     rows = torch.arange(size)
 <result>
     split_spec = {name: SplitPoint.BEGINNING for name in SPLIT_POINTS}
-<traced>    modules = [Stage(pipe, s, args, kwargs) for s in mine]
+<traced>    modules = [Stage(pipe, s) for s in mine]
     stages = [
         PipelineStage(
             module,
@@ -382,7 +379,7 @@ def main():
 
     def named(args, kwargs):
         leaves = dict(zip(roots, tree_leaves((args, kwargs)), strict=True))
-        return {**(kwargs if first else {}), **{name: leaves[name] for name in wanted}}
+        return {name: leaves[name] for name in wanted}
 
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters) if parameters else None
@@ -399,7 +396,6 @@ def main():
         args, kwargs, target = batch(step)
         found = []
         schedule.step(
-            *(part(args, of_replica) if first else ()),
             **part(named(args, kwargs), of_replica),
             target=of_replica if last else None,
             losses=found if last else None,

@@ -301,6 +301,58 @@ class Task:
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_each_stage_is_given_the_inputs_that_it_takes(tmp_path):
+    """Of samples that are dicts with more in them, and an argument that is a nest: the first stage
+    takes one part of it, the second one the other."""
+    (tmp_path / "nest.py").write_text(NEST)
+    target = f"{tmp_path / 'nest.py'}:Task"
+    profile = timeprest.profile(target, batch_size=8, seconds=0.01)
+    plan = plan_by_hand(with_times(profile), "zb-h1", 2, 2, cut=[("first",), ("second",)])
+    theirs, ours = losses_there_and_here(plan, tmp_path)
+    assert theirs == pytest.approx(ours, abs=1e-6)
+
+
+NEST = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, unused=None, scales=None):
+        return self.second(self.first(x) * scales["of first"]) * scales["of second"][0]
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, k):
+        drawn = torch.randn(4, 4, generator=torch.Generator().manual_seed(k))
+        scales = {"of second": (drawn[1],), "of first": drawn[2]}
+        return {"a_number": torch.tensor(k), "scales": scales, "wanted": drawn[0], "x": drawn[3]}
+
+
+class Task:
+    def model(self):
+        return Net()
+
+    def data(self, split):
+        return Samples()
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target["wanted"])
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
 def losses_there_and_here(plan, folder):
     """Of three steps: by the script that is written, in processes, and by a run inline."""
     timeprest.export(plan, "torch", folder / "out")
