@@ -7,7 +7,7 @@ from those nodes and runs what leads off the chain to the weights, nothing twice
 
 Where the same weight branches off at two nodes, one behind the other on the chain, a run from one
 of them would follow the chain to the other. Such a weight gets all of its gradient in the first
-part.
+part; so do those of group norms.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from .boundary import Inlet, give_gradients_own_memory, storage_bytes, storage_key
+
+_WHOLE = "NativeGroupNormBackward0"
+"""A backward that is run as a whole: in channels_last, torch's (2.13) ends the process where it is
+asked for its weights' gradients alone."""
 
 _Entry = tuple[GradientEdge, Tensor]
 """A place in the graph, and the gradient that arrives there."""
@@ -133,7 +137,8 @@ class _BackwardGraph:
         branches: nodes of the chain where weights branch off, and the weights that each one leads
             to off the chain; those nearest to what came in first.
         off_chain: weights that roots off the chain lead to.
-        at_once: weights that can't wait: they branch off twice, one place behind the other.
+        at_once: weights that can't wait: they branch off twice, one place behind the other, or at
+            a backward that is run as a whole.
     """
 
     def __init__(
@@ -171,6 +176,7 @@ class _BackwardGraph:
         for root in roots:
             off_chain.update(leads.get(root, {}))
         at_once = self._twice(branches)
+        at_once.update(*(found for node, found in branches.items() if node.name() == _WHOLE))
         self.at_once = [weights[key] for key in at_once]
         self.off_chain = [p for key, p in off_chain.items() if key not in at_once]
         kept = (

@@ -210,12 +210,18 @@ def test_integers_and_what_needs_no_gradient():
     )
 
 
+class InChannelsLast(nn.Module):
+    def forward(self, v):
+        return (2 * v).to(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
         (lambda: nn.LSTM(4, 4, 2), (5, 3, 4)),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3)), (2, 4, 9)),
         (lambda: nn.BatchNorm1d(4), (6, 4)),
+        (lambda: nn.Sequential(InChannelsLast(), nn.GroupNorm(2, 4)), (2, 4, 3, 3)),
         (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), (2, 5, 4)),
     ],
 )
