@@ -142,7 +142,7 @@ def check(
         else:
             other = RunDir(folder / "inline")
             # What is compiled is held against what isn't.
-            plainly = msgspec.structs.replace(settings, compile=False)
+            plainly = msgspec.structs.replace(settings, compile=False, transport="auto")
             run(plan, plainly, other.path, inline=True)
             differences = compare(found, _training_of(other, prepared), tolerance)
             against, notes = [Against(what=INLINE, differences=differences)], []
