@@ -207,7 +207,9 @@ def prepare(
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
+    saved = model.state_dict().keys()
     for piece in chosen:
+        _leave_out_of_state(piece.module, saved)
         _check_state(piece)
     stages = [
         PreparedStage(piece, other, specs[n])
@@ -288,9 +290,17 @@ def _pairs(
     return found.values()
 
 
+def _leave_out_of_state(module: fx.GraphModule, saved: Collection[str]) -> None:
+    """Leave buffers out of its state that aren't in the model's: a graph has forgotten which are
+    `persistent`, and holds the trace's constants as some more."""
+    for path, inner in module.named_modules():
+        others = {name for name in inner._buffers if f"{path}.{name}".lstrip(".") not in saved}
+        inner._non_persistent_buffers_set |= others
+
+
 def _check_state(piece: Piece) -> None:
     """Raise TargetError where a module has state that checkpoints can't hold."""
-    for name, value in piece.module.state_dict().items():
+    for name, value in (*piece.module.state_dict().items(), *piece.module.named_buffers()):
         if not isinstance(value, Tensor):
             raise TargetError(
                 f"the model's state {name!r} is no tensor but {type(value).__name__} "

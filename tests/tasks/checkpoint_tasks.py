@@ -32,6 +32,25 @@ class ShakenTask(ShortEpochs):
         return Shaken().double()
 
 
+class Fading(Shaken):
+    """Uses a buffer that isn't persistent and fades, and numbers that the trace makes constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(6), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.seen.mul_(0.9)
+        counts = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+        return super().forward(x * self.seen[:5].clone()) * counts
+
+
+class FadingTask(ShortEpochs):
+    def model(self):
+        return Fading().double()
+
+
 class Cycled(ShortEpochs):
     """A schedule that also moves the momentum."""
 

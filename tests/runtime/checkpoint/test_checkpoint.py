@@ -171,6 +171,13 @@ def test_systems_that_flush_train_the_same_with_and_without(update_every, mlp_ta
     assert not (tmp_path / "0" / "checkpoints").exists()
 
 
+def test_buffers_that_arent_persistent_go_on_and_are_no_weights(tmp_path):
+    """Nor are constants of the trace: the model takes its weights back as they are."""
+    task = f"{TASKS}:FadingTask"
+    check_resumed(plan_for(task, "timeprest"), settings_for(task), tmp_path, 9, 12)
+    resolve(task).model().load_state_dict(load_weights(tmp_path / "whole"))
+
+
 def test_more_epochs(tmp_path, mlp_target):
     """A run that ended goes on to what it would have been."""
     plan = plan_for(f"{TASKS}:ShakenTask", "timeprest")
