@@ -29,7 +29,7 @@ from .loss import LossKind, check_parameters, kind_of_loss
 from .tied_parameters import (
     Ties,
     check_memory,
-    check_shared,
+    check_stages,
     computed_tensors,
     first_names,
     give_copies,
@@ -218,7 +218,7 @@ def prepare(
     if not pipeline.variant.flushes:
         check_memory([model, *(module for stage in stages for module in stage.modules)])
     ties = give_copies([stage.modules for stage in stages], pipeline.placement)
-    check_shared(ties.shared, plan)
+    check_stages(ties, plan)
     size = training_samples(plan, settings, task.data("train"))
     course = segments(plan, settings, size)
     check_padding(plan, settings, task, course, samples, traced, looks)

@@ -210,11 +210,20 @@ def computed_tensors(module: nn.Module) -> dict[int, object]:
     return {id(t): t.detach().clone() for t in computed}
 
 
-def check_shared(shared: Sequence[OnOneDevice], plan: Plan) -> None:
-    """Raise PlanError for stages of one device that share parameters, where none of their backwards
-    is always the last."""
+def check_stages(ties: Ties, plan: Plan) -> None:
+    """Raise PlanError for copies where a system doesn't flush, which a plan has where the model
+    returns a parameter; and for stages of one device that share parameters, where none of their
+    backwards is always the last."""
+    for tied in ties.copied if not plan.system.flushes else ():
+        owner, *others = tied.stages
+        raise PlanError(
+            f"plan: {', '.join(tied.names[owner])} of stage {owner} is used on stage {others[0]} "
+            f"too, as where the model returns a parameter, and in {plan.variant}, which never "
+            "flushes, the two would differ; return what is computed of it, or plan with a system "
+            "that flushes (gpipe)"
+        )
     links = [(edge.source, edge.target) for edge in plan.edges if edge.needs_grad]
-    for one in shared:
+    for one in ties.shared:
         apart = not_behind(one.owner, one.stages[1:], links)
         if apart is not None:
             raise PlanError(

@@ -216,6 +216,16 @@ def test_plans_that_keep_them_together_are_refused_when_cut():
         prepare(plan, settings_for("TiedTask"))
 
 
+def test_a_parameter_that_is_returned_is_a_copy_for_systems_that_flush(tmp_path):
+    settings = settings_for("ReturningTask")
+    assert check(plan_for("ReturningTask", "gpipe", 3), settings, inline=True).verdict == "same"
+    plan = msgspec.structs.replace(plan_for("ReturningTask", "gpipe", 3), variant="pipedream-2bw")
+    with pytest.raises(
+        PlanError, match=r"down1.weight of stage 0 is used on stage 2 too, as where"
+    ):
+        prepare(plan, settings)
+
+
 @pytest.mark.choice(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("front_end", ["fx", "export"])

@@ -482,6 +482,21 @@ class WrittenTask(OwnBackwardTask):
         return Written().double()
 
 
+class ReturningTask(SkipsTask):
+    """Returns its first weight, of which the loss has a penalty."""
+
+    class Model(Skips):
+        def forward(self, x):
+            return super().forward(x), self.down1.weight
+
+    def model(self):
+        return self.Model().double()
+
+    def loss(self, output, target):
+        scores, weight = output
+        return super().loss(scores, target) + 0.1 * weight.square().sum()
+
+
 class DrawingTask(SkipsTask):
     """Adds noise of its own while it trains."""
 
