@@ -83,6 +83,19 @@ class GraphBuilder:
         """A constant under an ONNX name; only float tensors with dimensions can be trained."""
         return Constant(tensor, trainable and _can_train(tensor), self.uses[name] > 1, name)
 
+    def operand(self, name: str) -> Operand:
+        """What an operator takes by an ONNX name.
+
+        Exporters write tensors with the same numbers once: norms of a new model aren't tied for
+        having ones and zeros all.
+        """
+        found = self.values[name]
+        if isinstance(found, Constant) and found.trainable and self.uses[name] > 1:
+            numbers = found.tensor
+            if bool((numbers == numbers.flatten()[0]).all()):
+                return Constant(numbers.clone(), True, False, found.name)
+        return found
+
     def add(self, node: OnnxNode, handler: Handler) -> None:
         """Import the next ONNX node. Raises TargetError where it can't be imported."""
         # All fx nodes from here on belong to it.
@@ -351,7 +364,7 @@ class Operation:
         for name in node.inputs:
             if name and name not in builder.values:
                 raise builder.fail(f"its input {name!r} isn't made by any node before it")
-        self.inputs = tuple(builder.values[name] if name else None for name in node.inputs)
+        self.inputs = tuple(builder.operand(name) if name else None for name in node.inputs)
 
     def input(self, k: int) -> Operand:
         """The k-th input, which must be there."""

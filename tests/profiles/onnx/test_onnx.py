@@ -564,6 +564,20 @@ def test_tied_weights_stay_one_parameter(tmp_path):
     assert set(parameters) == {"table", "scale"}
 
 
+def test_norms_of_a_new_model_are_not_tied(tmp_path):
+    """Exporters write their ones and zeros once; torch's has an Identity for each further one."""
+    nodes = [
+        node("LayerNormalization", "x,ones,zeros", "a", "n1"),
+        node("Identity", "ones", "other"),
+        node("LayerNormalization", "a,other,zeros", "y", "n2"),
+    ]
+    constants = {"ones": np.ones(6, np.float32), "zeros": np.zeros(6, np.float32)}
+    model = compare(save(tmp_path, nodes, MATRIX, constants, opset=17), feeds_of(MATRIX))
+    names = {f"n{k}.{name}" for k in (1, 2) for name in ("weight", "bias")}
+    assert {name for name, _ in model.named_parameters()} == names
+    assert len({p.data_ptr() for p in model.parameters()}) == 4
+
+
 def test_what_becomes_a_parameter(tmp_path):
     """ConstantOfShape and initializers do; Constant nodes, masks and statistics don't."""
     fill = numpy_helper.from_array(np.float32([0.5]))
