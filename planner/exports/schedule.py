@@ -10,7 +10,12 @@ from ..schedules.torch_csv import csv_text
 
 
 def schedule_csv(plan: Plan) -> str:
-    """A mini-batch in torch's CSV, as each replica runs it: stages have as many of them."""
+    """A mini-batch in torch's CSV, as each replica runs it: stages have as many of them.
+
+    Gradients go back through stages that have nothing to train, too: those engines wait for them.
+    """
+    edges = tuple(msgspec.structs.replace(edge, needs_grad=True) for edge in plan.edges)
+    plan = msgspec.structs.replace(plan, edges=edges)
     replicas = len(plan.stages[0].devices)
     if replicas > 1:
         plan = msgspec.structs.replace(

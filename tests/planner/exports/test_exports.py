@@ -81,10 +81,17 @@ def cells_of(text):
     return [cell for row in rows_of(text).values() for cell in row]
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
 @pytest.mark.parametrize(("variant", "placement"), FLUSHED)
-def test_torch_runs_the_schedule(variant, placement):
-    """Its own checks, the messages that it adds, and its own walk through all of them."""
+def test_torch_runs_the_schedule(variant, placement, frozen):
+    """Its own checks, the messages that it adds, and its own walk through all of them.
+
+    Args:
+        frozen: stages in front that are given no gradients back here, and wait for none.
+    """
     plan = chain_plan(variant, stages=4, n=4, placement=placement)
+    edges = [msgspec.structs.replace(e, needs_grad=e.source >= frozen) for e in plan.edges]
+    plan = msgspec.structs.replace(plan, edges=tuple(edges))
     text = export(plan, "torch")["schedule.csv"]
     actions = {
         rank: [schedules._Action.from_str(cell) for cell in row]
