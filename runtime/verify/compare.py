@@ -22,7 +22,8 @@ TOLERANCES = {
 
 FLOOR = 1e-2
 """Of the tolerance: what passes over the largest gradient of any parameter. Some gradients are 0
-but for rounding (a bias ahead of a batch norm): of them nothing is left to compare with."""
+but for rounding (a bias ahead of a batch norm): of them nothing is left to compare with, and
+weights that never had another aren't compared."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +92,9 @@ def compare(
             counts, and weights don't.
         spread: by parameter, what else its final weights may differ by.
     """
-    weights = _weights(found.state, wanted.state, tolerance, spread or {})
+    noise = _rounding_alone(wanted, tolerance)
+    state = {name: tensor for name, tensor in wanted.state.items() if name not in noise}
+    weights = _weights(found.state, state, tolerance, spread or {})
     return (
         _losses(found.losses, wanted.losses, tolerance),
         _gradients(found, wanted, wanted.updates[:1] if drifts else wanted.updates, tolerance),
@@ -116,6 +119,17 @@ def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -
             yield _difference("loss", off, scale, tolerance * scale, mini_batch=b)
 
     return _worst("loss", differences())
+
+
+def _rounding_alone(wanted: TrainingResults, tolerance: float) -> set[str]:
+    """Parameters whose gradients were never more than rounding errors: neither is what updates made
+    of them, however far Adam's go."""
+    found: list[set[str]] = []
+    for k in range(len(wanted.updates)):
+        scales = {name: _largest(g) for name, g in gradients_in(wanted.gradients, k)}
+        floor = FLOOR * tolerance * max(scales.values(), default=0.0)
+        found.append({name for name, scale in scales.items() if 0 < scale <= floor})
+    return set.intersection(*found) if found else set()
 
 
 def _gradients(

@@ -338,6 +338,24 @@ class FrozenNormTask(_Task):
         return TensorDataset(drawn(5, 6), words(6, 3))
 
 
+class Shifted(nn.Module):
+    """Zeros that a batch norm takes away again: their gradients are rounding errors."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        nn.init.zeros_(self.between.bias)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.between(torch.tanh(self.first(x))))))
+
+
+class ShiftedTask(FrozenNormTask):
+    def model(self):
+        return Shifted().double()
+
+
 class Treated(nn.Module):
     """A weight with a hook on its gradient, which the optimizer treats apart by an attribute."""
 

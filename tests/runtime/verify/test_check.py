@@ -394,6 +394,16 @@ def test_asynchronous_processes_against_the_inline_run(tmp_path, recwarn):
     assert (tmp_path / "kept" / "gradients" / "stage0" / "2.safetensors").exists()
 
 
+def test_what_rounding_alone_has_moved_is_not_compared():
+    """Of zeros that replicas' sums make something else than nothing, it is all that there is."""
+    plan = plan_for("ShiftedTask", "gpipe", 2, 4, replicas=(2, 1))
+    report = check(plan, settings_for("ShiftedTask"), inline=True)
+    assert report.verdict == "same"
+    weight = report.against[1].differences[2]
+    assert weight.name != "between.bias"
+    assert 0 < weight.absolute < 1e-14
+
+
 def test_differences_end_with_code_1_and_as_json(tmp_path):
     path = tmp_path / "plan.json"
     write_file(path, plan_for("DrawingTask", "gpipe", 2, 4))
