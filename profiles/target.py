@@ -95,6 +95,12 @@ class Target:
                     "processes of all stages: use BatchNorm, with tp-run --deferred-batch-norm for "
                     "running statistics of whole mini-batches"
                 )
+            if isinstance(module, torch.jit.ScriptModule) and any(module.state_dict()):
+                # A trace goes into its code, which hides what weights it uses: nobody'd train them.
+                raise TargetError(
+                    f"{self.name}: {name!r} is made by torch.jit, which hides its parameters from "
+                    "the graph of layers: use the module itself (without torch.jit.script or trace)"
+                )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
                 raise TargetError(

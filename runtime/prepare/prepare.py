@@ -294,8 +294,9 @@ def _leave_out_of_state(module: fx.GraphModule, saved: Collection[str]) -> None:
     """Leave buffers out of its state that aren't in the model's: a graph has forgotten which are
     `persistent`, and holds the trace's constants as some more."""
     for path, inner in module.named_modules():
-        others = {name for name in inner._buffers if f"{path}.{name}".lstrip(".") not in saved}
-        inner._non_persistent_buffers_set |= others
+        for name, _ in inner.named_buffers(recurse=False, remove_duplicate=False):
+            if f"{path}.{name}".lstrip(".") not in saved:
+                inner._non_persistent_buffers_set.add(name)
 
 
 def _check_state(piece: Piece) -> None:

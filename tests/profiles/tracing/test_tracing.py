@@ -269,6 +269,7 @@ wide = nn.Linear(30, 2)
 lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
 sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
 synced = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
+scripted = nn.Sequential(nn.Linear(3, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
 """
 
 
@@ -328,6 +329,7 @@ def test_bad_targets_are_named(name, message, user_file):
         ("three", ["3"], "expected a task"),
         ("lazy", ["3"], "'0.weight' has no shape before the model's first call"),
         ("sparse", ["3"], "'0' has sparse gradients.*: make it with sparse=False"),
+        ("scripted", ["3"], "'1' is made by torch.jit, which hides its parameters"),
         ("synced", ["3"], "'1' is a SyncBatchNorm, .*: use BatchNorm, .* --deferred-batch-norm"),
     ],
 )
