@@ -132,6 +132,7 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> li
     _compare_leaves(found.leaves, wanted.leaves)
     if wanted.gradients is not None:
         _compare_gradients(model, module, call, found.gradients or {}, wanted.gradients)
+        _check_held(model, module, wanted.gradients)
     # A third call would show nothing that the second didn't.
     for mine_then, own_then in zip(found.buffers, wanted.buffers, strict=False):
         for name, own in own_then.items():
@@ -260,6 +261,18 @@ def _compare_gradients(
                 f"its graph gives parameter {name!r} {which}: a trace can't see a custom "
                 "autograd.Function's backward, a hook on gradients, or what torch.no_grad does to "
                 "an operation in place"
+            )
+
+
+def _check_held(model: nn.Module, module: nn.Module, wanted: Mapping[str, Sketch]) -> None:
+    """Raise TraceError for a parameter with a gradient that isn't the graph's: it would get none
+    of its stage's updates."""
+    held = set(map(id, module.parameters()))
+    for name, p in model.named_parameters():
+        if any(wanted.get(name, ())) and id(p) not in held:
+            raise TraceError(
+                f"its graph doesn't hold parameter {name!r}, which the forward trains: a trace "
+                "can't see what a function reaches that an autograd.Function is given"
             )
 
 

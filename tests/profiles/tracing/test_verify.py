@@ -57,6 +57,23 @@ class Shaped(torch.autograd.Function):
         return ctx.by * gradient, None, None
 
 
+class Reversible(torch.autograd.Function):
+    """Computes a function again in its backward, which gives that's parameters their gradients."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.function(x).backward(gradient)
+        return x.grad, None
+
+
 def mersenne(seed):
     return np.random.Generator(np.random.MT19937(seed))
 
@@ -104,6 +121,20 @@ class ByAnotherName(Base):
 class WithAFunction(Base):
     def between(self, h):
         return Shaped.apply(h, torch.tanh, 2.0)
+
+
+class GivenAModule(Base):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(6, 6)
+
+    def between(self, h):
+        return Reversible.apply(h, self.inside)
+
+
+class GivenItsForward(GivenAModule):
+    def between(self, h):
+        return Reversible.apply(h, self.inside.forward)
 
 
 class ByAList(Base):
@@ -392,6 +423,7 @@ def build(make):
         (WithoutAutocast, "export"),
         (ByAnotherName, "fx"),
         (WithAFunction, "fx"),
+        (GivenAModule, "fx"),
         (ByAList, "export"),
         (SparseBuffers, "fx"),
         (Remembers, "fx"),
@@ -470,6 +502,7 @@ def test_what_every_trace_would_lose_is_refused(make, why):
     [
         (OwnBackward, "export", r"'a\.weight' another gradient"),
         (ClampedInPlace, "fx", r"'a\.weight' another gradient"),
+        (GivenItsForward, "fx", "doesn't hold parameter 'inside.weight', which the forward trains"),
         (Counts, "fx", "another value in buffer 'steps'"),
         (NoiseOfItsOwn, "fx", "the forward draws random numbers"),
         (partial(OwnGenerator, seeded), "fx", "the forward draws random numbers"),
