@@ -310,7 +310,7 @@ class _ProcessPending(Pending):
 
     def add(self, tensors: list[Tensor]) -> None:
         """Start the all-reduce of a bucket's tensors."""
-        if len(tensors) == 1 and tensors[0].is_contiguous():
+        if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_conj():
             flat = tensors[0]
         else:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
