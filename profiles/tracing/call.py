@@ -177,7 +177,7 @@ def dense(tensor: Tensor) -> Tensor:
 def summed(tensor: Tensor) -> str:
     """The sum of a tensor's numbers, by which another one is told from it. As text: what is no
     number equals itself then."""
-    whole = tensor.detach()
+    whole = tensor.detach().resolve_conj()
     whole = torch.view_as_real(whole) if whole.is_complex() else whole
     return repr(float(whole.sum(dtype=torch.float64)))
 

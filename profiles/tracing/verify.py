@@ -353,7 +353,8 @@ def _backward(model: nn.Module, leaves: Sequence[Any], take: Callable[[str, Tens
 
 def _along(gradient: Tensor, number: int) -> list[float]:
     """How long a gradient is in each direction; those of large ones repeat themselves."""
-    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
+    numbers = gradient.resolve_conj()
+    flat = (torch.view_as_real(numbers) if numbers.is_complex() else numbers).flatten()
     whole = len(flat) // _REPEATED * _REPEATED
     summed = torch.zeros(min(len(flat), _REPEATED), dtype=torch.float64, device=flat.device)
     for first in range(0, whole, _AT_ONCE * _REPEATED):

@@ -58,7 +58,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     if not tensors:
         return True
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    dense = [torch.view_as_real(t) if t.is_complex() else t for t in dense]
+    dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
     # A sum takes a tenth of the time that looking at each number does. What isn't finite stays
     # so in it; it may also overflow where all is well. On a GPU, starting a kernel for each tensor
     # takes longer than summing up: the norm has one for many.

@@ -313,7 +313,7 @@ class Remade:
             empty = None if weight or key in self._own else Empty()
             self._empty.append(empty)
             return empty
-        number = self._storages.get(key)
+        number = None if tensor.is_conj() or tensor.is_neg() else self._storages.get(key)
         if weight or number is None or self._versions[number] != (tensor._version, tensor.dtype):
             return None
         self._views.add(number)

@@ -58,6 +58,8 @@ class _Reference(NamedTuple):
 
     Attributes:
         parameter: its position among what operations run on, or behind these, of a frozen one.
+        dtype: of the view: complex numbers may be seen as pairs, and the other way round.
+        lazy: whether its numbers are the memory's conjugates, and whether they are their negatives.
         version: of a frozen one, torch's count of its changes; else 0.
     """
 
@@ -65,6 +67,8 @@ class _Reference(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    lazy: tuple[bool, bool]
     copied_to: torch.dtype | None = None
     version: int = 0
 
@@ -261,7 +265,9 @@ class WeightVersions:
                 return tensor.detach(), tensor._version
             offset = int(tensor.storage_offset())
             version = 0 if k < versioned else self._frozen[k - versioned]._version
-            return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to, version)
+            lazy = tensor.is_conj(), tensor.is_neg()
+            layout = tensor.size(), tensor.stride(), offset
+            return _Reference(k, *layout, tensor.dtype, lazy, copied_to, version)
 
         try:
             hooked = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
@@ -344,4 +350,8 @@ class WeightVersions:
             if key not in self._copies:
                 self._copies[key] = source.to(kept.copied_to)
             source = self._copies[key]
-        return source.as_strided(kept.size, kept.stride, kept.offset)
+        view = torch.empty(0, dtype=kept.dtype, device=source.device)
+        view.set_(source.untyped_storage(), kept.offset, kept.size, kept.stride)
+        conjugate, negative = kept.lazy
+        view = view.conj() if conjugate else view
+        return torch._neg_view(view) if negative else view

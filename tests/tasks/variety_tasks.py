@@ -406,6 +406,30 @@ class ComplexTask(FrozenNormTask):
         return model
 
 
+class Turned(nn.Module):
+    """Complex numbers, a weight of which is conjugated, and what a layer makes is, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(10, 3)
+        self.inside = nn.Linear(5, 5, dtype=torch.complex64)
+        self.between = nn.Linear(5, 5, dtype=torch.complex64)
+
+    def forward(self, x):
+        z = torch.fft.rfft(torch.tanh(self.first(x)))
+        z = self.between(self.inside(z).conj() * self.inside.bias.conj())
+        return self.last(torch.cat([z.real, z.imag], 1))
+
+
+class TurnedTask(FrozenNormTask):
+    def model(self):
+        return Turned()
+
+    def data(self, split):
+        x, y = super().data(split).tensors
+        return TensorDataset(x.float(), y)
+
+
 class Slope(nn.Module):
     """Of its inputs, as physics-informed networks take it."""
 

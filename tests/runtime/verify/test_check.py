@@ -394,6 +394,17 @@ def test_asynchronous_processes_against_the_inline_run(tmp_path, recwarn):
     assert (tmp_path / "kept" / "gradients" / "stage0" / "2.safetensors").exists()
 
 
+@pytest.mark.parametrize("again", [False, ("inside",)])
+def test_conjugates_are_what_they_are(again):
+    """Of a weight, and of what a layer makes that is computed again."""
+    plan = plan_for("TurnedTask", "gpipe", 2, 4, recompute=(again, False), cut=CUT_TURNED)
+    one_by_one = check(plan, settings_for("TurnedTask"), inline=True).against[1]
+    assert all(d.absolute == 0 for d in one_by_one.differences)
+
+
+CUT_TURNED = [("first", "inside", "between"), ("last",)]
+
+
 def test_what_rounding_alone_has_moved_is_not_compared():
     """Of zeros that replicas' sums make something else than nothing, it is all that there is."""
     plan = plan_for("ShiftedTask", "gpipe", 2, 4, replicas=(2, 1))

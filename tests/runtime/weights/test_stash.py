@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -82,6 +83,33 @@ def test_backward_uses_the_version_it_is_told():
             (grads[version],) = torch.autograd.grad(y.sum(), x)
     assert grads[0].item() == 2.0
     assert grads[1].item() == 8.0
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda w: w.conj(),
+        lambda w: w.real,
+        lambda w: w.imag,
+        lambda w: w.conj().imag,
+        lambda w: torch.view_as_complex(torch.view_as_real(w)[1:]),
+    ],
+)
+def test_complex_weights_are_found_again_however_they_are_seen(seen):
+    """Linear: the gradient of the input follows the weights of the backward."""
+    weight = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+    weights = WeightVersions([weight])
+    grads = []
+    for versions in (weights, None):
+        x = torch.tensor([0.5 + 1.0j], requires_grad=True)
+        with nullcontext() if versions is None else versions.forward(None):
+            y = (x * seen(weight)).sum()
+        if versions is not None:
+            with torch.no_grad():
+                weight.mul_(1.0 + 2.0j)
+        with nullcontext() if versions is None else versions.backward(None):
+            grads.append(torch.autograd.grad(y.real, x)[0])
+    assert grads[0].item() == grads[1].item() != 0
 
 
 def test_a_backward_on_what_was_changed_since_is_refused():
