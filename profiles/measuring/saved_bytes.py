@@ -44,6 +44,7 @@ class SavedByForward:
         storages: bytes of the named storages: those of values that cross.
         crossings: by the value's name.
         in_place: (layer, value): the layer changes the value in place.
+        of_state: named storages that are a parameter's or a buffer's.
         tensors: how many each of them saved, parameters too.
         rewritten: storages of frozen parameters that it changed.
     """
@@ -53,6 +54,7 @@ class SavedByForward:
     crossings: dict[str, CutValue]
     in_place: tuple[tuple[int, str], ...]
     tensors: tuple[int, ...]
+    of_state: frozenset[str]
     rewritten: frozenset[int] = frozenset()
 
     @property
@@ -71,7 +73,8 @@ class SavedByForward:
         On different stages, they would see copies from before and after the change. On one stage
         they share one tensor, its own or one copy of it, unless they take it under several names,
         as a view and its base: each name is a message of its own, and the change would be in one.
-        Then the layers that make the views are there, too.
+        Then the layers that make the views are there, too; and those that hand on a buffer which is
+        changed, since a change of a copy isn't one of it.
         """
         groups = set()
         for k, name in self.in_place:
@@ -87,6 +90,8 @@ class SavedByForward:
             if len(taken) > 1:
                 # All but the first are made of it, in other layers or with it in one.
                 together |= {value.producer for value in same[1:] if value.producer is not None}
+            if self.crossings[name].storage in self.of_state:
+                together |= makers
             groups.add(tuple(sorted(c for c in together if c < layers)))
         return {group for group in groups if len(group) > 1}
 
@@ -167,7 +172,8 @@ def count_saved(
         tensors.append(saved.tensors)
     if target.task is not None:
         _check_loss(target, loss)
-    found = _describe(env, set(names), saved_by, in_place, tensors)
+    held = set(map(storage_key, state))
+    found = _describe(env, set(names), saved_by, in_place, tensors, held)
     rewritten = frozenset(storage_key(p) for p, mark in frozen if mark_of(p) != mark)
     return replace(found, rewritten=rewritten)
 
@@ -178,8 +184,13 @@ def _describe(
     saved_by: list[dict[int, int]],
     in_place: list[tuple[int, str]],
     tensors: list[int],
+    held: set[int],
 ) -> SavedByForward:
-    """Names in place of addresses, which mean nothing once the tensors are gone."""
+    """Names in place of addresses, which mean nothing once the tensors are gone.
+
+    Args:
+        held: storages of parameters and buffers.
+    """
     labels: dict[int, str] = {}
     storages: dict[str, int] = {}
     crossings = {}
@@ -197,7 +208,8 @@ def _describe(
             storages[label] = storage_bytes(encode(value, name))
             crossings[name] = CutValue(storages[label], label, False)
     saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
-    return SavedByForward(saved, storages, crossings, tuple(in_place), tuple(tensors))
+    of_state = frozenset(labels[key] for key in held & labels.keys())
+    return SavedByForward(saved, storages, crossings, tuple(in_place), tuple(tensors), of_state)
 
 
 def _check_loss(target: Target, loss: Any) -> None:

@@ -322,3 +322,28 @@ class SideBySide:
 def test_parameters_that_are_views_of_one_tensor_count_each():
     profile = measure(resolve(f"{__file__}:SideBySide"), batch_size=4, seconds=0)
     assert [layer.parameter_bytes for layer in profile.layers] == [80, 80]
+
+
+class Averages(torch.nn.Linear):
+    """Writes into a buffer by two operations, of which one hands it on to the other."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = torch.tanh(torch.nn.functional.linear(x, self.weight))
+        self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return y * 2 - self.mean.clone()
+
+
+class AveragesTask(SideBySide):
+    def model(self):
+        return torch.nn.Sequential(Averages())
+
+
+def test_operations_that_change_a_buffer_stay_where_it_is():
+    """A change of the copy that another stage is sent would be none of the buffer."""
+    target = resolve(f"{__file__}:AveragesTask")
+    profile = measure(target, batch_size=4, seconds=0, granularity="op")
+    assert any({"0.mul_", "0.add_"} <= set(group) for group in profile.tied)
