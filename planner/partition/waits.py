@@ -130,6 +130,8 @@ class Ways:
         work_s: per layer, [n]: forward and backward, at speed 1.
         path: positions of layers.
         message_s: between neighbours on it, both ways.
+        latency_s: of each of them, what doesn't keep the wire busy.
+        forward_s: per layer, [n]: as in the profile.
         forward_share: of a layer's work, what its forward is at the most.
     """
 
@@ -139,6 +141,8 @@ class Ways:
     work_s: Vector
     path: tuple[int, ...]
     message_s: tuple[float, ...]
+    latency_s: float
+    forward_s: Vector
     forward_share: float
 
     def most_beyond(

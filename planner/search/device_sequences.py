@@ -26,6 +26,7 @@ from ..partition.dp.kinds_waiting import WaitingProgram
 from ..partition.dp.lattice import Lattice, joined, lattice_of
 from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
+from ..partition.one_by_one.answers import AnsweringProgram
 from ..partition.problem import StageProblem, members
 from ..partition.solve import DpSource
 from .choices import Branch, Choice, InFlight
@@ -45,6 +46,9 @@ _MOST_PLACES = 300
 
 _NEAR = 8
 """Into so many parts the effort goes that is for sequences like the best plan's."""
+
+_RISE = 1.08
+"""By so much targets rise where those far above the bound take long to look at."""
 
 _MOST_HOMES = 8
 """With more kinds of devices and machines, guesses take all links for the fastest there is."""
@@ -345,6 +349,8 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
     programs: dict[Branch, tuple[StageProblem, WaitingProgram] | None] = {}
     # Per branch, the lowest target that can't be excluded.
     within: dict[Branch, float] = {}
+    # And the highest one that may be excluded or not, while targets rise.
+    looked: dict[Branch, float] = {}
     while True:
         search.budget.check()
         search.say(search.standing)
@@ -363,19 +369,35 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
         if found is None or (close and high < search.period_s):
             programs[branch] = None
             continue
-        # All of a branch may be above the best plan.
-        whole = close or branch not in within
-        target = just_below(high) if whole else sqrt(low * high)
         problem, program = found
-        try:
-            cut = program.under(target)
-        except OutOfTime:
-            raise OutOfBudget("time limit") from None
-        if cut is None:
+        rises = program.rises and branch not in within
+        # All of a branch may be above the best plan, unless that takes long to see.
+        target = sqrt(low * high) if branch in within else high
+        if rises:
+            target = max(low, looked.get(branch, low)) * _RISE
+        if rises and target >= high:
+            within[branch] = high
+            continue
+        whole = close or target >= high
+        target = just_below(high) if whole else target
+        cuts = _in_time(program.soon if rises else program.under, target)
+        if cuts is None:
+            looked[branch] = target
+            continue
+        if not cuts:
             search.bounds[branch] = high if whole else target
-        else:
-            within[branch] = target
+            continue
+        within[branch] = target
+        for cut in cuts:
             search.try_some(grouping.choice(problem, cut), branch.micro_batches, low)
+
+
+def _in_time(cuts: Callable[[float], list[KindCut] | None], target: float) -> list[KindCut] | None:
+    """Cuts up to a target. Raises OutOfBudget when time is up."""
+    try:
+        return cuts(target)
+    except OutOfTime:
+        raise OutOfBudget("time limit") from None
 
 
 def _begin(
@@ -407,11 +429,14 @@ def waiting(
     lattice = _lattice(search, problem)
     if not (problem.options and lattice.complete and few_enough(kinds, lattice)):
         return None
-    try:
-        program = WaitingProgram(kinds, lattice, ways, search.budget.deadline)
-    except OutOfTime:
-        raise OutOfBudget("time limit") from None
-    return (problem, program) if program.quick else None
+    for make in (AnsweringProgram, WaitingProgram):
+        try:
+            program = make(kinds, lattice, ways, search.budget.deadline)
+        except OutOfTime:
+            raise OutOfBudget("time limit") from None
+        if program.quick:
+            return problem, program
+    return None
 
 
 def _prove(search: SearchState, grouping: _Grouping) -> None:

@@ -486,6 +486,8 @@ class Relaxation:
             work,
             tuple(path),
             tuple(messages),
+            latency_s,
+            graph.costs(size).forward_s,
             share,
         )
 

@@ -45,7 +45,7 @@ versions, messages and waits that the simulation sees in part. In races (docs/be
 that were to gain 0 to 8 % gained −12 to +4."""
 
 WAITS_SHARE = 1 / 3
-"""Of the time, for bounds by what stages wait for, where devices are of several kinds."""
+"""Of the time, for bounds by what stages wait for, of devices that are alike or of several kinds."""
 
 LISTED_SHARE = 2 / 3
 """Of the rest, for those devices as listed, before other sequences are tried."""
@@ -274,13 +274,18 @@ def _run(search: SearchState, placed: PlacedSearch | None, request: SearchReques
 
 def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
-    if request.sequence == "listed" or not sequence_matters(search.question.cluster):
+    alike = not sequence_matters(search.question.cluster)
+    if not alike and request.sequence == "listed":
         return run(search)
     budget = search.budget
     deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
-    budget.deadline = None if left is None else time.monotonic() + left * WAITS_SHARE
-    with suppress(OutOfBudget):
-        bound_sequences(search)
+    if not (alike and search.large):
+        budget.deadline = None if left is None else time.monotonic() + left * WAITS_SHARE
+        with suppress(OutOfBudget):
+            bound_sequences(search)
+    if alike:
+        budget.effort, budget.deadline = effort, deadline
+        return run(search)
     # Set aside, so that the listed sequence is kept where it is as good.
     share = LISTED_SHARE if search.bound_s * SAME < search.period_s else PROVEN_SHARE
     first = _without_best(search)

@@ -73,7 +73,14 @@ class _StagesWithin:
 
 
 class WaitingProgram(KindProgram):
-    """Cuts on a lattice, on devices of several kinds in any sequence, by what stages wait for."""
+    """Cuts on a lattice, on devices of several kinds in any sequence, by what stages wait for.
+
+    Attributes:
+        alone: no stage has replicas.
+        rises: targets are soon excluded, unless they are near what can't be.
+    """
+
+    rises = False
 
     def __init__(
         self, kinds: Kinds, lattice: Lattice, ways: Ways, deadline: float | None = None
@@ -87,7 +94,7 @@ class WaitingProgram(KindProgram):
         self._passed = np.rint(costs.summed(marks)).astype(np.intp)
         # Of the path's message that crosses a downset.
         self._message_s = np.array([0.0, *ways.message_s, 0.0])[self._passed]
-        self._alone = all(option.replicas == 1 for option in self._problem.options)
+        self.alone = all(option.replicas == 1 for option in self._problem.options)
 
     @property
     def quick(self) -> bool:
@@ -135,8 +142,18 @@ class WaitingProgram(KindProgram):
         found[there] = order[np.searchsorted(codes, wanted)]
         return found
 
-    def under(self, target: float) -> KindCut | None:
-        """A cut that may have a period up to a target; None where none has. Raises OutOfTime."""
+    def more(self, at: Positions, kind: int, r: int) -> Positions:
+        """Vectors with r more of a kind; −1 where there are none."""
+        codes, order = self._codes
+        wanted = self._counts[at] @ self._radix[:-1] + r * int(self._radix[kind])
+        place = np.minimum(np.searchsorted(codes, wanted), len(codes) - 1)
+        # With more of a kind than there are, codes are those of other vectors.
+        there = (codes[place] == wanted) & (self._counts[at, kind] + r <= self._most[kind])
+        found: Positions = np.where(there, order[place], -1)
+        return found
+
+    def under(self, target: float) -> list[KindCut]:
+        """Cuts that may have a period up to a target; none where none has. Raises OutOfTime."""
         keys = product(range(len(self._kinds.counts)), self._loads[0][NEAR])
         stages = {key: self._stages_within(target, *key) for key in keys}
         often = max(_STEPS_EACH // self._steps, 3)
@@ -152,10 +169,14 @@ class WaitingProgram(KindProgram):
             # Where the pipeline never drains, a state's number isn't a whole way.
             known = not self._ways.flushes or high - low < _SPAN * target
             if certain or known or often <= 0:
-                return cut
+                return [cut]
             middle = (low + high) / 2
             spans += [(middle, high), (low, middle)]
-        return None
+        return []
+
+    def soon(self, target: float) -> list[KindCut] | None:
+        """The same, or None where that takes longer to see."""
+        return self.under(target)
 
     def _stages_within(self, target: float, kind: int, r: int) -> _StagesWithin:
         table, speeds = self._loads[kind][NEAR][r], self._kinds.speeds
@@ -233,14 +254,14 @@ class _WaysUnder:
             stages.own_s,
             self._before_s[stages.below],
             self._whole_s,
-            alone=program._alone,
+            alone=program.alone,
         )
         most[~stages.on_path] = np.inf
         most += _ROUNDING * self._target
         some = most >= way_s.min(axis=0)[stages.above]
         stages, most = stages.those(some), most[some]
         way_s = way_s[:, stages.above]
-        longer_s = program._ways.longer(self._target, way_s, stages.way_s, alone=program._alone)
+        longer_s = program._ways.longer(self._target, way_s, stages.way_s, alone=program.alone)
         return stages, np.where(way_s <= most, longer_s, np.inf)
 
     def _fill(self, at: Positions, k: int) -> None:
@@ -277,7 +298,7 @@ class _WaysUnder:
             above, own_s = int(stages.above[p]), stages.own_s[p : p + 1]
             before_s = np.array([whole_s - way]) + program._message_s[below]
             most = program._ways.most_beyond(
-                self._target, (k, r), own_s, before_s, 0.0, alone=program._alone
+                self._target, (k, r), own_s, before_s, 0.0, alone=program.alone
             )
             beyond_s = way - float(stages.way_s[p])
             certain &= bool(beyond_s <= most[0] + _SPAN * self._target or not stages.on_path[p])

@@ -1,1 +1,1 @@
-"""Cuts for 1F1B over micro-batches on identical devices, by what its stages wait for."""
+"""Cuts for schedules over micro-batches, by what their stages wait for."""

@@ -170,8 +170,8 @@ def test_no_plan_is_below_a_bound_by_what_stages_wait_for(seed, variant):
     search = explore(Question(profile, cluster, variant, 4, 1.0), request, lambda *_: None)
     alike = device_sequences.kinds_of_devices(search)
     _, program = device_sequences.waiting(search, alike, search.branches[0])
-    assert program.under(best * (1 + 1e-9)) is not None
-    assert program.under(best * 0.5) is None
+    assert program.under(best * (1 + 1e-9))
+    assert not program.under(best * 0.5)
 
 
 @pytest.mark.parametrize(
