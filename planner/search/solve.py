@@ -45,7 +45,7 @@ versions, messages and waits that the simulation sees in part. In races (docs/be
 that were to gain 0 to 8 % gained −12 to +4."""
 
 WAITS_SHARE = 1 / 3
-"""Of the time, for bounds by what stages wait for, of devices that are alike or of several kinds."""
+"""Of the time, for bounds by what stages wait for, of devices that are alike or of any kinds."""
 
 LISTED_SHARE = 2 / 3
 """Of the rest, for those devices as listed, before other sequences are tried."""

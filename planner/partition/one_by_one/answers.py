@@ -32,22 +32,22 @@ from ..dp.program import SLACK
 from ..problem import Vector
 from ..waits import Ways
 
-_MOST_MICRO_BATCHES = 16
+_MOST_MICRO_BATCHES = 32
 """With more, matrices are too large."""
 
 _MOST_STEPS, _MOST_BEFORE = 100_000_000_000, 1_000_000_000
 """Vectors × stages × the numbers of a matrix, and devices × stages × those: with more, going
 through all takes too long."""
 
-_ENTRIES = 20_000
-"""Matrices that are kept with as many devices, about."""
+_NUMBERS = 1_280_000
+"""Of the matrices that are kept with as many devices, about."""
 
 _FEWEST, _MOST = 4, 200
 """Matrices of a downset and a vector of devices that are kept at the most, where there are many of
 those and where there are few."""
 
-_BEAM = 300
-"""Of those, where cuts are guessed, however many are possible."""
+_BEAM_NUMBERS, _BEAM = 20_000, 60
+"""Of those that are kept at first, however many are possible; and as many matrices at the least."""
 
 _TRIED = 8
 """Cuts for one target at the most."""
@@ -207,13 +207,18 @@ class AnsweringProgram(WaitingProgram):
     def under(self, target: float) -> list[KindCut]:
         """See `WaitingProgram`."""
         found = _Answers(self, target * (1 + _ROUNDING))
-        return found.cuts(_BEAM) or found.cuts()
+        return found.cuts(self.beam) or found.cuts()
 
     def soon(self, target: float) -> list[KindCut] | None:
         """See `WaitingProgram`."""
         found = _Answers(self, target * (1 + _ROUNDING))
-        cuts = found.cuts(_BEAM)
+        cuts = found.cuts(self.beam)
         return cuts if cuts or found.complete else None
+
+    @property
+    def beam(self) -> int:
+        """Matrices with as many devices that cuts are looked for with at first."""
+        return max(_BEAM_NUMBERS // self._ways.micro_batches**2, _BEAM)
 
     @cached_property
     def falling(self) -> bool:
@@ -447,11 +452,12 @@ class _Answers:
         if self._beam is not None:
             return found.those(self._likely(found, order, self._beam))
         states = int((_ranked(same[:, order])[1] == 0).sum())
-        if states * _FEWEST > _ENTRIES and self._program.ordered:
+        entries = _NUMBERS // self._n**2
+        if states * _FEWEST > entries and self._program.ordered:
             # Of each downset alone, with as few of the faster devices as any of the others has.
             order, same = np.lexsort((found.period_s, found.below)), found.below[None]
             states = int((_ranked(same[:, order])[1] == 0).sum())
-        same, most = same[:, order], min(max(_ENTRIES // states, _FEWEST), _MOST)
+        same, most = same[:, order], min(max(entries // states, _FEWEST), _MOST)
         for place in range(most):
             first, rank = _ranked(same)
             at = np.flatnonzero(rank > place)

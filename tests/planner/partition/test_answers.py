@@ -34,7 +34,7 @@ def test_no_plan_is_below_a_bound(seed, kept, monkeypatch):
     """Of drawn questions: graphs, links, replicas, recomputation, memory."""
     monkeypatch.setattr(answers, "_FEWEST", 1)
     monkeypatch.setattr(answers, "_MOST", kept)
-    monkeypatch.setattr(answers, "_ENTRIES", kept * 100 - 100)
+    monkeypatch.setattr(answers, "_NUMBERS", (kept - 1) * 6400)
     question = drawn(seed, systems=SYSTEMS)
     if question is None or question.stages is not None:
         pytest.skip("too many plans, or none")
@@ -61,7 +61,8 @@ def uneven(tensor):
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("tensor", [1_000, 8_000_000])
 def test_of_a_chain_they_say_all(system, tensor, monkeypatch):
-    """Without trying cuts one by one. The best of all cuts is the only one, and no target below its period is kept to."""
+    """The best of all cuts is the only one, and no target below its period is kept to; it is proven
+    without trying cuts one by one."""
     monkeypatch.setattr(exploration, "_prove", lambda _: None)
     cluster = uniform_cluster(5, None, bandwidth="1GB/s", latency="1ms")
     question, n = Question(uneven(tensor), cluster, system, 4, 1.0), 4
@@ -87,7 +88,7 @@ def test_of_a_chain_they_say_all(system, tensor, monkeypatch):
 @pytest.mark.parametrize("memory", [None, "falls", "rises"])
 def test_devices_of_several_kinds_are_all_that_there_are(memory, monkeypatch):
     """Where matrices of several vectors become one, cuts still have devices for each stage."""
-    monkeypatch.setattr(answers, "_ENTRIES", 1)
+    monkeypatch.setattr(answers, "_NUMBERS", 1)
     sizes = {None: [None] * 3, "falls": [8000, 6000, 5000], "rises": [5000, 6000, 8000]}[memory]
     kinds = zip((2.0, 1.0, 0.5), sizes, strict=True)
     devices = tuple(
