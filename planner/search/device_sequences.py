@@ -47,8 +47,9 @@ _MOST_PLACES = 300
 _NEAR = 8
 """Into so many parts the effort goes that is for sequences like the best plan's."""
 
-_RISE = 1.08
-"""By so much targets rise where those far above the bound take long to look at."""
+_RISE, _STEP = 1.08, 1.03
+"""By so much targets rise where those far above the bound take long to look at: until cuts are
+found, and then at the most."""
 
 _MOST_HOMES = 8
 """With more kinds of devices and machines, guesses take all links for the fastest there is."""
@@ -375,6 +376,8 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
         target = sqrt(low * high) if branch in within else high
         if rises:
             target = max(low, looked.get(branch, low)) * _RISE
+        elif program.rises:
+            target = min(target, low * _STEP)
         if rises and target >= high:
             within[branch] = high
             continue

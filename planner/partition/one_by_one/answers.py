@@ -198,6 +198,9 @@ class AnsweringProgram(WaitingProgram):
     def quick(self) -> bool:
         """Whether all that may be reached can be gone through in seconds."""
         n = self._ways.micro_batches
+        if self._kinds.mixed and len(self._kinds.counts) > 1:
+            # Which of a stage's replicas is the slowest isn't known, and counts for much.
+            return False
         if not self._ways.flushes or n > _MOST_MICRO_BATCHES or not super().quick:
             return False
         stages = self._steps // len(self._counts)
