@@ -141,6 +141,7 @@ def _memory(
     known: dict[tuple[int, Moment], tuple[int, ...]] = {}
     # Whether the last point of each is one between two operations.
     between = [False for _ in replicas]
+    ends_s = [0.0 for _ in replicas]
     # What each holds for each stage.
     first = {s: walk.between() for s, walk in walks.items()} | ties.between()
     held = [{s: by_kind(holds[s].by_kind(first[s])) for s in holds} for _ in replicas]
@@ -153,8 +154,8 @@ def _memory(
         if len(holds) > 1:
             nbytes = tuple(map(sum, zip(*held[j].values(), strict=True)))
         points, moment = found[j], next(iter(moments.values()))
-        if moment.kind is not None and points and points[-1].at_s == at_s and between[j]:
-            # One operation follows the other at once.
+        if points and points[-1].at_s == at_s and between[j]:
+            # One operation follows the other at once, or is another replica's.
             points.pop()
         between[j] = moment.kind is None
         if not points or points[-1].nbytes != nbytes:
@@ -167,15 +168,16 @@ def _memory(
         at_hand = walk.step(op)
         of_ties, after_ties = ties.step(s, op)
         for j, event in enumerate(following):
-            if event is None or event[0] != s or event[1].op != op:
-                continue
             # Replicas that share every mini-batch are walked as one.
             k = j % len(before)
-            meanwhile = _meanwhile(walk, at_hand, op, before, gathered, k)
-            note(j, event[1].start_s, {s: meanwhile, **of_ties})
+            if event is not None and event[0] == s and event[1].op == op:
+                meanwhile = _meanwhile(walk, at_hand, op, before, gathered, k)
+                note(j, event[1].start_s, {s: meanwhile, **of_ties})
+                ends_s[j] = event[1].end_s
+                following[j] = next(upcoming[j], None)
+            # What another replica ran was the last use of a version, or made one needed.
             after = Moment(None, walk.versions, walk.gradients, walk.kept[k], walk.postponed[k])
-            note(j, event[1].end_s, {s: after, **after_ties})
-            following[j] = next(upcoming[j], None)
+            note(j, ends_s[j], {s: after, **after_ties})
     return [point for points in found for point in points]
 
 
