@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from math import gcd, inf, lcm
+from math import frexp, gcd, inf, lcm
 from typing import NamedTuple
 
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
@@ -21,6 +21,13 @@ from .pipeline import Link, Pipeline
 
 NOT_YET = -1.0
 """Start of what hasn't run."""
+
+
+_GRID_BITS = 36
+"""All durations are multiples of the longest one's 2^-36 or so: sums of them, up to 2^17 times as
+long, are exact. So what takes equally long in sum ends at the same time, in whichever sequence it
+is added up and whenever it is; else ties would go now this way, now that way, and what repeats
+would change after a while."""
 
 
 class _Part(NamedTuple):
@@ -71,6 +78,11 @@ class _Port(NamedTuple):
     r2: int
 
 
+def _grid_s(*seconds: float) -> float:
+    longest = max(seconds)
+    return 2.0 ** (frexp(longest)[1] - _GRID_BITS) if longest else 1.0
+
+
 class SimulatedClock:
     """Times of operations, which drivers run one by one in any order that respects messages.
 
@@ -92,6 +104,12 @@ class SimulatedClock:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         stages = range(pipeline.stages)
+        routes = [route for link in pipeline.links for route in link.all_routes()]
+        self._grid_s = _grid_s(
+            *pipeline.forward_s,
+            *pipeline.backward_s,
+            *(max(route.forward_s, route.backward_s, route.latency_s) for route in routes),
+        )
         n, r = pipeline.micro_batches, [pipeline.replicas(s) for s in stages]
         whole = pipeline.variant.whole_mini_batches
         micro = pipeline.variant.backward_unit == "micro"
@@ -128,9 +146,10 @@ class SimulatedClock:
         )
         paces = pipeline.paces or ((1.0,),) * len(r)
         self.seconds = [
-            [[times[s] * pace for pace in paces[s]] for s in stages] for times in seconds
+            [[self._on_grid(times[s] * pace) for pace in paces[s]] for s in stages]
+            for times in seconds
         ]
-        self.update_s = [pipeline.update_op_s(s) for s in stages]
+        self.update_s = [self._on_grid(pipeline.update_op_s(s)) for s in stages]
         self._connect()
         self._lanes = [
             [
@@ -144,6 +163,9 @@ class SimulatedClock:
             ]
             for kind in range(4)
         ]
+
+    def _on_grid(self, seconds: float) -> float:
+        return round(seconds / self._grid_s) * self._grid_s
 
     def _connect(self) -> None:
         """Find out what goes where, link by link: activations, then gradients."""
@@ -173,8 +195,8 @@ class SimulatedClock:
             part = _Part(
                 offset=target,
                 wire=wires.setdefault(wire, len(wires)),
-                wire_s=x.backward_s * held if back else x.forward_s,
-                latency_s=x.latency_s,
+                wire_s=self._on_grid(x.backward_s * held if back else x.forward_s),
+                latency_s=self._on_grid(x.latency_s),
                 blocks=None if x.overlaps else (self.free_s[t], target),
             )
             for k in range(len(parts)):

@@ -278,7 +278,7 @@ def test_a_plan_is_simulated(folder):
     assert found["stages"][0][0] == {
         "operation": "0F0.0",
         "start_s": 0.0,
-        "end_s": plan.predicted.stages[0].forward_s,
+        "end_s": pytest.approx(plan.predicted.stages[0].forward_s),
     }
     last = max(events[-1]["end_s"] for events in found["stages"])
     assert last == pytest.approx(3 * plan.predicted.period_s)

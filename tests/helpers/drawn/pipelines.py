@@ -1,6 +1,6 @@
-"""Drawn pipelines: chains with any times, and pipelines laid over clusters of every kind.
+"""Drawn pipelines: chains, and pipelines laid over clusters of every kind.
 
-The latter have replicas, machines, shared wires; all their times are sums of powers of two, so that
+The latter have replicas, machines, shared wires. All times are sums of a few powers of two, so that
 what happens at the same time does so to the last bit.
 """
 
@@ -21,12 +21,16 @@ ALL = tuple(sorted(name for name, variant in VARIANTS.items() if variant.placeme
 """Systems that run with a device for each stage."""
 
 
-times = st.floats(0.01, 10, allow_nan=False)
+def seconds(least, most):
+    return st.integers(round(least * 1024), most * 1024).map(lambda k: k / 1024)
+
+
+times = seconds(0.01, 10)
 
 
 @st.composite
 def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8, *, placed=False):
-    """Chains with any times, and some links that skip stages. `placed`: devices have several."""
+    """Chains, and some links that skip stages. `placed`: devices have several."""
     variant = VARIANTS[draw(st.sampled_from(variants))]
     stages, placement = draw(st.integers(1, most_stages)), ()
     if placed:
@@ -56,7 +60,7 @@ def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8, *, placed
         weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=False)),
         update_s=tuple(draw(st.sampled_from([0.0, 0.5])) for _ in range(stages)),
         links=tuple(
-            Link(a, b, draw(st.floats(0, 5)), draw(st.floats(0, 5)), 0.1, draw(st.booleans()))
+            Link(a, b, draw(seconds(0, 5)), draw(seconds(0, 5)), 0.125, draw(st.booleans()))
             for a, b in sorted(links)
         ),
         limits=tuple(limits),

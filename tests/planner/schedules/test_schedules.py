@@ -352,6 +352,19 @@ def test_rounding_breaks_no_ties():
     assert make_schedule(scaled, 40) == make_schedule(whole, 40)
 
 
+def test_what_repeats_does_so_to_the_last_bit():
+    """Though sums of these times are rounded, each time in another way."""
+    pipeline = replace(
+        unit_pipeline("v-timeprest", 3, 2),
+        forward_s=(0.1, 0.7, 0.3),
+        backward_s=(0.6, 0.2, 0.9),
+        links=(Link(0, 1, 0.35, 0.07, 0.011), Link(1, 2, 0.13, 0.9, 0.0)),
+    )
+    for events in simulate(pipeline, make_schedule(pipeline, 60)).stages:
+        ends = [event.end_s for event in events if event.op.kind == "U"][20:40]
+        assert len({b - a for a, b in zip(ends, ends[2:], strict=False)}) == 1
+
+
 @given(pipelines(most_stages=16, most_micro_batches=64), st.integers(1, 3))
 def test_large_orders_obey_the_rules_too(pipeline, mini_batches):
     check_schedule(pipeline, make_schedule(pipeline, mini_batches), mini_batches)
