@@ -64,7 +64,11 @@ def limit_ranges(variant: Variant, stages: int, *, several: bool = False) -> Ran
 
 
 def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
-    """The schedule of all stages for a run of `mini_batches`, from first forward to last update."""
+    """The schedule of all stages for a run of `mini_batches`, from first forward to last update.
+
+    What belongs to these in a run without an end: as it drains, a stage that had time for more
+    forwards would hold more than in the steady state, which plans predict.
+    """
     variant = pipeline.variant
     if variant.order is not None:
         return ordered_schedule(variant.order, mini_batches, pipeline.update_every)
@@ -76,7 +80,8 @@ def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
         if pipeline.placement:
             turns = [pattern.turns(mini_batches) for pattern in patterns]
     else:
-        scheduler = list_scheduler(pipeline, mini_batches)
+        # No stage gets further ahead until all have updated so often.
+        scheduler = list_scheduler(pipeline, mini_batches + 2 * max(pipeline.limits))
         scheduler.run(mini_batches)
         kinds, turns = scheduler.kinds, scheduler.turns
     return numbered_schedule(

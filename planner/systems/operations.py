@@ -104,7 +104,7 @@ def numbered(
 
     Args:
         micro: each backward takes a micro-batch.
-        mini_batches: forwards of further ones are left out.
+        mini_batches: operations of further ones are left out.
         update_every: only each so many-th update stands, and that of the last mini-batch.
     """
     every = _each(kinds, micro_batches, micro, mini_batches, update_every)
@@ -146,24 +146,24 @@ def _each(
     """The operation of each kind; None where it is left out."""
     n = micro_batches
     forwards = backwards = updates = weights = 0
-    last = None if mini_batches is None else mini_batches * n
     found: list[Op | None] = []
     for kind in kinds:
         if kind == FORWARDS:
-            there = last is None or forwards < last
-            found.append(Op(FORWARD, forwards // n, forwards % n) if there else None)
+            op = Op(FORWARD, forwards // n, forwards % n)
             forwards += 1
         elif kind == UPDATES:
+            op = Op(UPDATE, updates)
             updates += 1
-            due = not updates % update_every or updates == mini_batches
-            found.append(Op(UPDATE, updates - 1) if due else None)
         elif kind == WEIGHTS:
-            found.append(Op(WEIGHT, weights // n, weights % n))
+            op = Op(WEIGHT, weights // n, weights % n)
             weights += 1
         else:
-            b, i = divmod(backwards, n) if micro else (backwards, None)
-            found.append(Op(BACKWARD, b, i))
+            op = Op(BACKWARD, *(divmod(backwards, n) if micro else (backwards, None)))
             backwards += 1
+        there = mini_batches is None or op.mini_batch < mini_batches
+        if kind == UPDATES:
+            there &= not updates % update_every or updates == mini_batches
+        found.append(op if there else None)
     return found
 
 

@@ -12,11 +12,11 @@ from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
 from helpers.by_hand.versions import version_use
 from helpers.drawn.pipelines import pipelines
 from helpers.output.schedules import parse_schedule, schedule_text
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
-from timeprest.planner.simulator.pipeline import Link
+from timeprest.planner.simulator.pipeline import Link, Route
 from timeprest.planner.simulator.timeline import simulate, warm_mini_batches
 from timeprest.planner.systems.operations import Op, Schedule, op_text, parse_op
 from timeprest.planner.systems.variants import VARIANTS
@@ -350,6 +350,30 @@ def test_rounding_breaks_no_ties():
         for unit_s in (1.0, 1.3e-3)
     )
     assert make_schedule(scaled, 40) == make_schedule(whole, 40)
+
+
+def draining():
+    """Transfers keep devices busy: where none follow, the second stage has time for forwards."""
+
+    def link(s, wire_s):
+        route = Route(0, 0, wire_s, wire_s, 0.0, (s, s + 1), (s + 1, s), overlaps=False)
+        return Link(s, s + 1, wire_s, wire_s, 0.0, routes=(route,))
+
+    return replace(
+        unit_pipeline("v-timeprest", 3, 2, [3, 2, 1]),
+        forward_s=(2.0, 3.0, 3.0),
+        backward_s=(1.0, 2.0, 2.0),
+        links=(link(0, 3.0), link(1, 2.0)),
+    )
+
+
+@example(draining(), 5)
+@given(pipelines(), st.integers(1, 6))
+def test_a_run_is_the_beginning_of_a_longer_one(pipeline, mini_batches):
+    """So it holds no more at its end than the steady state, which plans predict."""
+    whole = make_schedule(pipeline, mini_batches + 4)
+    for ops, own in zip(whole, make_schedule(pipeline, mini_batches), strict=True):
+        assert own == tuple(op for op in ops if op.mini_batch < mini_batches)
 
 
 def test_what_repeats_does_so_to_the_last_bit():
