@@ -141,8 +141,8 @@ def _facts(results: Results) -> str:
     )
     missing = missing_from(results)
     return (
-        f"Pipelines of {results.stages} stages, a process of one thread for each, on the CPU; GPUs "
-        f"aren't raced. Measured on {here.processor}, {here.cores} cores, "
+        f"Pipelines of {results.stages} stages, a process of one thread for each, on the CPU ([on "
+        f"a GPU](gpu.md#races)). Measured on {here.processor}, {here.cores} cores, "
         f"{format_bytes(here.memory_bytes)}, {here.system}; {versions}. "
         f"{runs} runs in {len(results.rounds)} rounds are in the "
         f"tables; {thrown} more were thrown away because others were computing meanwhile, or the "
