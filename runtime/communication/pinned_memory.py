@@ -1,8 +1,8 @@
 """Messages between stages that share a GPU: through pinned host memory.
 
 A message is copied down on a stream of its own, sent from pinned memory by channels between
-processes, received into pinned memory, and copied up. Computing waits for no copy down; the copy up
-it waits for on the device, behind the message itself.
+processes, received into pinned memory, and copied up. Computing waits for small copies down alone;
+the copy up it waits for on the device, behind the message itself.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class CudaCopier:
 # Channels over those in host memory -------------------------------------------------------------
 
 AT_ONCE_BYTES = 4 * 2**20
-"""A copy down of no more than this is waited for at once: some 0.2 ms. While the next operation is
-handed to the GPU, Python may let the thread wait for longer than that."""
+"""A copy down of no more than this is waited for at once: 0.2 ms at 20 GB/s. While the next
+operation is handed to the GPU, Python may let the thread wait for longer than that."""
 
 
 class PinnedMemoryChannels(ProcessChannels):
