@@ -31,7 +31,7 @@ from ..communication.channel import PeerError
 from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
-from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
+from ..records.run_dir import RunDir, place_named, tensor_bytes, tensor_metadata
 from ..settings import LATER, RunSettings, given
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
@@ -75,6 +75,8 @@ class Checkpoint(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """Checksum of the settings that change what is trained."""
     files: dict[str, Part]
     """By their paths below the checkpoint."""
+    checksum: str = ""
+    """Of all this; older ones have none."""
 
 
 class Log(Protocol):
@@ -100,17 +102,16 @@ def settings_checksum(settings: RunSettings) -> str:
     return _checksum(settings, set(LATER) - {*given(settings, LATER)})
 
 
+def info_checksum(info: Checkpoint) -> str:
+    """Of all that it says but the checksum itself."""
+    return _checksum(info, {"checksum"})
+
+
 def _checksum(value: msgspec.Struct, without: Collection[str] = ()) -> str:
     # As a file has it: a whole number that was given for a float has been made one.
     read = msgspec.json.decode(msgspec.json.encode(value), type=type(value))
     found = {k: v for k, v in msgspec.to_builtins(read).items() if k not in without}
     return hashlib.sha256(msgspec.json.encode(found)).hexdigest()
-
-
-def checkpoints_in(where: RunDir) -> list[int]:
-    """The run's checkpoints by the mini-batches done, rising."""
-    names = [path.name for path in where.checkpoints.glob("*") if path.is_dir()]
-    return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
 
 
 # Reading ------------------------------------------------------------------------------------
@@ -124,9 +125,18 @@ class Saved:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises FileError when it isn't there, or isn't one."""
+        """Raises FileError when it isn't there, isn't one, or is another than its folder's name
+        says."""
         self.path = path
         self.info = read_file(path / INFO, Checkpoint)
+        if self.info.checksum not in ("", info_checksum(self.info)):
+            raise FileError(f"{path / INFO}: is broken: it doesn't match its checksum")
+        named = place_named(path.absolute().name)
+        if named not in (None, self.info.mini_batches):
+            raise FileError(
+                f"{path}: holds the checkpoint after {self.info.mini_batches} mini-batches, and "
+                f"is named as the one after {named}: put back what was there, or remove it"
+            )
 
     def read(self, name: str) -> bytes:
         """A file's content. Raises FileError when it is missing or broken."""
@@ -217,7 +227,7 @@ def find_whole(where: RunDir, at: int | None, instead: Callable[[int], str]) -> 
         FileError: it is broken; the message names the file, and the newest whole one before it.
         UserError: there is none at this place.
     """
-    known = checkpoints_in(where)
+    known = where.places()
     if not known:
         return None
     if at is not None and at not in known:
@@ -370,7 +380,8 @@ class CheckpointWriter:
                 settings=self.settings,
                 files=dict(sorted(files.items())),
             )
-            write_file(partial / INFO, info)
+            checksum = info_checksum(info)
+            write_file(partial / INFO, msgspec.structs.replace(info, checksum=checksum))
             if target.exists():
                 # A broken one that the run was resumed before.
                 old = target.with_name(f".{target.name}.old")
@@ -379,5 +390,5 @@ class CheckpointWriter:
             os.rename(partial, target)
         except OSError as error:
             raise FileError(f"{target}: can't be written: {error.strerror}") from None
-        for place in checkpoints_in(self.where)[: -self.keep]:
+        for place in self.where.places()[: -self.keep]:
             shutil.rmtree(self.where.checkpoint(place), ignore_errors=True)

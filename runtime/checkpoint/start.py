@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor, nn
 
-from ...planner.plan import Plan
+from ...planner.plan import Plan, read_plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
 from ...profiles.tasks.hooks import scheduler_step
@@ -26,7 +26,6 @@ from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .checkpoint import (
     Saved,
-    checkpoints_in,
     find_whole,
     plan_checksum,
     settings_checksum,
@@ -308,6 +307,12 @@ def source(path: Path, at: int | None = None, option: str = "--from {path}") -> 
     found = find_whole(where, at, instead)
     if found is None and not list(path.glob("weights/*.safetensors")):
         raise FileError(f"{path}: holds no checkpoint and no weights")
+    plan = path / "plan.json"
+    if found is not None and plan.exists() and plan_checksum(read_plan(plan)) != found.info.plan:
+        raise FileError(
+            f"{found.path}: was written by another plan than {plan}: it isn't this run's; name the "
+            "run that it is of"
+        )
     return found
 
 
@@ -399,5 +404,5 @@ def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """A run's newest checkpoint; None: it has none yet."""
     where = RunDir(run_dir)
-    places = checkpoints_in(where)
+    places = where.places()
     return where.checkpoint(places[-1]) if places else None

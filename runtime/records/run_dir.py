@@ -123,12 +123,15 @@ class RunDir:
 
     def later_checkpoints(self, settings: RunSettings) -> list[int]:
         """Those after the one that a run goes on from, by the mini-batches that they come after."""
+        return [place for place in self.places() if place > (settings.resume_at or 0)]
+
+    def places(self) -> list[int]:
+        """The mini-batches that its checkpoints come after, rising."""
         try:
-            names = os.listdir(self.checkpoints)
+            found = [place_named(path.name) for path in self.checkpoints.iterdir() if path.is_dir()]
         except OSError:
             return []
-        places = sorted(int(name) for name in names if name.isdecimal())
-        return [place for place in places if place > (settings.resume_at or 0)]
+        return sorted(place for place in found if place is not None)
 
     def read(self) -> tuple[Plan, RunSettings]:
         """What is being run. Raises FileError."""
@@ -216,6 +219,12 @@ class RunDir:
 
     def _write_json(self, path: Path, value: Any) -> None:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def place_named(folder: str) -> int | None:
+    """The mini-batches that a checkpoint comes after, by its folder's name; None: it has another,
+    as a copy may."""
+    return int(folder) if re.fullmatch("[0-9]{8,}", folder) else None
 
 
 def is_lock(path: Path) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -37,7 +38,7 @@ from timeprest.profiles.errors import FileError, RunError, TargetError, TaskWarn
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoints_in, find_whole
+from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, find_whole
 from timeprest.runtime.checkpoint.worker_state import give_kept, pack, unpack
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.prepare.samples import Samples
@@ -204,7 +205,7 @@ def test_a_run_that_grew_is_stopped_and_goes_on(tmp_path, mlp_target):
     resume(tmp_path / "whole", steps=13, inline=True)
     with pytest.raises(Stopped):
         resume(tmp_path / "stopped", steps=13, inline=True, observer=StopsAfter(4))
-    assert checkpoints_in(RunDir(tmp_path / "stopped"))[-1] not in (5, 13)
+    assert RunDir(tmp_path / "stopped").places()[-1] not in (5, 13)
     with pytest.raises(FileError, match="no weights in it; has the run ended"):
         load_weights(tmp_path / "stopped")
     resume(tmp_path / "stopped", inline=True)
@@ -219,7 +220,7 @@ def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_not_its_own(tmp_p
         pytest.raises(Stopped),
     ):
         resume(tmp_path, at=4, inline=True, observer=StopsAfter(1))
-    assert checkpoints_in(RunDir(tmp_path)) == [4]
+    assert RunDir(tmp_path).places() == [4]
 
 
 @pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
@@ -378,9 +379,67 @@ def test_a_broken_checkpoint_is_refused(how, name, stopped, mlp_target, tmp_path
     assert resume_places(where)[8] is not None
 
 
+def as_another(where):
+    """The folder of one checkpoint holds another one."""
+    shutil.rmtree(where / "00000008")
+    shutil.copytree(where / "00000004", where / "00000008")
+
+
+def edited(where):
+    """What a checkpoint says of itself isn't what was written, nor is its folder's name."""
+    info = where / "00000008" / "checkpoint.json"
+    info.write_text(info.read_text().replace('"mini_batches": 8', '"mini_batches": 9'))
+    (where / "00000008").rename(where / "00000009")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (as_another, "00000008: holds the checkpoint after 4 mini-batches, and is named as the one"
+         " after 8: put back what was there, or remove it"),
+        (edited, "00000009/checkpoint.json: is broken: it doesn't match its checksum"),
+    ],
+)  # fmt: skip
+def test_a_folder_is_held_against_what_is_in_it(change, message, stopped, mlp_target, tmp_path):
+    """No run goes on from one by mistake, and those that are whole stay."""
+    where = tmp_path / "run"
+    shutil.copytree(stopped, where)
+    change(where / "checkpoints")
+    before = sorted(where.rglob("*"))
+    start = settings_for(mlp_target, start_from=str(where), steps=1)
+    plan = plan_for(mlp_target, "gpipe", 2)
+    for arguments in (
+        ("--resume", "--run-dir", where, "--inline"),
+        ("export", where, "-o", tmp_path / "model"),
+    ):
+        code, line = tp_run(*arguments)
+        assert code == 2
+        assert message in line
+        assert "The one before it is whole: --" in line
+    with pytest.raises(FileError, match=re.escape(message)):
+        run(plan, start, tmp_path / "other", inline=True)
+    assert sorted(where.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_plan_is_no_start(stopped, mlp_target, tmp_path):
+    """Put into the directory of a run with another plan, it is taken for nobody's."""
+    where = tmp_path / "run"
+    run(plan_for(mlp_target, "gpipe", 2), settings_for(mlp_target, steps=2), where, inline=True)
+    shutil.copytree(stopped / "checkpoints/00000008", where / "checkpoints/00000008")
+    for arguments in (
+        ("export", where, "-o", tmp_path / "model"),
+        (where / "plan.json", "--from", where, "--run-dir", tmp_path / "other"),
+    ):
+        code, line = tp_run(*arguments)
+        assert code == 2
+        assert "00000008: was written by another plan than" in line
+        assert not (tmp_path / "model").exists()
+        assert not (tmp_path / "other").exists()
+
+
 def resume_places(where):
     """Every checkpoint that is whole, by its place."""
-    return {place: find_whole(RunDir(where), place, str) for place in checkpoints_in(RunDir(where))}
+    return {place: find_whole(RunDir(where), place, str) for place in RunDir(where).places()}
 
 
 def test_none_is_whole(stopped, tmp_path):

@@ -11,7 +11,7 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same
 from timeprest import Callback, EarlyStopping, Stop, Trainer
 from timeprest.profiles.errors import RunError, UserError
-from timeprest.runtime.checkpoint.checkpoint import Saved, checkpoints_in
+from timeprest.runtime.checkpoint.checkpoint import Saved
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.processes.rendezvous import LocalStore, MayGoOn, Rendezvous
 from timeprest.runtime.records.callbacks import EvaluationDone, RunBegun
@@ -130,12 +130,12 @@ def test_a_run_stops_in_the_middle_of_an_epoch(plan, short_epochs, tmp_path):
     assert summary.mini_batches == 3
     assert [record.mini_batches for record in summary.epochs] == [3]
     assert summary.epochs[0].test
-    assert checkpoints_in(RunDir(where)) == [3]
+    assert RunDir(where).places() == [3]
     there = Saved(tmp_path / "whole" / "checkpoints" / "00000003").weights()
     for name, weight in load_weights(where).items():
         assert torch.equal(weight, there[name]), name
     Trainer(None, where, inline=True).resume()
-    last = checkpoints_in(RunDir(where))[-1]
+    last = RunDir(where).places()[-1]
     assert_same(tmp_path / "whole", where, last)
     records = [
         [(r.epoch, r.mini_batches, r.train_loss, r.test) for r in read_epochs(each)]
