@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..target import Target
+from ..tracing.graph import GraphBody
 from .platforms import Clock, CudaMeter, LiveBytes, Platform
 from .saved_bytes import MicroBatchCase, count_saved
 from .step import Phase, PiecewiseStep, Probe, roots_of
@@ -329,10 +330,10 @@ class _TimeProbe:
         return [self.clock.seconds(*marks) if marks else 0.0 for marks in found]
 
 
-def _empty_module() -> torch.fx.GraphModule:
+def _empty_module() -> GraphBody:
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("x"),))
-    return torch.fx.GraphModule(nn.Module(), graph)
+    return GraphBody(nn.Module(), graph)
 
 
 _EMPTY = _empty_module()

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from ..errors import TraceError
 from .call import Call
 from .fx import functions_called
-from .graph import TracedModel, fetch_attribute, output_node
+from .graph import GraphBody, TracedModel, fetch_attribute, output_node
 from .layers import Home, group
 from .pieces import put_together, take_apart
 
@@ -70,7 +70,7 @@ def trace_export(
     for body in exported.modules():
         _leave_out_types(body)
     graph, attributes = _copy(exported, model, call, structures[-1])
-    module = fx.GraphModule(attributes, graph, type(model).__name__)
+    module = GraphBody(attributes, graph)
     module.training = model.training
     layers = group(graph, granularity, _homes, model)
     only_size = None if free_batch else call.tensors[0].shape[0]

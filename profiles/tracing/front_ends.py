@@ -20,7 +20,7 @@ from ..profile import FRONT_ENDS
 from .call import Call, unchanged
 from .export import trace_export
 from .fx import homes, trace_fx
-from .graph import TracedModel, fetch_attribute
+from .graph import GraphBody, TracedModel, fetch_attribute
 from .layers import LAYER, Home, check_granularity, group
 from .random_states import own_states, same_own_states, same_states, states
 from .verify import compare, run
@@ -50,7 +50,7 @@ def trace_sequential(model: nn.Module, call: Call, granularity: str) -> TracedMo
             value = _unpacked(graph, node, at_hand, path)
     graph.output(value)
     layers = group(graph, granularity, homes, model)
-    return TracedModel(fx.GraphModule(model, graph), layers, "sequential", granularity)
+    return TracedModel(GraphBody(model, graph), layers, "sequential", granularity)
 
 
 def _children(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -96,7 +96,7 @@ def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
         return [Home(path, kind, name)] if begins else []
 
     layers = group(graph, granularity, homes, model)
-    return TracedModel(fx.GraphModule(model, graph), layers, "onnx", granularity)
+    return TracedModel(GraphBody(model, graph), layers, "onnx", granularity)
 
 
 # All front ends, tried in order -----------------------------------------------------------------

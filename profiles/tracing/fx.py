@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
 from .call import Call, summed
-from .graph import TracedModel, fetch_attribute
+from .graph import GraphBody, TracedModel, fetch_attribute
 from .layers import Home, group, matches
 
 
@@ -180,6 +180,6 @@ def trace_fx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
                 "the forward reaches parameters by a list of them (parameters(), [layer.weight]): "
                 "what it makes of them would stay what it is now"
             )
-    module = fx.GraphModule(model, graph)
+    module = GraphBody(model, graph)
     layers = group(graph, granularity, homes, model)
     return TracedModel(module, layers, "fx", granularity)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _forward_from_src
 
 from ..autograd.boundary import storage_key
 
@@ -35,7 +38,7 @@ class TracedModel:
     """A model as a graph of layers.
 
     Attributes:
-        module: the fx GraphModule; it shares its parameters with the user's model.
+        module: the graph as a module; it shares its parameters with the user's model.
         layers: in topological order.
         front_end: how the graph was found (profile.FRONT_ENDS).
         granularity: what makes a layer (layers.py).
@@ -45,7 +48,7 @@ class TracedModel:
     Nodes that no layer has build the result's container (a dataclass) and belong to the result.
     """
 
-    module: fx.GraphModule
+    module: GraphBody
     layers: tuple[LayerNodes, ...]
     front_end: str = "fx"
     granularity: str = "layer"
@@ -60,18 +63,124 @@ class TracedModel:
         """The nodes, in order, that build the result's container."""
         owned = self.owner()
         others = ("placeholder", "get_attr", "output")
-        nodes = self.module.graph.nodes
+        nodes = graph_of(self.module).nodes
         return [node for node in nodes if node not in owned and node.op not in others]
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """The placeholders, in the order of the model's arguments."""
-        return tuple(node for node in self.module.graph.nodes if node.op == "placeholder")
+        return tuple(node for node in graph_of(self.module).nodes if node.op == "placeholder")
 
     @property
     def result(self) -> fx.Node:
         """The graph's output node."""
-        return output_node(self.module.graph)
+        return output_node(graph_of(self.module))
+
+
+# A graph that runs ------------------------------------------------------------------------------
+
+_GRAPH = "fx.graph"
+"""Where a body has its graph: no attribute of a model has a name with a dot."""
+
+_KINDS = ("_modules", "_parameters", "_buffers")
+
+
+class GraphBody(nn.Module):
+    """A torch.fx graph as a module, over a model's parameters, buffers and modules under their own
+    names.
+
+    As fx.GraphModule, but without attributes that the model's could be called like: those have
+    `graph`, `code`, `meta` and more. So `graph_of` and `recompile` are functions.
+    """
+
+    def __new__(cls, *arguments: Any) -> GraphBody:
+        # Each has a forward of its own.
+        return super().__new__(type(cls.__name__, (cls,), {}))
+
+    def __init__(self, root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> None:
+        """
+        Args:
+            root: what the graph's nodes name is taken from; a mapping has it by those names.
+        """
+        super().__init__()
+        targets = [str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")]
+        if isinstance(root, nn.Module):
+            self.training = root.training
+            found = {target: fetch_attribute(root, target) for target in targets}
+        else:
+            # Modules before what lies in them.
+            targets.sort(key=lambda target: target.count("."))
+            found = {target: root[target] for target in targets}
+        for target, value in found.items():
+            _put(self, target, value)
+        vars(self)[_GRAPH] = graph
+        recompile(self)
+
+
+def graph_of(module: nn.Module) -> fx.Graph:
+    """A body's graph."""
+    found: fx.Graph = vars(module)[_GRAPH]
+    return found
+
+
+def _put(holder: nn.Module, target: str, value: Any) -> None:
+    """Have a value at a dotted path; modules on the way that aren't there are empty ones."""
+    *path, field = target.split(".")
+    for name in path:
+        inner = holder._modules.get(name)
+        if inner is None:
+            inner = holder._modules[name] = nn.Module()
+        elif type(inner) is not nn.Module:
+            return  # the model's own, which has it
+        holder = inner
+    if isinstance(value, nn.Module):
+        holder._modules[field] = value
+    elif isinstance(value, nn.Parameter):
+        holder._parameters[field] = value
+    elif isinstance(value, Tensor):
+        holder._buffers[field] = value
+    else:
+        vars(holder)[field] = value
+
+
+def recompile(module: GraphBody) -> None:
+    """Have a body do what its graph says by now."""
+    graph = graph_of(module)
+    placed = ("placeholder", "call_module", "get_attr")
+    targets = {node: str(node.target) for node in graph.nodes if node.op in placed}
+    selves = [node for node in graph.nodes if node.name == "self"]
+    texts: dict[str, str] = {}
+    try:
+        for node in selves:
+            node.name = "value"
+        # Arguments and modules may be called as what the code itself uses (torch, operator).
+        for k, (node, target) in enumerate(targets.items()):
+            node.target = f"given_{k}"
+            if node.op != "placeholder":
+                texts[node.target] = _lookup(module, target)
+        code = graph.python_code("self")
+    finally:
+        for node, target in targets.items():
+            node.target = target
+        for node in selves:
+            node.name = "self"
+    source = re.sub(r"\bself\.(given_\d+)\b", lambda match: texts[match[1]], code.src)
+    type(module).forward = _forward_from_src(source, code.globals)
+
+
+def _lookup(module: nn.Module, target: str) -> str:
+    """The code that looks up what is at a dotted path."""
+    text, owner = "self", module
+    for name in target.split("."):
+        kinds = [kind for kind in _KINDS if name in vars(owner).get(kind, ())]
+        if name.isidentifier() and not iskeyword(name) and not hasattr(nn.Module, name):
+            text += f".{name}"
+        elif kinds:
+            text += f".{kinds[0]}[{name!r}]"
+        else:
+            text = f"getattr({text}, {name!r})"
+        owner = _inside(owner, name)
+    return text
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
@@ -109,7 +218,7 @@ def values(traced: TracedModel) -> tuple[Value, ...]:
     owner = traced.owner()
     end = len(traced.layers)
     found = []
-    for node in traced.module.graph.nodes:
+    for node in graph_of(traced.module).nodes:
         if node.op != "placeholder" and node not in owner:
             continue
         producer = owner.get(node)
@@ -125,7 +234,7 @@ def state_of_layer(traced: TracedModel, layer: LayerNodes) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for node in layer.nodes:
         if node.op == "call_module":
-            module = traced.module.get_submodule(str(node.target))
+            module = fetch_attribute(traced.module, str(node.target))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 state[f"{node.target}.{name}"] = tensor
         for source in node.all_input_nodes:
@@ -137,11 +246,20 @@ def state_of_layer(traced: TracedModel, layer: LayerNodes) -> dict[str, Tensor]:
 
 
 def fetch_attribute(module: nn.Module, path: str) -> Any:
-    """The parameter, buffer or constant at a dotted path."""
+    """The module, parameter, buffer or constant at a dotted path."""
     value: Any = module
     for part in path.split("."):
-        value = getattr(value, part)
+        value = _inside(value, part)
     return value
+
+
+def _inside(owner: Any, name: str) -> Any:
+    # A model may call what it has as nn.Module calls a method.
+    for kind in _KINDS if isinstance(owner, nn.Module) else ():
+        found = vars(owner)[kind].get(name)
+        if found is not None:
+            return found
+    return getattr(owner, name)
 
 
 def tied_layers(
@@ -250,10 +368,10 @@ def fingerprint(traced: TracedModel) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _describe(module: fx.GraphModule, node: fx.Node) -> list[Any]:
+def _describe(module: nn.Module, node: fx.Node) -> list[Any]:
     args = node.args
     if node.op == "call_module":
-        whole = module.get_submodule(str(node.target))
+        whole = fetch_attribute(module, str(node.target))
         what = f"{type(whole).__qualname__}({whole.extra_repr()})"
     elif isinstance(node.target, (str, torch._ops.OpOverload)):
         what = str(node.target)

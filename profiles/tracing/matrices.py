@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx, nn
 
-from .graph import TracedModel, fetch_attribute, operation_name
+from .graph import TracedModel, fetch_attribute, graph_of, operation_name
 
 _LOOKUPS = ("embedding", "embedding_bag", "gather", "index_select")
 """Operations whose matrices are tables."""
@@ -31,7 +31,7 @@ def hidden_matrices(traced: TracedModel, model: nn.Module) -> tuple[nn.Parameter
     }
     used: dict[int, nn.Parameter] = {}
     last: set[int] = set()
-    for node in traced.module.graph.nodes:
+    for node in graph_of(traced.module).nodes:
         mine = [p for p in _parameters(traced, node) if p.dim() == 2]
         if node.op != "call_module" and operation_name(node) in _LOOKUPS:
             tables |= {id(p) for p in mine}
@@ -44,7 +44,7 @@ def _parameters(traced: TracedModel, node: fx.Node) -> Iterator[nn.Parameter]:
     """Those that a node uses."""
     found: list[Tensor] = []
     if node.op == "call_module":
-        found += traced.module.get_submodule(str(node.target)).parameters()
+        found += fetch_attribute(traced.module, str(node.target)).parameters()
     for source in node.all_input_nodes:
         if source.op == "get_attr":
             found.append(fetch_attribute(traced.module, str(source.target)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import TraceError
-from .graph import TracedModel, values
+from .graph import GraphBody, TracedModel, graph_of, values
 
 LAYER = "timeprest_layer"
 """Key of a piece's nodes' `meta`: the name of the layer that they are of."""
@@ -32,7 +32,7 @@ class Piece:
         outputs: names of the values that other pieces, or the result, take from it.
     """
 
-    module: fx.GraphModule
+    module: GraphBody
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     has_result: bool
@@ -89,7 +89,7 @@ def _build(
     inside = set(layer_of)
     if has_result:
         inside.update(traced.packing())
-    for node in traced.module.graph.nodes:
+    for node in graph_of(traced.module).nodes:
         if node in inside:
             copies[node] = graph.node_copy(node, copy_of)
             copies[node].meta[LAYER] = layer_of.get(node)
@@ -97,7 +97,7 @@ def _build(
     if has_result:
         result = (*result, fx.map_arg(traced.result.args[0], copy_of))
     graph.output(result)
-    module = fx.GraphModule(traced.module, graph)
+    module = GraphBody(traced.module, graph)
     return Piece(module, tuple(n.name for n in takes), tuple(n.name for n in gives), has_result)
 
 

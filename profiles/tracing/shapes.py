@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ..autograd.boundary import storage_key
 from .call import mark_of, unchanged
-from .graph import TracedModel, is_frozen, values
+from .graph import GraphBody, TracedModel, fetch_attribute, graph_of, is_frozen, values
 from .pieces import encode, kind_of
 
 
@@ -42,10 +42,13 @@ class ValueSpec:
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, wanted: set[str]) -> None:
-        super().__init__(module)
+    def __init__(self, module: GraphBody, wanted: set[str]) -> None:
+        super().__init__(module, graph=graph_of(module))
         self.wanted = wanted
         self.made: dict[str, Any] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        return fetch_attribute(self.module, target)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

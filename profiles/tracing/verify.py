@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..errors import TraceError
 from .call import Call, collections_in, dense, summed, unchanged
@@ -156,11 +156,7 @@ def _compare_leaves(found: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 def _leaves(module: nn.Module, call: Call) -> tuple[Any, ...]:
     given = [t.clone() for t in call.tensors]
-    if isinstance(module, fx.GraphModule):
-        # Called as a module, it prints the line of its code that fails.
-        leaves, _ = take_apart(module.forward(*given))
-    else:
-        leaves, _ = take_apart(call.of(module, given))
+    leaves, _ = take_apart(call.of(module, given))
     return tuple(leaves)
 
 

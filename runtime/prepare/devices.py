@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from ...planner.plan import Plan
 from ...profiles.errors import PlanError, UserError
 from ...profiles.measuring.platforms import wake
+from ...profiles.tracing.graph import GraphBody, graph_of, recompile
 from ...profiles.tracing.pieces import map_items
 from ...profiles.tracing.random_states import set_states, states
 from ..settings import RunSettings
@@ -120,12 +121,15 @@ def move(modules: Sequence[nn.Module], device: torch.device) -> None:
     for module in modules:
         module._apply(there)
         for part in module.modules():
-            if isinstance(part, fx.GraphModule):
-                _name_device(part, device)
+            if isinstance(part, GraphBody) and _name_device(graph_of(part), device):
+                recompile(part)
+            elif isinstance(part, fx.GraphModule) and _name_device(part.graph, device):
+                part.recompile()
 
 
-def _name_device(module: fx.GraphModule, device: torch.device) -> None:
-    found = False
+def _name_device(graph: fx.Graph, device: torch.device) -> bool:
+    """Replace the CPU in a graph's arguments; whether there was any."""
+    changed = found = False
 
     def other(argument: Any) -> Any:
         nonlocal found
@@ -134,15 +138,16 @@ def _name_device(module: fx.GraphModule, device: torch.device) -> None:
             return device
         return argument
 
-    for node in module.graph.nodes:
+    for node in graph.nodes:
+        found = False
         args = fx.node.map_aggregate(node.args, other)
         kwargs = fx.node.map_aggregate(node.kwargs, other)
         if found:
             node.args, node.kwargs = args, kwargs
         if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == "cpu":
             node.args, found = (device.type, *node.args[1:]), True
-    if found:
-        module.recompile()
+        changed |= found
+    return changed
 
 
 def put(value: Any, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan, check_cut, pipeline_of
@@ -18,7 +18,13 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
-from ...profiles.tracing.graph import shared_frozen, shared_parameters, tied_layers, values
+from ...profiles.tracing.graph import (
+    GraphBody,
+    shared_frozen,
+    shared_parameters,
+    tied_layers,
+    values,
+)
 from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
@@ -56,7 +62,7 @@ class PreparedStage:
     specs: Specs
 
     @property
-    def modules(self) -> list[fx.GraphModule]:
+    def modules(self) -> list[GraphBody]:
         """Of its pieces."""
         pieces = (self.piece, self.evaluation_piece)
         return [piece.module for piece in pieces if piece is not None]
@@ -290,7 +296,7 @@ def _pairs(
     return found.values()
 
 
-def _leave_out_of_state(module: fx.GraphModule, saved: Collection[str]) -> None:
+def _leave_out_of_state(module: nn.Module, saved: Collection[str]) -> None:
     """Leave buffers out of its state that aren't in the model's: a graph has forgotten which are
     `persistent`, and holds the trace's constants as some more."""
     for path, inner in module.named_modules():

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from textwrap import shorten
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan
 from ...profiles.autograd.boundary import storage_bytes, storage_key
 from ...profiles.errors import PlanError, TargetError
-from ...profiles.tracing.graph import fetch_attribute
+from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Ties:
         return [one for one in every if stage in one.stages and stage != one.owner]
 
 
-def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[int] = ()) -> Ties:
+def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] = ()) -> Ties:
     """Replace what is used on an earlier device too by copies, in place.
 
     Args:
@@ -261,7 +261,7 @@ def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 def _replace(
-    module: fx.GraphModule, moved: Mapping[int, nn.Parameter], leaves: dict[int, nn.Module]
+    module: GraphBody, moved: Mapping[int, nn.Parameter], leaves: dict[int, nn.Module]
 ) -> None:
     """Put copies in the places of parameters, without touching modules that others use too.
 
@@ -269,15 +269,15 @@ def _replace(
         moved: copies, by the id of what they replace.
         leaves: modules already copied for this stage, by their old ids.
     """
-    nodes = [node for node in module.graph.nodes if node.op in ("call_module", "get_attr")]
+    nodes = [node for node in graph_of(module).nodes if node.op in ("call_module", "get_attr")]
     # Modules before what lies in them.
     for target, op in sorted({(str(node.target), node.op) for node in nodes}):
         owner_path, _, field = target.rpartition(".")
-        owner = module.get_submodule(owner_path)
+        owner = fetch_attribute(module, owner_path) if owner_path else module
         found = fetch_attribute(owner, field)
         if op == "get_attr":
             if id(found) in moved:
-                setattr(owner, field, moved[id(found)])
+                owner._parameters[field] = moved[id(found)]
             continue
         if all(id(p) not in moved for p in found.parameters()):
             continue
@@ -286,4 +286,4 @@ def _replace(
             memo = computed_tensors(found)
             memo |= {id(t): t for t in (*found.parameters(), *found.buffers())}
             leaves[id(found)] = copy.deepcopy(found, memo | dict(moved))
-        setattr(owner, field, leaves[id(found)])
+        owner._modules[field] = leaves[id(found)]

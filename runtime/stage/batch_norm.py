@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ...profiles.tracing.graph import fetch_attribute
+from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
 
 _OF_FUNCTION = (
     "input",
@@ -188,12 +188,12 @@ def _note(found: dict[int, _Statistics], call: BatchNormCall, real: int, size: i
     statistics.add(values)
 
 
-def only_updated(module: fx.GraphModule) -> set[int]:
+def only_updated(module: GraphBody) -> set[int]:
     """Ids of the running statistics that a stage's forward, in training mode, doesn't read."""
     updated, read = set[int](), set[int]()
-    for node in module.graph.nodes:
+    for node in graph_of(module).nodes:
         if node.op == "call_module":
-            for one in module.get_submodule(str(node.target)).modules():
+            for one in fetch_attribute(module, str(node.target)).modules():
                 norm = type(one).forward in _NORMS and one.training
                 (updated if norm else read).update(map(id, one.buffers(recurse=False)))
         elif node.op == "get_attr":

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...profiles.autograd.boundary import storage_key
 from ...profiles.errors import RunError
-from ...profiles.tracing.graph import fetch_attribute
+from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
 from ...profiles.tracing.pieces import LAYER, Piece
 from ..prepare.data import MicroBatchPart
 from ..prepare.devices import CPU, generators, random_kept, set_generators
@@ -58,7 +58,7 @@ class Recomputation:
     run; until then all are copied, and only those after that.
     """
 
-    def __init__(self, module: fx.GraphModule, device: torch.device = CPU) -> None:
+    def __init__(self, module: GraphBody, device: torch.device = CPU) -> None:
         self._device = device
         self._buffers = list(module.buffers())
         self._changed = ChangedBuffers(module, only_updated(module))
@@ -479,14 +479,14 @@ class SelectedLayers:
             "a tensor that layers are computed again from is changed in place, and wasn't in the "
             "first run; make the operation one that isn't in place, or plan with --recompute on"
         )
-        graph = piece.module.graph
+        graph = graph_of(piece.module)
         holders = [node for node in graph.nodes if node.op == "placeholder"]
         own = {node for node, name in zip(holders, piece.inputs, strict=True) if name in data}
         runs = _runs(graph, {node for node in graph.nodes if node.meta.get(LAYER) in names})
         self._data = [value in own for run in runs for value in run.takes]
         marked, again = _graphs(graph, runs)
-        self.module = fx.GraphModule(piece.module, marked)
-        self.again = fx.GraphModule(piece.module, again)
+        self.module = GraphBody(piece.module, marked)
+        self.again = GraphBody(piece.module, again)
         self.buffers = list(self.again.buffers())
         self.buffers_of = [_buffers_of(self.module, run) for run in runs]
         self.changed = ChangedBuffers(self.again, only_updated(self.module))
@@ -537,12 +537,12 @@ def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> list[_Run]:
     return found
 
 
-def _buffers_of(module: fx.GraphModule, run: _Run) -> list[Tensor]:
+def _buffers_of(module: GraphBody, run: _Run) -> list[Tensor]:
     fetched = [n for node in run.nodes for n in node.all_input_nodes if n.op == "get_attr"]
     found: list[Tensor] = []
     for node in (*run.nodes, *fetched):
         if node.op == "call_module":
-            found += module.get_submodule(str(node.target)).buffers()
+            found += fetch_attribute(module, str(node.target)).buffers()
         elif node.op == "get_attr":
             found.append(fetch_attribute(module, str(node.target)))
     return found

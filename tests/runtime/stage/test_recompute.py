@@ -17,6 +17,9 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tracing.call import Call
+from timeprest.profiles.tracing.front_ends import trace
+from timeprest.profiles.tracing.graph import GraphBody
 from timeprest.runtime.prepare.data import MicroBatchPart
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_losses
@@ -445,8 +448,13 @@ def test_only_buffers_that_are_read_and_changed_are_kept(name, kept):
     assert buffers_kept(f"{FILE}:{name}") == kept
 
 
+def body_of(model):
+    return GraphBody(model, fx.symbolic_trace(model).graph)
+
+
 def test_running_statistics_in_an_exported_graph_are_not_kept():
-    exported = torch.export.export(Norms(), (torch.randn(4, 6),)).module()
+    call = Call((torch.randn(4, 6),), (None,))
+    exported = trace(Norms(), "it", call, front_end="export").module
     changed = ChangedBuffers(exported, only_updated(exported))
     changed.begin()
     exported(torch.randn(4, 6))
@@ -456,7 +464,7 @@ def test_running_statistics_in_an_exported_graph_are_not_kept():
 
 def test_a_buffer_that_only_later_forwards_change_ends_the_run():
     """What the first run of that one found is gone."""
-    module = fx.symbolic_trace(Averaged())
+    module = body_of(Averaged())
     changed = ChangedBuffers(module, only_updated(module))
     changed.begin()
     changed.end()
@@ -478,7 +486,7 @@ def test_a_buffer_that_a_forward_replaces_ends_the_run():
 
 def test_an_input_that_only_later_forwards_change_ends_the_run():
     """It isn't copied any more by then."""
-    recomputation, x = Recomputation(fx.symbolic_trace(nn.Identity())), torch.randn(4, 8)
+    recomputation, x = Recomputation(body_of(nn.Identity())), torch.randn(4, 8)
     part = MicroBatchPart(4, 4, 1.0, 1.0)
     recomputation.kept(recomputation.keep({"x": x}, set(), None, part))
     found = recomputation.keep({"x": x}, set(), None, part)
@@ -493,7 +501,7 @@ def test_whatever_generator_is_drawn_from_again_draws_the_same():
     def drawn():
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    recomputation = Recomputation(fx.symbolic_trace(nn.Identity()))
+    recomputation = Recomputation(body_of(nn.Identity()))
     found = recomputation.keep({}, set(), None, MicroBatchPart(4, 4, 1.0, 1.0))
     first = drawn()
     recomputation.kept(found)
@@ -504,7 +512,7 @@ def test_whatever_generator_is_drawn_from_again_draws_the_same():
 
 def test_what_is_kept_of_buffers_counts():
     """Of 8 numbers of 4 bytes for each micro-batch; data counts nothing."""
-    module = fx.symbolic_trace(Averaged())
+    module = body_of(Averaged())
     recomputation, x = Recomputation(module), torch.randn(4, 8)
     for _ in range(2):
         found = recomputation.keep({"x": x}, set(), None, MicroBatchPart(4, 4, 1.0, 1.0))
