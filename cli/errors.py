@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import io
 import json
 import os
@@ -256,6 +258,8 @@ class OneLineCommand(click.Command):
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A file's name, or a layer's, may not be text in the terminal's encoding.
             sys.stdout.reconfigure(errors="backslashreplace")
+        # What torch has loaded is no garbage; to look for some at the end takes seconds.
+        atexit.register(gc.freeze)
         try:
             with _printed():
                 code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)

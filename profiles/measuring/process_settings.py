@@ -107,8 +107,7 @@ def settings_put_back() -> Iterator[None]:
     from ..tracing.random_states import set_states, states
 
     threads, drawn = torch.get_num_threads(), states()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = _deterministic()
     on_gpus = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count()) if on_gpus else ()
     try:
@@ -120,7 +119,17 @@ def settings_put_back() -> Iterator[None]:
             # What GPUs will draw by once they are used: torch.manual_seed seeds them with the rest.
             torch.cuda.manual_seed_all(torch.initial_seed())
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if _deterministic() != deterministic:
+            # It loads torch's compiler, for seconds: not where nothing has changed it.
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    """Whether operations are to be deterministic, and whether those that can't only warn."""
+    import torch
+
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warn_only
 
 
 def _set(settings: tuple[tuple[int, int], ...]) -> bool:

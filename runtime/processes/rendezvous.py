@@ -415,9 +415,24 @@ class Rendezvous:
                 self._answered = time.monotonic()
             except RuntimeError:
                 return
-            if failed and not self._failing.wait(2 * GRACE_S) and not self._leaving.is_set():
+            if failed and self._knows_nothing() and not self._leaving.is_set():
                 # Still computing, or waiting for somebody who has gone.
                 self.leave(1)
+
+    def _knows_nothing(self) -> bool:
+        """Whether this worker hasn't noticed that another one has failed, a moment after somebody
+        has said why; or, while nobody has, at the end of what it gets to notice."""
+        end = time.monotonic() + 2 * GRACE_S
+        while time.monotonic() < end:
+            if self._failing.wait(POLL_S):
+                return False
+            try:
+                if self._has("said"):
+                    end = min(end, time.monotonic() + BEAT_S)
+            except RuntimeError:
+                # The store has gone with rank 0: that is what there is to say, if anything.
+                return not self._failing.wait(max(0.0, end - time.monotonic()))
+        return True
 
     def _end_when_asked(self) -> None:
         """SIGTERM comes from the launcher, mostly because another worker has died. Others that

@@ -337,3 +337,40 @@ def test_a_launcher_that_ends_what_fails_anyway_adds_no_line():
     assert re.fullmatch(
         r"rank 0: the cause.*; rank 0's store at .* doesn't answer.*\n", done.stdout
     )
+
+
+ASKED_WHILE_OTHERS_COMPUTE = """
+import sys, time
+from timeprest.runtime.processes import rendezvous
+from timeprest.runtime.processes.environment import Launched
+rendezvous.GRACE_S = 50.0
+rank, port = map(int, sys.argv[1:])
+mine = rendezvous.Rendezvous(Launched("srun", rank, 2, "127.0.0.1", port), print)
+mine.end_when_asked()
+
+def work():
+    mine.gather("here")
+    print("computing", flush=True)
+    time.sleep(100)
+
+mine.run(work)
+"""
+
+
+def test_when_somebody_has_said_why_the_others_end_at_once():
+    """Even those that compute for long, and so wait for nobody."""
+    command = [sys.executable, "-c", ASKED_WHILE_OTHERS_COMPUTE]
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen([*command, rank, port], stdout=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    try:
+        assert [each.stdout.readline() for each in ranks] == ["computing\n"] * 2
+        ranks[0].send_signal(signal.SIGTERM)
+        # Each would wait as long as it leaves one that knows more.
+        said = [each.communicate(timeout=30)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert said == ["stopped by SIGTERM\n", ""]
+    assert [each.returncode for each in ranks] == [1, 1]

@@ -43,3 +43,17 @@ def test_freed_memory_is_kept_while_asked():
     words = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False", "True"]
+
+
+PUTS_BACK = """
+import sys
+from timeprest.profiles.measuring.process_settings import settings_put_back
+with settings_put_back():
+    pass
+assert not [name for name in sys.modules if name.startswith("torch._inductor")]
+"""
+
+
+def test_the_compiler_is_not_loaded_to_put_back_what_is_as_it_was():
+    """It takes seconds, at the end of every run, and of one that a signal ends too."""
+    subprocess.run([sys.executable, "-c", PUTS_BACK], check=True, timeout=100)
