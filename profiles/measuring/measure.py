@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..tasks.loading import loading_s_per_sample
 from ..tasks.objects import misspelt_hooks
 from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
 from ..tasks.task import Task
-from ..tracing.call import Call, unchanged
+from ..tracing.call import Call, settle, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
 from ..tracing.pieces import map_items
@@ -141,7 +141,7 @@ def measure(
     with platform.working():
         placed = {size: _placed(platform, *found) for size, found in calls.items()}
         call = placed[TRACE_SAMPLES][0]
-        _try(target, model, call)
+        _try(target, lambda: settle(model, call, target.name))
         left_out: tuple[str, ...] = ()
         if asked is None and len(sizes) > 1 and sizes[0] == 1:
             sizes, left_out = _without_ones(target, model, placed, sizes)
@@ -204,7 +204,8 @@ def _without_ones(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The sizes without 1 where the model refuses it, as BatchNorm over one value does."""
     try:
-        _try(target, model, placed[1][0])
+        with unchanged(model):
+            _try(target, lambda: placed[1][0].of(model))
     except TargetError as refusal:
         return sizes[1:], (f"Micro-batches of 1 were left out: {refusal}.",)
     return sizes, ()
@@ -217,11 +218,13 @@ def _placed(platform: Platform, call: Call, target: Any) -> tuple[Call, Any]:
     return call.with_tensors([platform.place(tensor) for tensor in call.tensors]), place(target)
 
 
-def _try(target: Target, model: nn.Module, call: Call) -> None:
+def _try(target: Target, call: Callable[[], Any]) -> None:
     """Call the model as the user would: so that what's wrong with it isn't blamed on a trace."""
     try:
-        with unchanged(model), torch.no_grad():
-            call.of(model)
+        with torch.no_grad():
+            call()
+    except UserError:
+        raise
     except Exception as failure:  # whatever the user's model raises
         raise _failed(target, failure) from failure
 

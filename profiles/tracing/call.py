@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ..errors import TargetError
 from .pieces import Built, Slot, fill
-from .random_states import own_states, set_own_states, set_states, states
+from .random_states import own_states, seed_all, set_own_states, set_states, states
 
 _SMALL_BYTES = 256 << 20
 """Of weights that are kept a second time during a look."""
@@ -105,13 +107,21 @@ def _slots(nest: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put everything back that a forward may change: a look must not count as a training step.
 
-    A forward may give a buffer a new tensor, count in an attribute, or write into a weight; what
-    they were before they are again, and so are the random states. Weights of large models aren't
-    kept a second time: what is written into those stays.
+    A forward may give a buffer a new tensor, count in an attribute, hook or exchange a submodule,
+    or write into a weight; what they were before they are again, and so are the random states.
+    Weights of large models aren't kept a second time: what is written into those stays.
     """
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    attributes = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
-    inside = [(kept, copy(kept)) for now, _, _ in attributes for kept in collections_in(now)]
+    with _numbers_unchanged(model):
+        before = _Makeup(model)
+        try:
+            yield
+        finally:
+            before.put_back()
+
+
+@contextmanager
+def _numbers_unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back the numbers of buffers and weights, and the random states."""
     before = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
     weights = [(p, p.data, p.data.clone(), p._version) for p in _small_weights(model)]
     drawn, own = states(), own_states(model)
@@ -121,14 +131,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         set_states(drawn)
         set_own_states(own)
-        for now, then, buffers in attributes:
-            for name in now.keys() - then.keys():
-                del now[name]
-            now.update(then)
-            now["_buffers"].update(buffers)
-        for kept, then in inside:
-            kept.clear()
-            kept.update(then) if isinstance(kept, dict) else kept.extend(then)
         with torch.no_grad():
             for p, data, value, version in weights:
                 if p.data_ptr() != data.data_ptr():
@@ -140,7 +142,154 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
+class _Makeup:
+    """What modules are besides numbers: class, attributes, submodules, hooks, what is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._attributes = [(module, type(module), dict(vars(module))) for module in modules]
+        self._inside = {
+            id(kept): (kept, copy(kept))
+            for _, _, then in self._attributes
+            for kept in (*collections_in(then), *(then[name] for name in _TABLES if name in then))
+        }
+        self._learnt = [(p, p.requires_grad) for p in model.parameters()]
+        self._hooks = [
+            (p, name, hooks, copy(hooks))
+            for p, _ in self._learnt
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+            for hooks in (getattr(p, name),)
+        ]
+
+    def put_back(self) -> None:
+        """Make the modules what they were."""
+        for module, kind, then in self._attributes:
+            now = vars(module)
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+            if type(module) is not kind:
+                module.__class__ = kind
+        for kept, items in self._inside.values():
+            _fill(kept, items)
+        for p, name, hooks, then in self._hooks:
+            if getattr(p, name) is not hooks:
+                setattr(p, name, hooks)
+            if hooks:
+                _fill(hooks, then)
+        for p, learns in self._learnt:
+            if p.requires_grad != learns:
+                p.requires_grad_(learns)
+
+    def put_one_back(self, module: nn.Module, name: str) -> None:
+        """Make one attribute what it was, of a module that there was."""
+        now = vars(module)
+        for known, _, then in self._attributes:
+            if known is module and name not in then:
+                del now[name]
+            elif known is module:
+                now[name] = then[name]
+                if id(then[name]) in self._inside:
+                    _fill(*self._inside[id(then[name])])
+
+
+def _fill(kept: Any, items: Any) -> None:
+    """Give a list, dict or set these items."""
+    kept.clear()
+    kept.extend(items) if isinstance(kept, list) else kept.update(items)
+
+
+# The first forward ------------------------------------------------------------------------------
+
+
+def settle(model: nn.Module, call: Call, target: str, *, fake: bool = False) -> None:
+    """Have a model do for good what it does at its first forward alone: hook modules, exchange
+    them, freeze weights. Every look after it begins from there, as every mini-batch does.
+
+    Where a forward does none of that, nothing stays of it. Else attributes stay, for one of them
+    says that it is done; not the numbers of weights and buffers, random states, nor what the next
+    forward makes others of: what is carried from mini-batch to mini-batch.
+
+    Args:
+        fake: look on fake tensors whether there is such a thing.
+
+    Raises:
+        TargetError: the first forward makes parameters.
+        Whatever the forward raises.
+    """
+    before = _Makeup(model)
+    made = dict(model.named_parameters(remove_duplicate=False))
+    if not (_changes(model, call, fake=fake) and (not fake or _changes(model, call))):
+        return
+    with _numbers_unchanged(model), torch.no_grad():
+        # Its submodules draw numbers that are thrown away, the same in each worker.
+        seed_all(0)
+        call.of(model)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if made.get(name) is not p:
+            raise TargetError(
+                f"{target}: parameter {name!r} is made by the model's first forward, when "
+                "optimizers are made already: call the model once where it is built"
+            )
+    held = _numbers_held(model)
+    with unchanged(model), torch.no_grad():
+        call.of(model)
+        again = _numbers_held(model)
+    for (module, name), numbers in held.items():
+        if again.get((module, name)) != numbers:
+            before.put_one_back(module, name)
+
+
+def _changes(model: nn.Module, call: Call, *, fake: bool = False) -> bool:
+    """Whether a forward changes what modules there are, their hooks, or what is trained."""
+    before = _structure(model)
+    with ExitStack() as stack:
+        # It holds on to what there was: else something new might have an id that was free.
+        stack.enter_context(unchanged(model))
+        stack.enter_context(torch.no_grad())
+        given: Sequence[Any] = [t.clone() for t in call.tensors]
+        if fake:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            given = [mode.from_tensor(t) for t in call.tensors]
+        try:
+            call.of(model, given)
+        except Exception:  # an operation without a fake form, of whatever library
+            if not fake:
+                raise
+            return True
+        return _structure(model) != before
+
+
+def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    hooks = [table for table in _TABLES if "hooks" in table]
+    modules = [
+        (name, id(m), type(m), [list(vars(m).get(table, ())) for table in hooks])
+        for name, m in model.named_modules(remove_duplicate=False)
+    ]
+    parameters = model.named_parameters(remove_duplicate=False)
+    return modules, [(name, id(p), p.requires_grad) for name, p in parameters]
+
+
+def _numbers_held(model: nn.Module) -> dict[tuple[nn.Module, str], list[str]]:
+    """The numbers in attributes of modules, in whatever nest of containers."""
+    return {
+        (module, name): [
+            summed(dense(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, (float, Tensor))
+        ]
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+_TABLES = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
+"""Attributes of every module: its parameters, buffers, submodules and hooks by name."""
 
 
 def collections_in(attributes: Mapping[str, Any]) -> list[Any]:

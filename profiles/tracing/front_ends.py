@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import TargetError, TaskWarning, TimeprestError, TraceError, is_users
 from ..profile import FRONT_ENDS
-from .call import Call, unchanged
+from .call import Call, settle, unchanged
 from .export import trace_export
 from .fx import homes, trace_fx
 from .graph import GraphBody, TracedModel, fetch_attribute
@@ -158,15 +158,8 @@ def trace(
                 f"leave out --front-end {STATIC}, or have the data fill them up to one shape"
             )
     # What the model itself gives, for the same random numbers.
-    try:
+    with _own_failures(model, target):
         wanted = run(model, model, call) if verify else None
-    except TimeprestError:
-        raise
-    except Exception as error:  # the user's forward runs here
-        where = _where(model, target, [error])
-        raise TargetError(
-            f"{where}: the model failed on its own inputs: {_reason(error)}"
-        ) from error
     for name in order:
         try:
             # What the forward warns of, it has when the model itself was called.
@@ -191,6 +184,25 @@ def trace(
             )
         return replace(traced, refusals=tuple(refusals))
     raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
+
+
+def first_forward(model: nn.Module, target: str, call: Call, *, fake: bool = False) -> None:
+    """`settle` the model; arguments and errors as there, and TargetError where the model fails."""
+    with _own_failures(model, target):
+        settle(model, call, target, fake=fake)
+
+
+@contextmanager
+def _own_failures(model: nn.Module, target: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeprestError:
+        raise
+    except Exception as error:  # the user's forward runs here
+        where = _where(model, target, [error])
+        raise TargetError(
+            f"{where}: the model failed on its own inputs: {_reason(error)}"
+        ) from error
 
 
 def _warn_of_counts(target: str, names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import unchanged
-from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
+from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
 from ...profiles.tracing.shapes import ValueSpec, rewritten_by, specs_and_result
@@ -239,6 +239,8 @@ def trace_for_run(
             verify=verify,
         )
 
+    inputs = at_profiled(target.call(TRACE_SAMPLES)[0], made_from.varying)
+    first_forward(model, target.name, inputs, fake=fake)
     # Nothing was run for a profile of a device that wasn't there.
     first = traced(TRACE_SAMPLES, verify=not fake)
     found = fingerprint(first)

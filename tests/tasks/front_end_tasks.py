@@ -156,3 +156,91 @@ class KeptWhole(ByExport):
             "last": Last(),
         }
         return nn.Sequential(OrderedDict(parts)).double()
+
+
+# What models do at their first forward alone ----------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """As an attention: three weights, and more than one way to compute with them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return torch.sigmoid(self.query(x) * self.key(x)) * self.value(x)
+
+
+class Fast(Scaled):
+    """Another way, taken over with the weights."""
+
+    def __init__(self, slow):
+        nn.Module.__init__(self)
+        self.query, self.key, self.value = slow.query, slow.key, slow.value
+
+    def forward(self, x):
+        return self.value(x) * torch.sigmoid(self.key(x) * self.query(x))
+
+
+class FirstForward(nn.Module):
+    """Does what `kind` says when it is called the first time."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.ready, self.handles, self.calls = kind, False, [], 0
+        self.a, self.attention, self.b = nn.Linear(4, 8), Scaled(8), nn.Linear(8, 1)
+        self.kept, self.state = [], None
+
+    def set_up(self):
+        self.ready = True
+        if self.kind in ("hooks", "carries"):
+            for module in (self.a, self.attention.value):
+                self.handles.append(module.register_forward_hook(self._keep))
+        elif self.kind == "exchanges":
+            self.attention = Fast(self.attention)
+        elif self.kind == "another class":
+            self.attention.__class__ = Fast
+        elif self.kind == "freezes":
+            self.attention.requires_grad_(False)
+        elif self.kind == "makes weights":
+            self.attention = Scaled(8).double()
+
+    def _keep(self, module, given, result):
+        self.kept.append(result)
+
+    def forward(self, x):
+        if not (self.handles if self.kind in ("hooks", "carries") else self.ready):
+            self.set_up()
+        self.kept.clear()
+        h = self.attention(torch.tanh(self.a(x)))
+        if self.kind == "carries":
+            h = h if self.state is None else h + self.state
+            self.state = h.detach().mean()
+        kept = tuple(self.kept)
+        self.kept.clear()
+        return {"sum": self.b(h).squeeze(-1), "kept": kept}
+
+
+class FirstForwardTask(ByExport):
+    data_class = Alone
+    kind = "hooks"
+
+    def model(self):
+        return FirstForward(self.kind).double()
+
+    def loss(self, output, target):
+        kept = sum(h.square().mean() for h in output["kept"])
+        return ((output["sum"] - target) ** 2).mean() + 0.1 * kept
+
+
+class ExchangesTask(FirstForwardTask):
+    kind = "exchanges"
+
+
+class OtherClassTask(FirstForwardTask):
+    kind = "another class"
+
+
+class FreezesTask(FirstForwardTask):
+    kind = "freezes"
