@@ -50,10 +50,11 @@ from .records.callbacks import (
     RunBegun,
     RunEnded,
     Stop,
+    ToldBefore,
 )
 from .records.metric_logs import MetricLogs, check_logs_at_hand
-from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
-from .records.progress import Losses, Observer, read_epochs, read_progress
+from .records.metrics import RunSummary, StageReport, decode, summarize
+from .records.progress import Observer, read_epochs
 from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
 from .stage.delays import check_delays
@@ -224,22 +225,10 @@ def _run(
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
     """What observers are told when training begins, where one tells. Raises FileError."""
     settings, last = prepared.settings, prepared.segments[-1]
-    done, starts, before = 0, dict[int, int](), list[EvaluationDone]()
     teller = next(replica for replica in prepared.replicas if replica.tells)
     # What came after the checkpoint is cut off, and may be damaged.
     size = noted_sizes(where, settings, teller).get(where.metrics.name, 0)
-    for record in read_progress(where.metrics, size) if size else ():
-        if isinstance(record, Losses):
-            continue
-        # An epoch that was the last, and went on when the run grew, has several records.
-        start = starts.setdefault(record.epoch, done)
-        if isinstance(record, EpochRecord):
-            at = done = done + record.mini_batches
-        else:
-            at = start + record.mini_batches
-        if record.test and at <= (settings.resume_at or 0):
-            figures = dict(record.test)
-            before.append(EvaluationDone(mini_batch=at, epoch=record.epoch, figures=figures))
+    told = ToldBefore(where.metrics, size, last.whole_epoch)
     return RunBegun(
         plan=prepared.plan,
         settings=settings,
@@ -247,7 +236,8 @@ def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
         mini_batches=last.end,
         epoch_mini_batches=last.whole_epoch,
         resumed_at=settings.resume_at or 0,
-        before=tuple(before),
+        before=tuple(event for event in told if isinstance(event, EvaluationDone)),
+        told_before=told,
     )
 
 

@@ -10,7 +10,7 @@ mini-batches up to there, in every system, bit for bit those that the whole run 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import describe_error
 from ..settings import RunSettings
 from .metrics import EpochRecord, EvaluationRecord, RunSummary
-from .progress import Observer
+from .progress import Losses, Observer, progress_in
 from .run_dir import RunDir
 
 # What callbacks are told of ---------------------------------------------------------------------
@@ -98,6 +98,47 @@ class CheckpointWritten:
     path: Path
 
 
+@dataclass(frozen=True)
+class ToldBefore:
+    """What callbacks were told, or should have been, before the place where a run goes on: as the
+    workers wrote it down, whatever became of who was told. It is read anew by each who asks.
+
+    Attributes:
+        path: of the metrics file, whose first `size` bytes count.
+        epoch_mini_batches: in a whole epoch.
+    """
+
+    path: Path
+    size: int
+    epoch_mini_batches: int
+
+    def __iter__(self) -> Iterator[MiniBatchDone | EvaluationDone]:
+        """Raises FileError."""
+        done, starts, evaluated = 0, dict[int, int](), 0
+        for found in progress_in(self.path, self.size) if self.size else ():
+            if isinstance(found, Losses):
+                for k, loss, figures in found.one_by_one():
+                    yield MiniBatchDone(
+                        mini_batch=found.epoch * self.epoch_mini_batches + k,
+                        epoch=found.epoch,
+                        done=k,
+                        of=found.of,
+                        loss=loss,
+                        figures=figures,
+                    )
+                continue
+            # An epoch that was the last, and went on when the run grew, has several records.
+            start = starts.setdefault(found.epoch, done)
+            if isinstance(found, EpochRecord):
+                at = done = done + found.mini_batches
+            else:
+                at = start + found.mini_batches
+            # Where a run has ended early, that of the place has been told of.
+            if found.test and at != evaluated:
+                evaluated, figures = at, dict(found.test)
+                yield EvaluationDone(mini_batch=at, epoch=found.epoch, figures=figures)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunBegun:
     """All checks have passed; training begins.
@@ -107,6 +148,7 @@ class RunBegun:
         epoch_mini_batches: in a whole epoch.
         resumed_at: mini-batches done before; 0 for a new run.
         before: evaluations before that.
+        told_before: those, and the mini-batches before that, in their sequence.
     """
 
     plan: Plan
@@ -116,6 +158,7 @@ class RunBegun:
     epoch_mini_batches: int
     resumed_at: int = 0
     before: tuple[EvaluationDone, ...] = ()
+    told_before: Iterable[MiniBatchDone | EvaluationDone] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

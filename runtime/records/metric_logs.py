@@ -11,8 +11,9 @@ import importlib
 import io
 import math
 import os
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,7 +127,8 @@ def peak_of(plan: Plan, settings: RunSettings) -> float | None:
 
 
 class MetricLog(Protocol):
-    """Where metrics go."""
+    """Where metrics go. Of a run that is resumed it is told all from the beginning, and leaves out
+    what it has."""
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Those of a mini-batch."""
@@ -140,7 +142,7 @@ class MetricLog(Protocol):
 
 class MetricLogs(Callback):
     """Writes a run's metrics wherever its settings' `log` says; a run that is resumed goes on with
-    what is there up to its checkpoint."""
+    what is there up to its checkpoint, and with what should be."""
 
     waited_for = False
 
@@ -157,6 +159,12 @@ class MetricLogs(Callback):
         folder = event.run_dir / FOLDER
         for name in logs_named(event.settings.log):
             self._logs.append(_OPEN[name](folder, event))
+        # Where who wrote them was killed, the workers had gone on for a while.
+        for told in event.told_before if self._logs else ():
+            if isinstance(told, EvaluationDone):
+                self.on_evaluation(told)
+            else:
+                self.on_mini_batch(told)
 
     def on_mini_batch(self, event: MiniBatchDone) -> None:
         """Write its metrics."""
@@ -194,6 +202,7 @@ class _CsvFile(GrowingFile):
         """`columns`: by default those of the first row."""
         self.columns: list[str] = []
         kept = _rows_up_to(path, resumed_at) if resumed_at else []
+        self._there = {int(row[0]) for row in kept[1:]}
         if kept:
             self.columns = kept[0]
             write_bytes(path, _lines(kept))
@@ -207,6 +216,8 @@ class _CsvFile(GrowingFile):
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
         """A row, empty where there is no value."""
+        if step in self._there:
+            return
         if not self.columns:
             self._begin(list(metrics))
         values = {"step": step, "epoch": epoch, **metrics}
@@ -254,23 +265,70 @@ class CsvLog:
         self._evaluations.close()
 
 
+# What can't be read back --------------------------------------------------------------------------
+
+
+class _Written:
+    """How far a log surely is, in a file of its own: a run that is resumed writes the rest anew.
+
+    Attributes:
+        step: the last one that is there with all that belongs to it.
+    """
+
+    def __init__(self, path: Path, resumed_at: int, flush: Callable[[], None]) -> None:
+        """`flush`: puts on the disk what was written."""
+        self._path, self._flush = path, flush
+        self._latest, self._noted_s = 0, time.monotonic()
+        try:
+            there = int(path.read_text()) if resumed_at else 0
+        except (OSError, ValueError):
+            there = 0
+        self.step = min(there, resumed_at)
+
+    def has(self, step: int) -> bool:
+        """Whether a step is there; else it is going to be written."""
+        if step <= self.step:
+            return True
+        self._latest = step
+        if time.monotonic() - self._noted_s > _NOTED_S:
+            self.note()
+        return False
+
+    def note(self) -> None:
+        """What was written before the latest step is there: of that one, more may come."""
+        self._flush()
+        self._noted_s = time.monotonic()
+        if self._latest - 1 > self.step:
+            write_bytes(self._path, str(self._latest - 1).encode())
+
+
+_WRITTEN = "written.txt"
+_NOTED_S = 1.0
+"""Between two notes: what was written since is written again after a kill."""
+
+
 # TensorBoard --------------------------------------------------------------------------------------
 
 
 class TensorBoardLog:
-    """Event files; what earlier ones have after the checkpoint, TensorBoard leaves out."""
+    """Event files; what earlier ones have besides what surely is there up to the checkpoint,
+    TensorBoard leaves out."""
 
     def __init__(self, folder: Path, event: RunBegun) -> None:
         """Raises FileError and UserError."""
         writer = _library("tensorboard").SummaryWriter
+        path = folder / "tensorboard" / _WRITTEN
+        self._written = _Written(path, event.resumed_at, lambda: self._writer.flush())
         # Without a checkpoint, a run that goes on begins anew.
-        purge = event.resumed_at + 1 if event.settings.resumed else None
+        purge = self._written.step + 1 if event.settings.resumed else None
         try:
             self._writer = writer(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
         except OSError as error:
             raise FileError(f"{folder}: can't be written: {error.strerror}") from None
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
+        if self._written.has(step):
+            return
         for name, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
@@ -278,6 +336,7 @@ class TensorBoardLog:
     write_evaluation = write
 
     def close(self) -> None:
+        self._written.note()
         self._writer.close()
 
 
@@ -300,6 +359,9 @@ class WandbLog:
         """Raises FileError; UserError where nobody is logged in."""
         wandb = _library("wandb")
         _check_login(wandb)
+        # Its own process writes what it was given, whatever becomes of this one.
+        path = folder / "wandb" / _WRITTEN
+        self._written = _Written(path, event.resumed_at, lambda: None)
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "timeprest"),
@@ -317,12 +379,15 @@ class WandbLog:
             raise UserError(f"--log wandb: {' '.join(str(error).split())}") from None
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
+        if self._written.has(step):
+            return
         known = {name: value for name, value in metrics.items() if value is not None}
         self._run.log({**known, "epoch": epoch}, step=step)
 
     write_evaluation = write
 
     def close(self) -> None:
+        self._written.note()
         self._run.finish()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,12 +148,10 @@ class Tail:
             elif isinstance(found, EvaluationRecord):
                 self.observer.evaluation(found)
             else:
-                for done, loss in enumerate(found.losses, found.done - len(found.losses) + 1):
-                    if found.figures:
-                        own = found.figures[done - found.done - 1]
-                        known = {k: v for k, v in own.items() if v is not None}
-                        self.observer.figures(known)
-                    self.observer.mini_batch(found.epoch, done, found.of, as_float(loss))
+                for done, loss, figures in found.one_by_one():
+                    if figures:
+                        self.observer.figures(figures)
+                    self.observer.mini_batch(found.epoch, done, found.of, loss)
         return bool(lines)
 
 
@@ -169,26 +167,35 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     figures: list[dict[str, float | None]] = []
     """Of each, where the settings' `log` asks for them."""
 
+    def one_by_one(self) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """For each how many of the epoch are done with it, its loss, and its figures."""
+        for done, loss in enumerate(self.losses, self.done - len(self.losses) + 1):
+            own = self.figures[done - self.done - 1] if self.figures else {}
+            yield done, as_float(loss), {k: v for k, v in own.items() if v is not None}
+
 
 Progress = Losses | EvaluationRecord | EpochRecord
 """What a line of a metrics file may be."""
 
 
 def read_progress(path: Path, size: int | None = None) -> list[Progress]:
-    """All lines of a metrics file; none where there is no file.
+    """All lines of a metrics file (`progress_in`). Raises FileError."""
+    return list(progress_in(path, size))
+
+
+def progress_in(path: Path, size: int | None = None) -> Iterator[Progress]:
+    """The lines of a metrics file, one after another; none where there is no file.
 
     Args:
         size: of its beginning alone, so many bytes.
 
     Raises FileError: it can't be read, or a line is damaged; the message has its number.
     """
-    found: list[Progress] = []
     for number, line in read_lines(path, size):
         try:
-            found.append(_progress(line))
+            yield _progress(line)
         except (msgspec.ValidationError, RecursionError) as error:
             raise FileError(f"{path}: line {number}: {error}") from None
-    return found
 
 
 def _progress(line: dict[str, Any]) -> Progress:

@@ -16,6 +16,7 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import Stopped
 from timeprest import Callback, Trainer
 from timeprest.profiles.errors import UserError
+from timeprest.runtime.records import metric_logs
 from timeprest.runtime.records.callbacks import (
     EvaluationDone,
     MiniBatchDone,
@@ -115,6 +116,30 @@ def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_pa
     assert [row["step"] for row in rows(run_dir, "evaluations.csv")] == ["3", "6"]
 
 
+@pytest.mark.parametrize("log", ["", "csv"])
+def test_rows_that_a_killed_launcher_didnt_write(log, mlp_profile, mlp_target, tmp_path):
+    """What the workers had by the checkpoint is filled in; also where no log was asked for then."""
+    run_dir = tmp_path / "run"
+    how = {"checkpoint_every": 4, "eval_every": 2, "callbacks": [Unplugged(6)]}
+    with pytest.raises(Stopped):
+        train(mlp_profile, mlp_target, run_dir, log, **how).run()
+    wanted = []
+    if log:
+        wanted = rows(run_dir)
+        metrics = run_dir / "dashboards/metrics.csv"
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+        (run_dir / "dashboards/evaluations.csv").unlink()
+    Trainer(None, run_dir, inline=True).resume({"log": "csv"})
+    found, evaluated = rows(run_dir), rows(run_dir, "evaluations.csv")
+    assert [row["step"] for row in found] == ["1", "2", "3", "4", "5", "6"]
+    assert column(found, LOSS) == read_losses(run_dir / "metrics.jsonl")
+    assert found[: len(wanted[:4])] == wanted[:4]
+    lines = read_progress(run_dir / "metrics.jsonl")
+    told = [line.test["loss"] for line in lines if not isinstance(line, Losses)]
+    assert [row["step"] for row in evaluated] == ["2", "4", "6"]
+    assert column(evaluated, f"{VALIDATION}loss") == told
+
+
 class Unplugged(Callback):
     def __init__(self, at=6):
         self.at = at
@@ -132,15 +157,24 @@ def test_without_the_option_nothing_is_written(mlp_profile, mlp_target, tmp_path
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path):
+def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path, monkeypatch):
     """By TensorBoard's own reader; in a resumed run, also from its beginning, each step once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir = tmp_path / "run"
-    how = {"checkpoint_every": 4, "callbacks": [Unplugged(3)]}
-    with pytest.raises(Stopped):
-        train(mlp_profile, mlp_target, run_dir, "tensorboard", **how).run()
+    how = {"checkpoint_every": 2, "callbacks": [Unplugged(5)]}
+    with monkeypatch.context() as lost:
+        # It is killed before all is on the disk.
+        from torch.utils.tensorboard import SummaryWriter
+
+        write = SummaryWriter.add_scalar
+        lost.setattr(metric_logs, "_NOTED_S", 0.0)
+        lost.setattr(metric_logs._Written, "note", note_up_to(2))
+        lost.setattr(SummaryWriter, "add_scalar", lambda *a: None if a[3] > 3 else write(*a))
+        with pytest.raises(Stopped):
+            train(mlp_profile, mlp_target, run_dir, "tensorboard", **how).run()
+    assert (run_dir / "dashboards/tensorboard/written.txt").read_text() == "2"
     Trainer(None, run_dir, inline=True).resume()
     Trainer(None, run_dir, inline=True).resume(steps=8)
     found = EventAccumulator(str(run_dir / "dashboards/tensorboard"))
@@ -150,6 +184,19 @@ def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path):
     assert [each.step for each in losses] == list(range(1, 9))
     wanted = read_losses(run_dir / "metrics.jsonl")
     assert [each.value for each in losses] == pytest.approx(wanted, rel=1e-6)
+    evaluated = found.Scalars(f"{VALIDATION}loss")
+    assert [each.step for each in evaluated] == [4, 6, 8]
+
+
+def note_up_to(step):
+    """What is noted of a log, up to this step and no further."""
+    note = metric_logs._Written.note
+
+    def noted(written):
+        if written._latest <= step + 1:
+            note(written)
+
+    return noted
 
 
 @pytest.mark.slow
