@@ -20,12 +20,12 @@ from ..tasks.hooks import (
     call_hook,
     describe_error,
     stand_in,
-    task_optimizer,
     task_scheduler,
     try_figures,
 )
 from ..tasks.loading import loading_s_per_sample
 from ..tasks.objects import misspelt_hooks
+from ..tasks.optimizers import task_groups, task_optimizer
 from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
 from ..tasks.task import Task
 from ..tracing.call import Call, settle, unchanged
@@ -335,11 +335,17 @@ def _optimizer(bench: Bench) -> OptimizerCost:
     task = bench.target.task
     make = None
     if task is not None:
-        known = {id(p): name for name, p in bench.model.named_parameters()}
+        trained = [(n, p) for n, p in bench.model.named_parameters() if p.requires_grad]
+        known = {id(p): name for name, p in trained}
 
         def make(given: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
             named = [(known.get(id(p), "a parameter"), p) for p in given]
-            found = task_optimizer(task.optimizer, given, named, "the model")
+            groups = task_groups(task, trained, given)
+            for p in given if groups else ():
+                if id(p) not in known:
+                    # It stands for those of any group.
+                    groups[0]["params"].append(p)
+            found = task_optimizer(task.optimizer, groups or given, named, "the model")
             made.append(found)
             return found
 

@@ -7,22 +7,17 @@ import inspect
 import math
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_users
 from ..tracing.pieces import map_tensors
 from .task import Loss, Task, read_figure, read_loss
-
-Named = Sequence[tuple[str, nn.Parameter]]
-"""Parameters under the model's own names."""
-
-_SHOWN_NAMES = 3
 
 
 def call_hook(
@@ -85,62 +80,6 @@ def task_metrics(task: Task, output: Any, target: Any) -> dict[str, Any]:
                 f"the task's metrics gave a figure named {name!r}; names must be text"
             )
     return dict(found)
-
-
-def task_optimizer(
-    hook: Callable[[Any], Any], given: Iterable[Any], named: Named, owner: str
-) -> torch.optim.Optimizer:
-    """What the task's `optimizer` makes of a stage's parameters.
-
-    Args:
-        given: the trainable parameters, or groups of them: what the hook is called with.
-        named: all of the owner's parameters, those that don't require gradients too.
-        owner: whose they are, for messages: "stage 1", "the model".
-
-    Raises:
-        TargetError: it raises, gives no optimizer, one that can't be stepped without arguments, or
-            one that leaves out a trainable parameter or holds one that isn't the owner's.
-    """
-    found = call_hook("optimizer", hook, given)
-    if not isinstance(found, torch.optim.Optimizer):
-        raise TargetError(
-            f"the task's optimizer gave {described(found)}; return one of torch.optim's, made "
-            "over the parameters that it is given"
-        )
-    if needed := _needed(found.step):
-        raise TargetError(
-            f"the task's optimizer gave {described(found)}, whose step() needs {needed[0]}: "
-            "optimizers are stepped without arguments here, since no stage can compute the loss "
-            "anew; return another one, such as SGD or AdamW"
-        )
-    held = {id(p): p for group in found.param_groups for p in group["params"]}
-    own = {id(p) for _, p in named}
-    trained = [(name, p) for name, p in named if p.requires_grad]
-    missing = [name for name, p in trained if id(p) not in held]
-    foreign = sum(key not in own for key in held)
-    others = f"{_counted(foreign)} that {owner} doesn't have"
-    if len(missing) == len(trained) and missing:
-        raise TargetError(
-            f"the task's optimizer holds none of {owner}'s {_counted(len(missing))} to train "
-            f"({_some(missing)})"
-            + (f", but {others}" if foreign else "")
-            + ": nothing would be trained; make it over the parameters that optimizer(parameters) "
-            "is given"
-        )
-    if missing:
-        raise TargetError(
-            f"the task's optimizer leaves out {len(missing)} of {owner}'s "
-            f"{_counted(len(trained))} to train ({_some(missing)}): make it over all that "
-            "optimizer(parameters) is given; those that must not be trained need "
-            "requires_grad = False in model()"
-        )
-    if foreign:
-        raise TargetError(
-            f"the task's optimizer holds {others}: make it over the parameters that "
-            "optimizer(parameters) is given and no others; what is to be trained must be a "
-            "parameter of the model"
-        )
-    return found
 
 
 def check_depends(loss: Loss, output: Any) -> None:
@@ -291,7 +230,7 @@ def task_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLeng
         return None
     scheduler_step(task)
     asked = {name: getattr(length, name) for name in totals_asked(hook)}
-    odd = [name for name in _needed(hook)[1:] if name not in asked]
+    odd = [name for name in needed_arguments(hook)[1:] if name not in asked]
     if odd:
         raise TargetError(
             f"the task's scheduler asks for {odd[0]!r}: besides the optimizer it is given steps "
@@ -303,7 +242,7 @@ def task_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLeng
             f"the task's scheduler gave {described(found)}; return one of "
             "torch.optim.lr_scheduler's classes"
         )
-    if needed := _needed(found.step):
+    if needed := needed_arguments(found.step):
         raise TargetError(
             f"the task's scheduler gave {described(found)}, whose step() needs {needed[0]}: "
             "schedulers are stepped without figures here; return another one"
@@ -337,7 +276,7 @@ def totals_asked(hook: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
-def _needed(function: Callable[..., Any]) -> list[str]:
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
     """Names of the arguments that it can't be called without."""
     return [
         name
@@ -358,15 +297,6 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def described(value: Any) -> str:
     """What a hook gave, for messages."""
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _counted(parameters: int) -> str:
-    return f"{parameters} parameter{'' if parameters == 1 else 's'}"
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
-    return shown + (f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else "")
 
 
 # Errors of the user's code, told in one line ----------------------------------------------------

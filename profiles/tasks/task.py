@@ -27,8 +27,8 @@ class Task(Protocol):
     - ``figures(means) -> dict[str, float]``: figures made of the means over the whole test set,
       the loss's among them (such as ``{"perplexity": math.exp(means["loss"])}``).
     - ``parameter_groups(named_parameters) -> list[dict]``: groups as torch's optimizers take
-      them, of one stage's ``(name, parameter)`` pairs under the model's own names. Groups that
-      are empty on a stage are left out there.
+      them, of the ``(name, parameter)`` pairs of the whole model under its own names. A stage
+      takes its own of each: groups keep their places, and may be empty there.
     - ``scheduler(optimizer)``: a new torch.optim.lr_scheduler of one stage's optimizer. Of the
       arguments ``steps`` and ``steps_per_epoch``, it is given those it has: updates in the run,
       and in a whole epoch.

@@ -25,6 +25,9 @@ _LOOKED_INTO = 64
 _SUMMED = 2**20
 """Numbers of a tensor; larger ones, such as a task's data, are told by who writes into them."""
 
+_BY_SCHEDULERS = "_opt_called"
+"""What torch's schedulers give an optimizer."""
+
 _OF_LIBRARIES = ("torch", "timeprest")
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -42,7 +45,8 @@ def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
             found |= _of(f"the model's {path}." if path else "the model's ", module, own)
         optimizer = stage.optimizer
         if optimizer is not None and type(optimizer).__module__.split(".")[0] not in _OF_LIBRARIES:
-            usual = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)))
+            every = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0))
+            usual = frozenset((*every, _BY_SCHEDULERS))
             own |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             found |= _of(f"the optimizer's (stage {stage.number}) ", optimizer, own, usual)
         if isinstance(stage.rules, OutsideRules):

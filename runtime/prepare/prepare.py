@@ -77,6 +77,7 @@ class PreparedModel:
         arguments: names of its arguments, each a tensor or a nest of them; None for one that goes
             by position.
         names: for each name of a parameter, the first that the model has for it.
+        parameters: of the whole model, under those first names.
         ties: parameters that several stages use.
         unused: parameters and buffers of the model that no stage uses, under its names.
         matrices: names of the parameters that are matrices of hidden layers (Muon's).
@@ -89,6 +90,7 @@ class PreparedModel:
     inputs: tuple[str, ...]
     arguments: tuple[str | None, ...]
     names: Mapping[str, str]
+    parameters: Mapping[str, nn.Parameter]
     ties: Ties
     unused: Mapping[str, Tensor]
     matrices: frozenset[str]
@@ -243,6 +245,7 @@ def prepare(
             inputs=tuple(node.name for node in traced.training[least].inputs),
             arguments=traced.arguments,
             names=names,
+            parameters=dict(model.named_parameters()),
             ties=ties,
             unused=_unused(model, names, chosen),
             matrices=matrices,

@@ -24,15 +24,14 @@ from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import made_without_compiler
 from ...profiles.errors import PluginError, RunError, TargetError, TaskWarning, UserError
 from ...profiles.tasks.hooks import (
-    Named,
     RunLength,
     call_hook,
     scheduler_step,
-    task_optimizer,
     task_scheduler,
     totals_asked,
 )
 from ...profiles.tasks.objects import misspelt_hooks
+from ...profiles.tasks.optimizers import Named, ParameterGroups, task_groups, task_optimizer
 from ...profiles.tasks.task import Task
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
@@ -41,9 +40,6 @@ from ..weights.drift import Drift
 from ..weights.muon import MuonWithAdamW, has_muon
 from ..weights.outside import context_of, outside_rules
 from .delays import delay_of
-
-ParameterGroups = list[dict[str, Any]]
-"""Parameter groups as torch's optimizers take them: "params" and, where they differ, options."""
 
 Parameters = Iterable[Any]
 """Parameters, or groups of them."""
@@ -112,6 +108,7 @@ def make_optimizer(
     named: Iterable[tuple[str, nn.Parameter]],
     owner: str = "the model",
     matrices: Collection[str] = (),
+    model: Named | None = None,
 ) -> torch.optim.Optimizer | None:
     """The optimizer of one stage; None for a stage without parameters to train.
 
@@ -119,6 +116,7 @@ def make_optimizer(
         named: the stage's parameters under the model's own names.
         owner: the stage, for messages.
         matrices: names of those of the model that are matrices of hidden layers.
+        model: all of the model's to train, with the stage's among them; by default, they are its.
 
     Raises TargetError when the task's own can't be made, isn't over just these parameters, or
         its groups aren't right.
@@ -127,7 +125,11 @@ def make_optimizer(
     trained = [(name, p) for name, p in every if p.requires_grad]
     if not trained:
         return None
-    parameters = _groups(task, settings, trained)
+    own = [p for _, p in trained]
+    groups = task_groups(task, model or trained, own)
+    if settings.decay_only == "matrices":
+        groups = [part for group in groups or [{"params": own}] for part in _by_dimensions(group)]
+    parameters: Parameters = own if groups is None else groups
     choice = settings.optimizer
     if choice is not None:
         hidden = [p for name, p in trained if name in matrices]
@@ -140,51 +142,11 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     call_hook("optimizer", optimizer.step, doing="step()", kind=RunError)
 
 
-def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
-    """The parameters for the optimizer, or groups of them where there are any."""
-    by_task = getattr(task, "parameter_groups", None)
-    if by_task is None and settings.decay_only == "all":
-        return [p for _, p in trained]
-    groups: ParameterGroups = [{"params": [p for _, p in trained]}]
-    if by_task is not None:
-
-        def copied() -> ParameterGroups:
-            return [dict(group, params=list(group["params"])) for group in by_task(trained)]
-
-        groups = call_hook("parameter_groups", copied)
-        _check_groups(groups, trained)
-    if settings.decay_only == "matrices":
-        groups = [part for group in groups for part in _by_dimensions(group)]
-    # A group may have all its parameters on other stages.
-    return [group for group in groups if group["params"]]
-
-
 def _by_dimensions(group: Mapping[str, Any]) -> ParameterGroups:
     """The group's matrices, and its biases and norms without weight decay."""
     matrices = [p for p in group["params"] if p.dim() >= 2]
     others = [p for p in group["params"] if p.dim() < 2]
     return [{**group, "params": matrices}, {**group, "params": others, "weight_decay": 0.0}]
-
-
-def _check_groups(groups: ParameterGroups, trained: Named) -> None:
-    names = {id(p): name for name, p in trained}
-    seen: set[int] = set()
-    for group in groups:
-        for p in group["params"]:
-            if id(p) not in names:
-                raise TargetError(
-                    "the task's parameter_groups: a group holds what isn't one of the parameters "
-                    "it was given; take them from (name, parameter) pairs"
-                )
-            if id(p) in seen:
-                raise TargetError(f"the task's parameter_groups: {names[id(p)]!r} is in two groups")
-            seen.add(id(p))
-    left = [name for key, name in names.items() if key not in seen]
-    if left:
-        raise TargetError(
-            f"the task's parameter_groups: {left[0]!r} is in no group; what isn't to be trained "
-            "needs requires_grad=False in model()"
-        )
 
 
 # Clipping by the gradients' norm, over a model whose parameters are on several stages -----------
@@ -499,8 +461,10 @@ def check_updates(prepared: Prepared) -> None:
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
     """A stage's optimizer over the weights of `prepared`. Raises as `make_optimizer`."""
-    named, matrices = prepared.model.owned_by(s), prepared.model.matrices
-    return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}", matrices)
+    model, named = prepared.model, prepared.model.owned_by(s)
+    every = [(n, p) for n, p in {**model.parameters, **dict(named)}.items() if p.requires_grad]
+    owner = f"stage {s}"
+    return make_optimizer(prepared.task, prepared.settings, named, owner, model.matrices, every)
 
 
 def hook_warnings(prepared: Prepared) -> list[str]:
@@ -516,8 +480,18 @@ def hook_warnings(prepared: Prepared) -> list[str]:
                 scheduler = make_scheduler(prepared.task, settings, optimizer, length)
                 line = scheduler and scheduler_warning(prepared.task, scheduler, length)
                 lines += [line] if line else []
+                counts = sorted({len(found.param_groups) for found in made if found is not None})
+                if scheduler and len(counts) > 1:
+                    lines.append(_OTHER_GROUPS.format(least=counts[0], most=counts[-1]))
         line = _gradient_hooks(prepared)
     return lines if line is None else [*lines, line]
+
+
+_OTHER_GROUPS = (
+    "the task's optimizer has {least} parameter groups on one stage and {most} on another: a schedule "
+    "that goes by their places has other ones' rates; make them in parameter_groups, where they "
+    "keep their places on every stage (docs/tasks.md)"
+)
 
 
 @contextmanager

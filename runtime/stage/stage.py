@@ -38,7 +38,7 @@ from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
 from .micro_batch import InputShapes, MicroBatch, collect, input_shapes, shaped_as_profiled
-from .optimizer import make_optimizer, make_scheduler, rules_of, step_optimizer, system_optimizer
+from .optimizer import make_scheduler, optimizer_of, rules_of, step_optimizer, system_optimizer
 from .recompute import Recomputation, Remade, SelectedLayers, running
 
 
@@ -112,7 +112,7 @@ class Stage:
         parameters = [p for p in self.updated if id(p) not in set(map(id, tied))]
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self.weights = WeightVersions(parameters, frozen)
-        made = make_optimizer(self.task, settings, named, f"stage {s}", model.matrices)
+        made = optimizer_of(prepared, s)
         self.optimizer = None if made is None else system_optimizer(prepared, s, made)
         self.scheduler = make_scheduler(self.task, settings, self.optimizer, prepared.length)
         self.lr: float | None = None

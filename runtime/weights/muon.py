@@ -46,13 +46,12 @@ class MuonWithAdamW(Optimizer):
         for group in groups:
             for found, among in ((hidden, True), (others, False)):
                 params = [p for p in group["params"] if (id(p) in keys) is among]
-                if params:
-                    found.append({**group, "params": params})
-        self._parts: list[Optimizer] = []
-        if hidden:
-            self._parts.append(torch.optim.Muon(hidden, adjust_lr_fn=ADJUST, **muon))
-        if others:
-            self._parts.append(AdamW(others, **adamw))
+                # Also where it is empty: groups go by their places.
+                found.append({**group, "params": params})
+        self._parts: list[Optimizer] = [
+            torch.optim.Muon(hidden, adjust_lr_fn=ADJUST, **muon),
+            AdamW(others, **adamw),
+        ]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         left = iter(self.param_groups)
         for part in self._parts:

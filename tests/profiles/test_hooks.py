@@ -26,8 +26,8 @@ from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import parse_input, resolve
-from timeprest.profiles.tasks.hooks import task_optimizer
 from timeprest.profiles.tasks.objects import misspelt_hooks
+from timeprest.profiles.tasks.optimizers import task_optimizer
 from timeprest.runtime.prepare import tracing as tracing_module
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.run_dir import load_weights

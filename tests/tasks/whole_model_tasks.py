@@ -45,6 +45,55 @@ class Grouped(MLPTask):
         return NotingSGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.3)
 
 
+class GroupSchedule(Grouped):
+    """A schedule for each group."""
+
+    scheduler_step = "update"
+
+    def scheduler(self, optimizer):
+        each = [lambda k: 1.0, lambda k: 1 / (1 + k), lambda k: 1 / (2 + k)]
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, each)
+
+
+class GroupCycle(Grouped):
+    """Rates for each group, as many as there are."""
+
+    def scheduler(self, optimizer, steps):
+        rates = [0.1, 0.2, 0.3, 0.4][: len(optimizer.param_groups)]
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps)
+
+
+class GroupByDepth(GroupCycle):
+    """A group for each layer, counted from the first of those that it is given."""
+
+    def parameter_groups(self, named_parameters):
+        layers = {}
+        for name, p in named_parameters:
+            layers.setdefault(name.partition(".")[0], []).append(p)
+        return [{"params": found, "lr": 0.1 * 0.5**k} for k, found in enumerate(layers.values())]
+
+
+class GroupsOfItsOwn(MLPTask):
+    """Its optimizer makes groups of what it is given, another number on another stage."""
+
+    scheduler_step = "update"
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+class FullGroupsAlone(Grouped):
+    """Its optimizer takes no groups without parameters."""
+
+    def optimizer(self, parameters):
+        if not all(group["params"] for group in parameters):
+            raise ValueError("an empty group")
+        return super().optimizer(parameters)
+
+
 class Missing(Grouped):
     """Leaves a parameter out."""
 

@@ -9,18 +9,21 @@ import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import assert_same, run_and_stop
 from mlp_task import MLPTask
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.hooks import RunLength, task_scheduler
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
-from timeprest.runtime.run import run
+from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.memory import MemoryAccount
 from timeprest.runtime.stage.optimizer import (
@@ -249,14 +252,57 @@ def grouped(named):
 
 @pytest.mark.parametrize("stages", [1, 3, 7])
 def test_groups_by_name(stages, mlp_profile, tmp_path):
-    """Stages of activations alone have no group, others those that aren't empty there."""
+    """They keep their places on all stages but those of activations alone."""
     target = f"{TASKS}:Grouped"
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", stages, 2)
     NotingSGD.notes.clear()
     run(plan, settings_of(target), tmp_path / "run", inline=True)
     counts = {groups for _, _, groups in NotingSGD.notes}
-    assert counts == ({3} if stages == 1 else {2})
+    assert counts == {3}
     compare(tmp_path / "run", train(target, grouped))
+
+
+@pytest.mark.parametrize("name", ["GroupSchedule", "GroupCycle", "GroupByDepth"])
+def test_schedules_by_group(name, mlp_profile, tmp_path):
+    """A group has the same rates on whatever stage its parameters are, as without a pipeline; also
+    after a resume, and in what is told of the first group's."""
+    target = f"{TASKS}:{name}"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 2)
+    summary = run(plan, settings_of(target), tmp_path / "run", inline=True)
+    task = resolve(target).task
+
+    def schedule(optimizer):
+        return task_scheduler(task, optimizer, RunLength(STEPS, STEPS))
+
+    groups = task.parameter_groups
+    plain = train(target, lambda n: task.optimizer(groups(n)), schedule=schedule)
+    compare(tmp_path / "run", plain)
+    some = settings_of(target, checkpoint_every=3)
+    run_and_stop(plan, some, tmp_path / "stopped", at=4)
+    resumed = resume(tmp_path / "stopped", inline=True)
+    assert_same(tmp_path / "run", tmp_path / "stopped", STEPS)
+    assert resumed.epochs[-1].lr == summary.epochs[-1].lr
+
+
+def test_a_profile_has_the_tasks_groups():
+    """So its schedule by group can be made, and the smallest layer's parameters go by their
+    places, too."""
+    found = measure(resolve(f"{TASKS}:GroupSchedule"), batch_size=8, seconds=0)
+    assert found.optimizer.name == "NotingSGD"
+
+
+def test_other_groups_on_other_stages_are_said(mlp_profile):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 2)
+    (line,) = hook_warnings(prepare(plan, settings_of(f"{TASKS}:GroupsOfItsOwn")))
+    assert "has 2 parameter groups on one stage and 4 on another: a schedule" in line
+
+
+def test_an_optimizer_that_takes_no_empty_groups(mlp_profile, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 2)
+    message = r"optimizer failed: .*an empty group \(group 2 of the parameters has nothing on stage"
+    with pytest.raises(TargetError, match=message):
+        run(plan, settings_of(f"{TASKS}:FullGroupsAlone"), tmp_path / "run", inline=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_groups_serve_a_named_optimizer_too(mlp_profile, tmp_path):
