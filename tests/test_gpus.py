@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -15,10 +19,11 @@ from timeprest.profiles.measuring.process_settings import settings_put_back
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.pinned_memory import CudaCopier
 from timeprest.runtime.communication.transport import NCCL, PINNED
+from timeprest.runtime.prepare.clock import AHEAD, CudaStreamClock, Spans, UnderWay, number
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.finite import all_finite
+from timeprest.runtime.stage.gradients import finiteness
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
 from timeprest.tests.benchmarks.speed.racing.processes import run_ranks
@@ -218,11 +223,80 @@ def test_a_deterministic_run_has_the_same_bits_every_time(tmp_path):
 @one_gpu
 def test_numbers_that_arent_finite_are_found_on_a_gpu():
     def found(*values):
-        return all_finite([torch.tensor([1.0, value], device="cuda") for value in values])
+        return finiteness([torch.tensor([1.0, value], device="cuda") for value in values])()
 
     assert found(0.0, 3e38, -3e38)
     assert not found(0.0, float("inf"))
     assert not found(float("nan"), 0.0)
+
+
+@one_gpu
+def test_gradients_in_float16_whose_squares_overflow_are_finite():
+    tensors = [torch.full((1000,), 6e4, device="cuda").half(), torch.ones(3, device="cuda")]
+    late = finiteness(tensors)
+    tensors[0].fill_(float("nan"))
+    assert late()
+    assert not finiteness(tensors)()
+
+
+@one_gpu
+def test_the_host_runs_ahead_of_a_gpu_and_knows_its_times():
+    device = torch.device("cuda", 0)
+    tensor = torch.randn(4096, 4096, device=device)
+    clock, times, values = CudaStreamClock(device), [], []
+    under_way = UnderWay(clock)
+    (tensor @ tensor).sum().item()
+    clock.start()
+    begin_s = time.perf_counter()
+    for k in range(AHEAD):
+        begin = clock.mark()
+        for _ in range(20):
+            tensor = torch.tanh(tensor @ tensor)
+        value = number(tensor.sum() * 0 + k)
+        end = clock.mark()
+        spans = Spans(begin, begin, end, end, [(begin, end)], [])
+
+        def note(spans=spans, value=value):
+            times.append(spans.times(clock))
+            values.append(float(value))
+
+        under_way.add(end, note)
+    handed_in_s = time.perf_counter()
+    assert len(under_way) > 1
+    under_way.note()
+    end_s = time.perf_counter()
+    assert values == list(range(AHEAD))
+    took = [each.compute_s for each in times]
+    assert handed_in_s - begin_s < 0.5 * sum(took)
+    assert times[0].begin_s == pytest.approx(begin_s, abs=2e-3)
+    assert times[-1].end_s == pytest.approx(end_s, abs=2e-3)
+    assert sum(took) == pytest.approx(end_s - begin_s, abs=2e-3)
+    for one, other in itertools.pairwise(times):
+        assert one.end_s <= other.begin_s + 1e-6
+
+
+@one_gpu
+@pytest.mark.parametrize("more", [{}, {"on_nan": "skip", "clip_norm": 1.0}])
+def test_operations_on_a_gpu_follow_one_another(more, mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, "timeprest", 1)
+    settings = RunSettings(
+        task=mlp_target, steps=6, device="cuda", log_operations=True, evaluate=False, **more
+    )
+    begin_s = time.perf_counter()
+    summary = run(plan, settings, tmp_path, inline=True)
+    end_s = time.perf_counter()
+    (log,) = (tmp_path / "operations").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) == 6 * (4 + 1 + 1)
+    assert begin_s < lines[0]["begin_s"] <= lines[-1]["sent_s"] < end_s + 1e-3
+    for line in lines:
+        assert line["begin_s"] <= line["start_s"] < line["end_s"] <= line["sent_s"]
+        spent = line["compute_s"] + line["communication_s"] + line["loading_s"]
+        assert spent <= line["sent_s"] - line["begin_s"] + 1e-5
+    for one, other in itertools.pairwise(lines):
+        assert one["sent_s"] <= other["begin_s"] + 1e-5
+    (report,) = summary.stages
+    assert 0 < report.compute_s < report.wall_s
 
 
 @pytest.mark.processes

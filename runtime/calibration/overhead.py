@@ -29,7 +29,7 @@ from ...profiles.target import Target, resolve
 from ..communication.transport import local_transport
 from ..prepare.prepare import prepare
 from ..settings import RunSettings
-from ..stage.finite import STOP, NotFinite
+from ..stage.gradients import finite_gradients
 from ..stage.runner import StageRunner
 from ..weights.prediction import Predictor
 from ..weights.stash import WeightVersions
@@ -62,7 +62,6 @@ def with_weight_costs(cost: OperationCost) -> OperationCost:
     weights = WeightVersions(parameters)
     predictor = Predictor("smoothed-gradient", optimizer)
     into = dict(zip(parameters, weights.scratch(), strict=True))
-    checks = NotFinite(STOP)
     weights.keep_latest()
     weights.advance({0})
 
@@ -79,7 +78,7 @@ def with_weight_costs(cost: OperationCost) -> OperationCost:
         cost,
         pack_s=pack_s,
         unpack_s=unpack_s,
-        update_s_per_byte=per_byte(lambda: checks.check_gradients(0, parameters)),
+        update_s_per_byte=per_byte(lambda: finite_gradients(parameters)),
         mix_s_per_byte=per_byte(lambda: weights.between(0, 0.5, reuse=False)),
         predict_s_per_byte=per_byte(lambda: predictor.predict(1, into)),
         # The last: it numbers versions on.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -153,6 +152,9 @@ def _name_device(graph: fx.Graph, device: torch.device) -> bool:
 def put(value: Any, device: torch.device) -> Any:
     """The same nest of containers with its tensors on a device; anything else is left as it is."""
     if isinstance(value, Tensor):
+        if device.type == "cuda" and value.device == CPU and value.numel() > 1:
+            # From other memory the copy, and the host with it, waits for what the device has to do.
+            value = value.pin_memory()
         return value.to(device, non_blocking=True)
     if device == CPU:
         return value
@@ -212,22 +214,7 @@ def random_kept(device: torch.device) -> Iterator[None]:
         set_generators(before, device)
 
 
-# Time and memory --------------------------------------------------------------------------------
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """A clock that reads the time, in seconds, when all work handed in so far is done.
-
-    On a GPU it waits for the stream that computes, and for no other.
-    """
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def clock() -> float:
-        torch.cuda.current_stream(device).synchronize()
-        return time.perf_counter()
-
-    return clock
+# Memory -----------------------------------------------------------------------------------------
 
 
 def dense_bytes(tensor: Tensor) -> int:

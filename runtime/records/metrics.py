@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from ...planner.recordings.recording import Recording
 from ...profiles.errors import RunError
 from ...profiles.tasks.hooks import call_hook, task_figures, task_metrics
 from ...profiles.tasks.task import Task, read_figure
+from ..prepare.clock import OperationTimes
 from ..prepare.data import Segment
 from ..weights.staleness import Staleness
 
@@ -35,7 +36,6 @@ class SegmentMetrics:
         losses: mean loss of each mini-batch, on the last stage.
         weights: of each of them in a mean over mini-batches: its samples, or what counts in it.
         sent_bytes: outputs and gradients for other stages.
-        latest: begin, end, compute_s, communication_s and loading_s of the last operation.
     """
 
     compute_s: float = 0.0
@@ -47,25 +47,15 @@ class SegmentMetrics:
     losses: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     sent_bytes: int = 0
-    latest: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def add(
-        self,
-        begin: float,
-        end: float,
-        *,
-        compute_s: float,
-        communication_s: float,
-        loading_s: float = 0.0,
-    ) -> None:
-        """Account for one operation, begun (with its waiting) and ended then."""
+    def add(self, times: OperationTimes) -> None:
+        """Account for one operation."""
         if self.first_s is None:
-            self.first_s = begin
-        self.last_s = end
-        self.latest = begin, end, compute_s, communication_s, loading_s
-        self.compute_s += compute_s
-        self.communication_s += communication_s
-        self.loading_s += loading_s
+            self.first_s = times.begin_s
+        self.last_s = times.sent_s
+        self.compute_s += times.compute_s
+        self.communication_s += times.communication_s
+        self.loading_s += times.loading_s
 
     def period_s(self, segment: Segment) -> float | None:
         """Mean time of a mini-batch from the first update to the last; filling and draining are
@@ -74,6 +64,20 @@ class SegmentMetrics:
             return None
         between = segment.mini_batches - segment.together(0)
         return (self.updates[-1] - self.updates[0]) / between
+
+
+class Updated(NamedTuple):
+    """What is known of an update.
+
+    Attributes:
+        lr: the first parameter group's; None: the stage has nothing to train.
+        gradient_norm: of the whole model before clipping; None: there was none, or it isn't known.
+        peak: the most that the stage's worker had held by then.
+    """
+
+    lr: float | None = None
+    gradient_norm: float | None = None
+    peak: MemoryByKind | None = None
 
 
 def wall_s(stages: Iterable[SegmentMetrics]) -> float:
@@ -350,8 +354,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
         counted = self.version_differences, seen.differences
         self.version_differences = summed_counts(counted)
         self.backwards += seen.backwards
-        self.distances = as_float(self.distances) + sum(seen.distances)
-        self.largest_distance = max(as_float(self.largest_distance), *seen.distances, 0.0)
+        distances = [float(distance) for distance in seen.distances]
+        self.distances = as_float(self.distances) + sum(distances)
+        self.largest_distance = max(as_float(self.largest_distance), *distances, 0.0)
 
     def stage_epoch(self, epoch: int) -> StageEpoch:
         """The epoch on this stage."""

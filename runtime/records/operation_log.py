@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from ...planner.systems.operations import Op
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import read_lines
+from ..prepare.clock import Mark, OperationTimes, StreamClock
 from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..settings import RunSettings
@@ -97,25 +97,19 @@ def record_named(text: str) -> Record:
 
 
 class Use(NamedTuple):
-    """What an operation used. Times in seconds on the worker's own clock.
-
-    Attributes:
-        start_s, end_s: it computed; before that it waited for messages.
-        begin_s: it was at hand, and loaded its samples, if any.
-        sent_s: its messages were under way.
-        compute_s, communication_s, loading_s: how much of the time from begin_s to sent_s was
-            which.
-    """
+    """What an operation used: weight versions, and times on the worker's own clock."""
 
     version: int
     forward_version: int | None
-    start_s: float
-    end_s: float
-    begin_s: float
-    sent_s: float
-    compute_s: float
-    communication_s: float
-    loading_s: float
+    times: OperationTimes
+
+
+class Messages:
+    """Those of an operation: each a replica's number, the tensor, its bytes, and a mark."""
+
+    def __init__(self) -> None:
+        self.received: list[tuple[int, str, int, Mark]] = []
+        self.sent: list[tuple[int, str, int, Mark]] = []
 
 
 class OperationLog(GrowingFile):
@@ -123,6 +117,8 @@ class OperationLog(GrowingFile):
 
     Attributes:
         on: whether the operation at hand is.
+        clock: of what its stage computes on.
+        messages: of the operation at hand.
     """
 
     def __init__(self, path: Path, record: Record = ALL, *, more: bool = False) -> None:
@@ -136,11 +132,11 @@ class OperationLog(GrowingFile):
         super().__init__(path, more=more, buffer_bytes=1 << 16)
         self.record = record
         self.on = False
+        self.clock = StreamClock()
         self._first: Op | None = None
         self._last: Op | None = None
         self._encoder = msgspec.json.Encoder()
-        self._received: list[tuple[int, str, int, float]] = []
-        self._sent: list[tuple[int, str, int, float]] = []
+        self.messages = Messages()
 
     def choose(self, segment: Segment, ops: Sequence[Op], end: int) -> None:
         """A segment begins: see which of its operations are to be recorded.
@@ -159,16 +155,30 @@ class OperationLog(GrowingFile):
 
     def received(self, number: int, tensor: str, message: Tensor) -> None:
         """The operation at hand got a message. `number`: of the replica that sent it."""
-        self._received.append((number, tensor, message.nbytes, time.perf_counter()))
+        self.messages.received.append((number, tensor, message.nbytes, self.clock.mark()))
 
     def sent(self, number: int, tensor: str, message: Tensor) -> None:
         """It sent one. `number`: of the replica that it is for."""
-        self._sent.append((number, tensor, message.nbytes, time.perf_counter()))
+        self.messages.sent.append((number, tensor, message.nbytes, self.clock.mark()))
+
+    def end(self, op: Op) -> Messages:
+        """The operation at hand has been handed to the device. Returns its messages."""
+        if op == self._last:
+            self.on = False
+        found, self.messages = self.messages, Messages()
+        return found
 
     def write(
-        self, op: Op, text: str, use: Use, held: Sequence[int] | None, left: Sequence[int]
+        self,
+        op: Op,
+        text: str,
+        use: Use,
+        messages: Messages,
+        held: Sequence[int] | None,
+        left: Sequence[int],
     ) -> None:
-        """Add an operation. Buffered; at the end of what is recorded, all of it is on disk.
+        """Add an operation that is done. Buffered; at the end of what is recorded, all of it is on
+        disk.
 
         Args:
             text: its name, its mini-batch counted from the run's beginning.
@@ -178,27 +188,17 @@ class OperationLog(GrowingFile):
         line = {
             "op": text,
             "version": use.version,
-            "begin_s": use.begin_s,
-            "start_s": use.start_s,
-            "end_s": use.end_s,
-            "sent_s": use.sent_s,
-            "compute_s": use.compute_s,
-            "communication_s": use.communication_s,
-            "loading_s": use.loading_s,
+            **use.times._asdict(),
             "held": held,
             "left": left,
         }
         if use.forward_version is not None:
             line["forward_version"] = use.forward_version
-        if self._received:
-            line["received"] = self._received
-            self._received = []
-        if self._sent:
-            line["sent"] = self._sent
-            self._sent = []
+        for kind, noted in (("received", messages.received), ("sent", messages.sent)):
+            if noted:
+                line[kind] = [(*what, self.clock.time_s(mark)) for *what, mark in noted]
         self.append(self._encoder.encode(line) + b"\n")
         if op == self._last:
-            self.on = False
             self.flush()
 
 

@@ -20,24 +20,22 @@ from ...planner.systems.versions import entry_versions
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
 from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
-from ...profiles.tasks.task import Loss
-from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduce, stage_group
+from ..communication.all_reduce import ALL_WORKERS, AllReducer
 from ..communication.channel import Channels, LoggedChannels
+from ..prepare.clock import Spans, UnderWay, clock_of
 from ..prepare.data import NO_EVALUATION, Segment, part_of, real_part, real_samples
-from ..prepare.devices import CPU, clock_of, forward_context, put
+from ..prepare.devices import CPU, forward_context, put
 from ..prepare.messages import MessageRoute, MessageSeries, by_name, join, message_series
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
-from ..prepare.tied_parameters import TiedParameters
-from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
+from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch, Updated
 from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
-from .finite import SKIP, NotFinite
+from .gradients import SKIP, NotFinite, StageGradients, finite_gradients
 from .handed_over import HandedOver
 from .micro_batch import advised
-from .optimizer import clip, own_part, squared_norm, trained
 from .stage import Stage
-from .summed_losses import LossWeights
+from .summed_losses import LossWeights, MiniBatchLosses
 
 EVALUATION_AHEAD = 8
 """Messages that a worker of one stage may have under way to each peer while it evaluates."""
@@ -61,7 +59,9 @@ class StageRunner:
         status: is told of every operation.
         not_finite: mini-batches with losses or gradients that weren't.
         larger: mini-batches larger than any that was profiled, where this is who tells.
-        gradient_norm: of the whole model, before its last clipping; None: there was none.
+        updated: of the last update that was noted.
+        clock: of what its stage computes on.
+        under_way: operations that haven't been noted yet.
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class StageRunner:
         self.on_mini_batch = on_mini_batch
         self.device = device
         self.transport = ""
-        self._clock = clock_of(device)
+        self.clock = clock = clock_of(device)
+        self.under_way = UnderWay(clock)
+        if log is not None:
+            log.clock = clock
         self.is_last = s == len(plan.stages) - 1
         self.tells = replica.tells
         self.stage = Stage(prepared, replica, device)
@@ -102,21 +105,21 @@ class StageRunner:
         self.outgoing = [c for c in routes if c.source == replica]
         returning = Counter(c.spec.name for c in self.outgoing if c.spec.needs_grad)
         self._summed = {name for name, count in returning.items() if count > 1}
-        self._tied = prepared.model.ties.copied_on(s)
+        self._gradients = StageGradients(prepared, replica, self.stage, all_reduce)
         self._samples: dict[str, Samples] = {}
         self.metrics = SegmentMetrics()
         self.segment: Segment | None = None
         self.last_op = "start"
         self.status = Status()
-        self._losses: dict[int, float] = {}
-        self.not_finite = NotFinite(settings.on_nan)
-        self.gradient_norm: float | None = None
+        self.not_finite = NotFinite(settings.on_nan, late=clock.late)
+        self.updated = Updated()
         self.larger: list[int] = []
         self._loss_weights = (
             LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
             if prepared.model.loss.weighted and s in prepared.reached
             else None
         )
+        self._losses = MiniBatchLosses(self._loss_weights)
 
     def stand_beside(self, others: Sequence[StageRunner]) -> None:
         """The worker has these, too: what they make is handed over, what they hold counts."""
@@ -148,6 +151,7 @@ class StageRunner:
         self.stage.begin(entries, ahead)
         self.segment = segment
         self.metrics = SegmentMetrics()
+        self.clock.start()
         if self._loss_weights is not None:
             self._loss_weights.begin(segment)
         if self.log is not None:
@@ -206,7 +210,7 @@ class StageRunner:
         self.status.begin(self.last_op, self.replica.name)
         if self.log is not None:
             self.log.begin(op)
-        with self._explained():
+        with self._explained(), self.under_way.blamed():
             if op.kind == FORWARD:
                 self._forward(op)
                 if self._loss_weights is not None:
@@ -243,20 +247,21 @@ class StageRunner:
             self.epoch_file.epoch(epoch)
 
     def finish(self) -> None:
-        """The segment's operations are done: let the last messages go."""
+        """The segment's operations are handed in: wait for them, and let the last messages go."""
         with self._explained():
+            self.under_way.note()
             self.channels.close()
 
     def _forward(self, op: Op) -> None:
         segment = self.segment
         assert segment is not None
         assert op.micro_batch is not None
-        clock = self._clock
-        begin = clock()
+        mark = self.clock.mark
+        begin = mark()
         values, target = self._own(segment, op.mini_batch, op.micro_batch)
         share = self.share
         part = part_of(segment, op.mini_batch, op.micro_batch, share.samples, share.dealt)
-        loaded = clock()
+        loaded = mark()
         for name, routes in self.incoming.items():
             parts = [
                 (c, self.channels.receive(c, FORWARD))
@@ -265,13 +270,12 @@ class StageRunner:
             ]
             values[name] = join(parts)
         values.update(self.prepared.distribution.known[self.number])
-        start = clock()
+        start = mark()
         held_bytes = self.channels.held_bytes
         with advised(self.prepared, values):
             version, outputs, loss = self.stage.forward(op, values, target, part, held_bytes)
-        if self.is_last:
-            self._note_loss(op, loss, part.share)
-        end = clock()
+        of_loss = self._losses.note(op.mini_batch, loss, part.share) if self.is_last else 0.0
+        end = mark()
         for c in self.outgoing:
             if op.micro_batch in c.micro_batches:
                 name = c.spec.name
@@ -281,19 +285,15 @@ class StageRunner:
                     part_sent = part_sent.clone()
                 self.channels.send(c, FORWARD, part_sent, kept=kept)
                 self.metrics.sent_bytes += 0 if c.handed_over else part_sent.nbytes
-        sent = clock()
-        self.metrics.add(
-            begin,
-            sent,
-            compute_s=end - start,
-            communication_s=sent - end,
-            loading_s=loaded - begin,
-        )
-        self._log(op, version, None, start, end)
+        sent = mark()
+        spans = Spans(begin, start, end, sent, [(start, end)], [(end, sent)], [(begin, loaded)])
+        mini_batch = segment.first + op.mini_batch
+        check = partial(self.not_finite.check_loss, mini_batch, of_loss)
+        self._handed_in(op, version, None, spans, before=check)
 
     def _backward(self, op: Op) -> None:
-        clock = self._clock
-        begin = clock()
+        mark = self.clock.mark
+        begin = mark()
         mine = self.share.of(op)
         grads: dict[str, Tensor] = {}
         for c in self.outgoing:
@@ -307,42 +307,44 @@ class StageRunner:
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
         if self._loss_weights is not None:
             self._loss_weights.settle(op.mini_batch)
-        start = clock()
+        start = mark()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
-        end = clock()
+        end = mark()
         for routes in self.incoming.values():
             for c in routes:
                 if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                     part = c.gradient_part(back[c.spec.name], mine)
                     self.channels.send(c, BACKWARD, part)
                     self.metrics.sent_bytes += 0 if c.handed_over else part.nbytes
-        sent = clock()
-        self.metrics.add(begin, sent, compute_s=end - start, communication_s=sent - end)
-        self._log(op, version, forward_version, start, end)
+        sent = mark()
+        spans = Spans(begin, start, end, sent, [(start, end)], [(end, sent)])
+        staleness = self.stage.staleness
+        read = partial(staleness.read, len(staleness.distances))
+        self._handed_in(op, version, forward_version, spans, before=read)
 
     def _weight(self, op: Op) -> None:
-        begin = self._clock()
+        begin = self.clock.mark()
         if self._loss_weights is not None:
             self._loss_weights.settle(op.mini_batch)
-        start = self._clock()
+        start = self.clock.mark()
         version = self.stage.backward_weight(op, self.channels.held_bytes)
-        end = self._clock()
-        self.metrics.add(begin, end, compute_s=end - start, communication_s=start - begin)
-        self._log(op, version, None, start, end)
+        end = self.clock.mark()
+        spans = Spans(begin, start, end, end, [(start, end)], [(begin, start)])
+        self._handed_in(op, version, None, spans)
 
     def _update(self, op: Op) -> Iterator[None]:
-        begin = self._clock()
+        mark = self.clock.mark
+        begin = mark()
         counts = True
         if self._loss_weights is not None:
             counts = self._loss_weights.settle(op.mini_batch + 1, last=True)
-        done = [b for b in self._losses if b <= op.mini_batch]
-        losses = [self._losses.pop(b) for b in done]
-        if self._loss_weights is not None:
-            losses = self._loss_weights.means(done, losses)
+        due = self._losses.due(op.mini_batch)
+        skips = self.not_finite.policy == SKIP
+        # Elsewhere nobody needs to know before the update is done.
+        losses = self._losses.read(due) if skips or self.replica.count > 1 else None
         shared = torch.tensor(losses, dtype=torch.float64) if self.replica.count > 1 else None
         self.stage.ties.gather(op.mini_batch)
-        started = self._start_all_reduces(shared)
-        skips = self.not_finite.policy == SKIP
+        started = self._gradients.start_sums(shared)
         agrees = skips and self.prepared.pipeline.variant.flushes
         if started or agrees or self.prepared.settings.clip_norm is not None:
             # In one process, those that reduce over all workers pause as often as the others.
@@ -353,11 +355,21 @@ class StageRunner:
             losses = shared.tolist()
         assert self.segment is not None
         number = self.segment.first + op.mini_batch
-        summed = self._clock()
-        finite = self.not_finite.check_gradients(number, self.stage.updated)
-        # Summed over replicas, so that all of them decide alike.
-        finite = finite and counts and all(map(math.isfinite, losses))
-        checked = self._clock()
+        summed = mark()
+        gradients = finite_gradients(self.stage.updated)
+        check: Callable[[], None] | None = None
+        finite = True
+        if self.clock.late and not skips:
+            check = lambda: self.not_finite.check_gradients(number, gradients())  # noqa: E731
+        else:
+            # What was noted of operations before is known before.
+            self.under_way.note()
+            finite = gradients()
+            self.not_finite.check_gradients(number, finite)
+        if skips:
+            # Summed over replicas, so that all of them decide alike.
+            finite = finite and counts and all(map(math.isfinite, losses or ()))
+        checked = mark()
         if agrees:
             # The update is left out everywhere or nowhere.
             bad = torch.tensor([0.0 if finite else 1.0])
@@ -366,76 +378,26 @@ class StageRunner:
             agreeing.wait()
             finite = not float(bad)
         if self.prepared.settings.clip_norm is not None:
-            yield from self._clip()
-        start = self._clock()
+            yield from self._gradients.clip()
+        start = mark()
         version = self.stage.update(
             op.mini_batch, self.channels.held_bytes, steps=finite or not skips
         )
         if self.stage.scheduler is not None:
             self.stage.scheduler.after_update(ends_epoch=self.segment.ends_epoch(op.mini_batch))
-        end = self._clock()
-        self.metrics.add(
-            begin,
-            end,
-            compute_s=checked - summed + end - start,
-            communication_s=summed - begin + start - checked,
-        )
-        self.metrics.updates.append(end)
-        self._log(op, version, None, start, end)
-        for b, loss in zip(done, losses, strict=True):
-            self._tell_loss(b, loss)
+        end = mark()
+        computing, waiting = [(summed, checked), (start, end)], [(begin, summed), (checked, start)]
+        spans = Spans(begin, start, end, end, computing, waiting)
+        updated = Updated(self.stage.lr, self._gradients.norm, self.stage.account.peak)
 
-    def _start_all_reduces(self, losses: Tensor | None) -> list[GradientAllReduce]:
-        """Start to sum gradients over whoever has a part of them, and over replicas the losses too.
+        def after() -> None:
+            self.updated = updated
+            self.metrics.updates.append(self.clock.time_s(end))
+            found = self._losses.read(due) if losses is None else losses
+            for b, loss in zip(due, found, strict=True):
+                self._tell_loss(b, loss)
 
-        Args:
-            losses: None: the stage has one replica.
-        """
-        started = []
-        for tied in self._tied:
-            copies = tied.of(self.number, self.stage.module)
-            started.append(GradientAllReduce(self.all_reduce, tied.group, copies))
-        if losses is not None:
-            elsewhere = self._copies(self._tied)
-            own = [p for p in self.stage.updated if id(p) not in elsewhere]
-            started.append(
-                GradientAllReduce(self.all_reduce, stage_group(self.number), own, [losses])
-            )
-        return started
-
-    def _copies(self, tied: Iterable[TiedParameters]) -> set[int]:
-        return {id(p) for shared in tied for p in shared.of(self.number, self.stage.module)}
-
-    def _clip(self) -> Iterator[None]:
-        """Clip the gradients, which are summed over the stage's replicas."""
-        most = self.prepared.settings.clip_norm
-        assert most is not None
-        own = self.stage.updated
-        # A parameter with copies on several stages counts once.
-        elsewhere = self._copies(t for t in self._tied if not t.counts_in(self.number))
-        counted = [p for p in own if id(p) not in elsewhere]
-        squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
-        if self.prepared.pipeline.variant.flushes:
-            if not self.replica.leads:
-                squared.zero_()
-            summing = self.all_reduce.start(ALL_WORKERS, [squared])
-            yield
-            summing.wait()
-            self.gradient_norm = math.sqrt(float(squared))
-        else:
-            every = [p for piece in self.prepared.model.pieces for p in piece.module.parameters()]
-            most = own_part(most, trained(own), trained(every))
-        clip(own, math.sqrt(float(squared)), most)
-
-    def _note_loss(self, op: Op, loss: Loss | None, share: float) -> None:
-        """Add a micro-batch's share of its mini-batch's loss to what this worker has of it."""
-        assert self.segment is not None
-        value = 0.0 if loss is None else float(loss.value)
-        self.not_finite.check_loss(self.segment.first + op.mini_batch, value)
-        if self._loss_weights is not None:
-            self._loss_weights.note(op.mini_batch, loss)
-            share = 1.0
-        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + value * share
+        self._handed_in(op, version, None, spans, before=check, after=after)
 
     def _tell_loss(self, mini_batch: int, loss: float) -> None:
         assert self.segment is not None
@@ -448,15 +410,38 @@ class StageRunner:
         if self.on_mini_batch:
             self.on_mini_batch(self.segment, mini_batch, loss)
 
-    def _log(
-        self, op: Op, version: int, forward_version: int | None, start: float, end: float
+    def _handed_in(
+        self,
+        op: Op,
+        version: int,
+        forward_version: int | None,
+        spans: Spans,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> None:
-        if self.log is not None and self.log.on:
-            meanwhile = self.stage.account.now
-            held = None if meanwhile is None else by_kind(meanwhile)
-            left = self.stage.held(self.channels.held_bytes)
-            use = Use(version, forward_version, start, end, *self.metrics.latest)
-            self.log.write(op, self.last_op, use, held, left)
+        """The device has all of an operation: note it when it is through.
+
+        Args:
+            before, after: what is to be done then, besides the metrics and the log.
+        """
+        text, log = self.last_op, self.log if self.log is not None and self.log.on else None
+        if log is not None:
+            now = self.stage.account.now
+            held = None if now is None else by_kind(now)
+            left, messages = self.stage.held(self.channels.held_bytes), log.end(op)
+
+        def note() -> None:
+            with self._explained(text):
+                if before is not None:
+                    before()
+                at = spans.times(self.clock)
+                self.metrics.add(at)
+                if after is not None:
+                    after()
+                if log is not None:
+                    log.write(op, text, Use(version, forward_version, at), messages, held, left)
+
+        self.under_way.add(spans.sent, note)
 
     # Evaluation ----------------------------------------------------------------------------
 
@@ -583,18 +568,22 @@ class StageRunner:
             yield
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turns whatever is raised into an error that says who failed, and at what."""
-        who = f"{self.replica.name}, at "
+    def _explained(self, at: str | None = None) -> Iterator[None]:
+        """Turns whatever is raised into an error that says who failed, and at what.
+
+        `at`: an operation, which has been handed in; None: the one at hand.
+        """
         try:
             yield
         except TimeprestError as error:
             if str(error).startswith("stage "):
                 raise
-            raise type(error)(f"{who}{self.last_op}: {error}") from error
+            who = f"{self.replica.name}, at {at or self.last_op}"
+            raise type(error)(f"{who}: {error}") from error
         except BaseException as error:
             # Mostly an operation is given up at a pause since another worker's has failed.
             given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
             if given_up or is_ctrl_c(error):
                 raise
-            raise RunError(f"{who}{self.last_op}: {describe_error(error)}") from error
+            who = f"{self.replica.name}, at {at or self.last_op}"
+            raise RunError(f"{who}: {describe_error(error)}") from error

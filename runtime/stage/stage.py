@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -534,7 +534,7 @@ class Stage:
             return nullcontext()
         return self._batch_norm.forward(op.mini_batch, part.real, part.size)
 
-    def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
+    def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> SupportsFloat:
         if self._distances is None:
             return 0.0
         # Those that were made for the operation, if they aren't any version's.

@@ -1,4 +1,4 @@
-"""Losses that are (sum, weight): gradients of mini-batches' means, from those of their sums.
+"""Losses of mini-batches; and those that are (sum, weight): gradients of means, from sums'.
 
 How much counts in a mini-batch is known when its last forward is done on the last stage, and a
 backward may begin before. So gradients are those of sums, and each stage divides its own by the
@@ -10,8 +10,8 @@ in this.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ...planner.systems.operations import Op
 from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import LOSS_WEIGHTS, AllReducer, Pending
+from ..prepare.clock import number
 from ..prepare.data import Segment
 from ..prepare.devices import dense_bytes
-from .finite import NotFinite
+from .gradients import NotFinite
 
 if TYPE_CHECKING:
     from .stage import Stage
@@ -138,7 +139,41 @@ class LossWeights:
             self._empty = False
         return not empty
 
-    def means(self, mini_batches: Sequence[int], sums: Sequence[float]) -> list[float]:
-        """This worker's part of the mean losses of mini-batches that are settled."""
-        weights = [self.weights[b] for b in mini_batches]
-        return [s / w if w else math.nan for s, w in zip(sums, weights, strict=True)]
+
+class MiniBatchLosses:
+    """What this worker has of the losses of mini-batches whose updates are still to come.
+
+    They are read when they are asked for: of a GPU they come late (`clock.number`).
+    """
+
+    def __init__(self, weights: LossWeights | None) -> None:
+        """`weights`: of losses that are (sum, weight)."""
+        self._weights = weights
+        self._noted: dict[int, list[tuple[SupportsFloat, float]]] = {}
+
+    def note(self, mini_batch: int, loss: Loss | None, share: float) -> SupportsFloat:
+        """Add a micro-batch's share of its mini-batch's loss. Returns its loss."""
+        value = 0.0 if loss is None else number(loss.value)
+        if self._weights is not None:
+            self._weights.note(mini_batch, loss)
+            share = 1.0
+        self._noted.setdefault(mini_batch, []).append((value, share))
+        return value
+
+    def due(self, last: int) -> dict[int, list[tuple[SupportsFloat, float]]]:
+        """Take out those of all mini-batches up to this one."""
+        return {b: self._noted.pop(b) for b in list(self._noted) if b <= last}
+
+    def read(self, due: Mapping[int, Iterable[tuple[SupportsFloat, float]]]) -> list[float]:
+        """This worker's part of the losses of such mini-batches, which are settled."""
+        found = []
+        for b, noted in due.items():
+            # As `sum` of Python 3.12 doesn't: in its sequence, and without compensation.
+            total = 0.0
+            for value, share in noted:
+                total += float(value) * share
+            if self._weights is not None:
+                weight = self._weights.weights[b]
+                total = total / weight if weight else math.nan
+            found.append(total)
+        return found

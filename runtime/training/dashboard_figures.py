@@ -40,7 +40,7 @@ def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[s
     Args:
         mini_batch: in the segment.
     """
-    metrics, stage = runner.metrics, runner.stage
+    metrics, updated = runner.metrics, runner.updated
     before = metrics.updates[-2] if len(metrics.updates) > 1 else metrics.first_s
     assert before is not None
     together = segment.together(mini_batch)
@@ -52,11 +52,11 @@ def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[s
         found["flops"] = 3 * runner.prepared.flops_per_sample * found["samples"]
     if runner.prepared.model.loss.weighted:
         found["counted"] = metrics.weights[-1]
-    if stage.lr is not None:
-        found["lr"] = stage.lr
-    if runner.gradient_norm is not None:
-        found["gradient_norm"] = runner.gradient_norm
-    on_device, peak = peak_bytes(runner.device), stage.account.peak
+    if updated.lr is not None:
+        found["lr"] = updated.lr
+    if updated.gradient_norm is not None:
+        found["gradient_norm"] = updated.gradient_norm
+    on_device, peak = peak_bytes(runner.device), updated.peak
     if on_device is not None or peak is not None:
         found["memory_bytes"] = float(on_device or (peak.total if peak else 0))
     return found

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor, nn
+
+from ..prepare.clock import number
 
 SAMPLED = 16_384
 
@@ -21,22 +24,31 @@ class Staleness:
 
     Attributes:
         differences: how often each version difference was seen.
-        distances: per backward that ran on other weights than its forward, ‖W_B − W_F‖ / ‖W_F‖.
+        distances: per backward that ran on other weights than its forward, ‖W_B − W_F‖ / ‖W_F‖;
+            of a GPU they come late, and are read when told to.
         backwards: all of them.
         versions_held: most weight versions held at once.
     """
 
     differences: dict[int, int] = field(default_factory=dict)
-    distances: list[float] = field(default_factory=list)
+    distances: list[SupportsFloat] = field(default_factory=list)
     backwards: int = 0
     versions_held: int = 1
+    _read: int = 0
 
-    def note(self, difference: int, distance: float) -> None:
+    def note(self, difference: int, distance: SupportsFloat) -> None:
         """Count a backward."""
         self.differences[difference] = self.differences.get(difference, 0) + 1
         self.backwards += 1
-        if distance:
+        # Most are 0 where nothing was to be computed.
+        if distance != 0.0:
             self.distances.append(distance)
+
+    def read(self, count: int) -> None:
+        """Read so many of the distances, which have come by now."""
+        for k in range(self._read, count):
+            self.distances[k] = float(self.distances[k])
+        self._read = count
 
 
 class Sample:
@@ -97,19 +109,21 @@ class WeightDistances:
         if version in self._used.values():
             self._overwritten[version] = self._sample.of(None)
 
-    def backward(self, together: _Together, version: int, made: Sequence[Tensor] | None) -> float:
-        """‖W_B − W_F‖ / ‖W_F‖ of a backward.
+    def backward(
+        self, together: _Together, version: int, made: Sequence[Tensor] | None
+    ) -> SupportsFloat:
+        """‖W_B − W_F‖ / ‖W_F‖ of a backward; 0 where W_F is.
 
         Args:
             made: predicted, corrected or intermediate weights that it runs on; else None.
         """
         used, predicted = self._used.pop(together), self._predicted.pop(together, None)
-        distance = 0.0
+        distance: SupportsFloat = 0.0
         if made is not None or predicted is not None or used != version:
             before = self._seen(used) if predicted is None else predicted
             now = self._seen(version) if made is None else self._sample.of(made)
-            norm = float(before.norm())
-            distance = float((now - before).norm()) / norm if norm else 0.0
+            norm = before.norm()
+            distance = number(torch.where(norm == 0, 0.0, (now - before).norm() / norm))
         needed = set(self._used.values())
         self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
         return distance

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
-from timeprest.runtime.prepare.devices import CPU, clock_of
+from timeprest.runtime.prepare.clock import clock_of
+from timeprest.runtime.prepare.devices import CPU
 from torch import Tensor, nn
 
 from .tasks import Race
@@ -28,7 +29,7 @@ def child_times(
     torch.manual_seed(0)
     model = race.model().to(device)
     x, y = (part.to(device) for part in race.data("train")[:micro_batch])
-    clock = clock_of(device)
+    clock = clock_of(device).now
     times: list[list[float]] = [[] for _ in model]
     steps: list[list[float]] = [[] for _ in model]
     optimizers = [_optimizer(race, child) for child in model]

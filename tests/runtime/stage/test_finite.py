@@ -16,7 +16,7 @@ from timeprest.runtime.records.progress import Observer, Tail, read_epochs, read
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.stage.finite import NotFinite, all_finite
+from timeprest.runtime.stage.gradients import NotFinite, finite_gradients, finiteness
 
 
 class BadLoss(MLPTask):
@@ -45,22 +45,22 @@ def made(name, mlp_profile, stages=2):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_number_that_isnt_finite_is_found(bad):
     tensors = [torch.randn(1000), torch.randn(3, dtype=torch.float64), torch.ones(7).half()]
-    assert all_finite(tensors)
+    assert finiteness(tensors)()
     for tensor in tensors:
         before = tensor[2].clone()
         tensor[2] = bad
-        assert not all_finite(tensors)
+        assert not finiteness(tensors)()
         tensor[2] = before
     tensors[0][:2] = torch.tensor([math.inf, -math.inf])
-    assert not all_finite(tensors)
+    assert not finiteness(tensors)()
 
 
 def test_large_numbers_whose_sum_overflows_are_finite():
-    assert all_finite([torch.full((100,), 3e38), torch.full((100,), 6e4).half()])
+    assert finiteness([torch.full((100,), 3e38), torch.full((100,), 6e4).half()])()
     whole = torch.full((3,), 1 + 2j)
-    assert all_finite([whole])
+    assert finiteness([whole])()
     whole[1] = complex(0.0, float("nan"))
-    assert not all_finite([torch.ones(2), whole])
+    assert not finiteness([torch.ones(2), whole])()
 
 
 def test_a_loss_that_isnt_finite_stops_the_run(mlp_profile, tmp_path):
@@ -117,13 +117,13 @@ def test_gradients_are_looked_at_before_they_are_taken():
     none = torch.nn.Parameter(torch.zeros(3))
     # Finite, although the sum of their squares isn't in this type.
     parameter.grad = torch.full((3,), 6e4, dtype=torch.float16)
-    NotFinite("stop").check_gradients(0, [parameter, none])
+    NotFinite("stop").check_gradients(0, finite_gradients([parameter, none])())
     for bad in (math.nan, math.inf):
         parameter.grad[1] = bad
         with pytest.raises(RunError, match="gradients of mini-batch 7 aren't finite"):
-            NotFinite("stop").check_gradients(7, [none, parameter])
+            NotFinite("stop").check_gradients(7, finite_gradients([none, parameter])())
         counting = NotFinite("warn")
-        counting.check_gradients(7, [parameter])
+        counting.check_gradients(7, finite_gradients([parameter])())
         counting.check_loss(7, math.inf)
         counting.check_loss(8, 1.0)
         assert counting.mini_batches == [7]

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from timeprest.profiles.measuring.process_settings import keep_freed_memory
-from timeprest.runtime.prepare.devices import clock_of
+from timeprest.runtime.prepare.clock import clock_of
 
 from ..cuts import child_times
 from ..tasks import ALL_RACES
@@ -92,7 +92,7 @@ def measured(spec: RankSpec) -> RankFigures:
             race, race.mini_batch // spec.micro_batches, torch.device(spec.computes_on)
         )
         return RankFigures(children_s=tuple(times), steps_s=tuple(steps))
-    step, clock = make_step(spec), clock_of(torch.device(spec.computes_on))
+    step, clock = make_step(spec), clock_of(torch.device(spec.computes_on)).now
     losses = [step(k) for k in range(spec.warm)]
     sent, processor, begin = _sent(spec.device), time.process_time(), clock()
     losses += [step(k) for k in range(spec.warm, spec.warm + spec.timed)]

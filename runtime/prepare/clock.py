@@ -1,0 +1,229 @@
+"""When a device is through with what it was handed, and what is noted once it is.
+
+On the CPU an operation is done when it returns. A GPU works off what the host hands it, and a host
+that waited for each operation would hand over the next one late. So the host runs ahead: it marks
+moments in the stream of work (CUDA events), and whatever is noted of an operation (its times, its
+loss, its line in the log) is noted when its last mark is through, operation by operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, SupportsFloat
+
+import torch
+from torch import Tensor
+
+AHEAD = 4
+"""Operations that may be handed to a device and not be noted yet. Few keep it busy; what they hold
+besides the account (copies on their way) stays small."""
+
+_ANCHOR_S = 1.0
+"""CUDA tells the time between events in float32: over longer ones by steps above 0.1 µs."""
+
+_BLAMED_S = 1.0
+
+Mark = Any
+"""A moment in what a device has to do: a time, or a CUDA event."""
+
+
+class StreamClock:
+    """The host's: work is done when it has been handed in.
+
+    Attributes:
+        late: marks may be through later than they are made.
+    """
+
+    late = False
+
+    def start(self) -> None:
+        """Set the clock by the host's, where nothing is under way."""
+
+    def mark(self) -> Mark:
+        """A mark behind all that has been handed in so far."""
+        return time.perf_counter()
+
+    def through(self, mark: Mark) -> bool:
+        """Whether the device has come past it."""
+        return True
+
+    def wait(self, mark: Mark) -> None:
+        """Wait until it has."""
+
+    def time_s(self, mark: Mark) -> float:
+        """When that was, of a mark that is through; by the host's clock (`time.perf_counter`)."""
+        return float(mark)
+
+    def now(self) -> float:
+        """The time when all is done that has been handed in so far."""
+        mark = self.mark()
+        self.wait(mark)
+        return self.time_s(mark)
+
+
+class CudaStreamClock(StreamClock):
+    """The clock of the stream that computes on a GPU, and of no other.
+
+    Between events the device measures; one of them, whose time by the host's clock is known, says
+    which time that is there.
+    """
+
+    late = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        # Torch keeps what was pinned once; to pin more later, CUDA may wait for the whole device.
+        for dtype in (torch.float32, torch.float64):
+            _ = [torch.empty((), dtype=dtype, pin_memory=True) for _ in range(4 * AHEAD)]
+
+    def start(self) -> None:
+        """Wait for the stream, and begin with the host's time now."""
+        torch.cuda.current_stream(self._device).synchronize()
+        event = self.mark()
+        event.synchronize()
+        self._anchor = event, time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event. Who waits for it sleeps."""
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def through(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    def time_s(self, mark: Mark) -> float:
+        """The times of marks are asked for about in the sequence in which they were made."""
+        if self._anchor is None:
+            self.start()
+        assert self._anchor is not None
+        anchor, anchor_s = self._anchor
+        since_s = float(anchor.elapsed_time(mark)) * 1e-3
+        if since_s > _ANCHOR_S:
+            self._anchor = mark, anchor_s + since_s
+        return anchor_s + since_s
+
+
+def clock_of(device: torch.device) -> StreamClock:
+    """The clock of what is computed on a device."""
+    return CudaStreamClock(device) if device.type == "cuda" else StreamClock()
+
+
+# Numbers that are read late ---------------------------------------------------------------------
+
+
+class _LateNumber:
+    """A number on its way from a GPU; who asks for it waits for it, and not for what comes after.
+
+    It is there when a mark that is made later is through.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor.detach().reshape(()), non_blocking=True)
+        self._landed = torch.cuda.current_stream(tensor.device).record_event()
+
+    def __float__(self) -> float:
+        self._landed.synchronize()
+        return float(self._host)
+
+
+def number(tensor: Tensor) -> SupportsFloat:
+    """The one number of a tensor, as it is now: on the CPU at once, of a GPU once it is asked for.
+
+    The tensor may be changed and let go.
+    """
+    return _LateNumber(tensor) if tensor.is_cuda else float(tensor)
+
+
+# Operations under way ---------------------------------------------------------------------------
+
+
+class OperationTimes(NamedTuple):
+    """When an operation ran, in seconds.
+
+    Attributes:
+        begin_s: it was at hand, and loaded its samples, if any.
+        start_s, end_s: it computed; before that it waited for messages.
+        sent_s: its messages were under way.
+        compute_s, communication_s, loading_s: how much of the time from begin_s to sent_s was
+            which.
+    """
+
+    begin_s: float
+    start_s: float
+    end_s: float
+    sent_s: float
+    compute_s: float
+    communication_s: float
+    loading_s: float
+
+
+class Spans(NamedTuple):
+    """The same by marks, which may be still to come; from one to another."""
+
+    begin: Mark
+    start: Mark
+    end: Mark
+    sent: Mark
+    computing: Sequence[tuple[Mark, Mark]]
+    communicating: Sequence[tuple[Mark, Mark]]
+    loading: Sequence[tuple[Mark, Mark]] = ()
+
+    def times(self, clock: StreamClock) -> OperationTimes:
+        """By a clock that has come past all of them."""
+
+        def took(spans: Sequence[tuple[Mark, Mark]]) -> float:
+            return sum(clock.time_s(end) - clock.time_s(begin) for begin, end in spans)
+
+        four = map(clock.time_s, self[:4])
+        return OperationTimes(*four, *map(took, self[4:]))
+
+
+class UnderWay:
+    """What is to be noted of operations that a device has been handed, in their sequence."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._waiting: deque[tuple[Mark, Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, mark: Mark, note: Callable[[], None]) -> None:
+        """Call `note` when the device has come past the mark, which is no earlier than those
+        before. Waits where more than `AHEAD` would be under way. Raises what they raise."""
+        self._waiting.append((mark, note))
+        self.note(AHEAD)
+
+    def note(self, most: int = 0) -> None:
+        """Note all that is through, and wait until no more than so many are left."""
+        while self._waiting:
+            mark, note = self._waiting[0]
+            if len(self._waiting) > most:
+                self._clock.wait(mark)
+            elif not self._clock.through(mark):
+                return
+            self._waiting.popleft()
+            note()
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Where something inside fails, what is under way may say why: its error comes first."""
+        try:
+            yield
+        except Exception:
+            end = time.monotonic() + _BLAMED_S
+            # The device itself may be what fails.
+            with suppress(RuntimeError):
+                while self._waiting and time.monotonic() < end:
+                    self.note(len(self._waiting))
+                    time.sleep(1e-3)
+            raise
