@@ -341,10 +341,9 @@ def _optimizer(bench: Bench) -> OptimizerCost:
         def make(given: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
             named = [(known.get(id(p), "a parameter"), p) for p in given]
             groups = task_groups(task, trained, given)
-            for p in given if groups else ():
-                if id(p) not in known:
-                    # It stands for those of any group.
-                    groups[0]["params"].append(p)
+            if groups:
+                # A stand-in is of any group.
+                groups[0]["params"] += [p for p in given if id(p) not in known]
             found = task_optimizer(task.optimizer, groups or given, named, "the model")
             made.append(found)
             return found

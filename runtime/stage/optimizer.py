@@ -488,9 +488,9 @@ def hook_warnings(prepared: Prepared) -> list[str]:
 
 
 _OTHER_GROUPS = (
-    "the task's optimizer has {least} parameter groups on one stage and {most} on another: a schedule "
-    "that goes by their places has other ones' rates; make them in parameter_groups, where they "
-    "keep their places on every stage (docs/tasks.md)"
+    "the task's optimizer has {least} parameter groups on one stage and {most} on another: a "
+    "schedule that goes by their places has other ones' rates; make them in parameter_groups, "
+    "where they keep their places on every stage (docs/tasks.md)"
 )
 
 
