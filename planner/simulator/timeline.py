@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..systems.operations import FORWARDS, UPDATES, Op, Schedule
+from ..systems.operations import FORWARDS, UPDATE, UPDATES, Op, Schedule
 from .clock import NOT_YET, SimulatedClock, SimulatedMessage
 from .executor import Task, execute
 from .pipeline import Link, Pipeline
@@ -78,6 +78,20 @@ def simulate(
         tuple(tuple(map(tuple, own)) for own in replicas),
         tuple(order),
     )
+
+
+def whole_sequence(pipeline: Pipeline, schedule: Schedule) -> list[tuple[int, Op]]:
+    """(Stage, operation) of all devices, as one process could run them. Raises as `simulate`."""
+    places = simulate(pipeline, schedule).sequence
+    return updates_last(pipeline, [(s, schedule[s][k]) for s, k in places])
+
+
+def updates_last(pipeline: Pipeline, sequence: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
+    """Where a pipeline flushes: all updates behind everything else of their mini-batches, since any
+    stage may wait for sums with any other before it updates."""
+    if not pipeline.variant.flushes:
+        return list(sequence)
+    return sorted(sequence, key=lambda at: (at[1].mini_batch, at[1].kind == UPDATE))
 
 
 def _shares(clock: SimulatedClock, op: Op, task: Task) -> Iterable[tuple[int, Event]]:

@@ -22,6 +22,7 @@ from ...profiles.errors import RunError
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.operation_log import OperationLog
 from ..records.status import Status
+from .posts import Posts, no_posts
 
 START_S = 60.0
 """Shortest bound of a wait for the other workers to start, whatever the bound for a message is."""
@@ -65,8 +66,16 @@ def wait_until(done: Callable[[], bool], timeout: timedelta) -> None:
 class Channels(Protocol):
     """A worker's messages to and from the others."""
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
-        """Announce all messages that this worker is going to take."""
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
+        """Announce all messages that this worker is going to take.
+
+        Args:
+            posts: when each is posted, for those that go by that.
+        """
+
+    def advance(self) -> None:
+        """This worker has handed in the next one of its operations."""
+        return
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Start sending; never waits for the receiver. The tensor must not change any more.
@@ -200,7 +209,7 @@ class LocalChannels(Channels):
         self.rank = rank
         self._mailbox = mailbox
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """Nothing to prepare."""
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
@@ -251,9 +260,12 @@ class SeveralStagesChannels(ProcessChannels):
         self._own = LocalChannels(rank, Mailbox())
         self._others = others
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """Announce what comes from others."""
-        self._others.open([each for each in series if not each.routes[0].handed_over])
+        self._others.open([c for c in series if not c.routes[0].handed_over], posts)
+
+    def advance(self) -> None:
+        self._others.advance()
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand it over, or send it."""
@@ -284,8 +296,11 @@ class LoggedChannels(Channels):
         self._channels = channels
         self._log = log
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
-        self._channels.open(series)
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
+        self._channels.open(series, posts)
+
+    def advance(self) -> None:
+        self._channels.advance()
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Send, and note the message when it is under way."""

@@ -16,6 +16,7 @@ from ...planner.systems.operations import BACKWARD
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import PeerChannels, SendingThread
+from .posts import Posts, no_posts
 
 
 class GlooChannels(PeerChannels):
@@ -48,7 +49,7 @@ class GlooChannels(PeerChannels):
         self._to_post: dict[tuple[int, str], Iterator[MessageRoute]] = {}
         self._senders: dict[int, SendingThread] = {}
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """Post the first receives."""
         self._to_post = {}
         for each in series:

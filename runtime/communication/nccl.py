@@ -5,6 +5,9 @@ direction between two stages' replicas has a communicator of its own (and with i
 which messages have one sequence that both ends know. Communicators are made ahead of training, in
 one sequence on all workers, so that no two wait for each other.
 
+A send and a receive are kernels that wait for one another, and what waits for all that a GPU has
+waits for them. So both ends post a message at a moment that the schedule gives (`posts`).
+
 The host never waits inside NCCL, where a peer that is gone can't be told from a slow one: it polls
 for the message, within the bound.
 """
@@ -12,10 +15,9 @@ for the message, within the bound.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from itertools import chain, islice, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from ..prepare.messages import MessageRoute, MessageSeries
 from ..prepare.workers import Replica
 from ..records.status import Status
 from .channel import PeerChannels, PeerError, wait_until
+from .posts import Post, Posts, no_posts
 
 Direction = tuple[Replica, Replica]
 """A sender and a receiver."""
@@ -43,26 +46,72 @@ def directions(routes: Iterable[MessageRoute]) -> list[Direction]:
     return sorted(found, key=lambda pair: (pair[0].number, pair[1].number))
 
 
-def sequence(
-    series: Iterable[MessageSeries], direction: Direction
-) -> Iterator[tuple[MessageRoute, str]]:
-    """The messages of one direction, in the sequence in which they are sent.
+# What is posted ---------------------------------------------------------------------------------
+# The channels know no NCCL: `Poster` says what is needed of it, so that the same code runs in tests
+# over a device that stands still wherever one could.
 
-    Micro-batch by micro-batch, as both schedules have them, and for each by the routes' numbers.
-    """
-    once: list[tuple[int, int, MessageRoute, str]] = []
-    rounds = 0
-    for each in series:
-        seen: dict[int, int] = {}
-        for route in each.routes:
-            if route.between(each.kind) != direction:
-                continue
-            k = seen[route.number] = seen.get(route.number, -1) + 1
-            once.append((route.micro_batches[k], route.number, route, each.kind))
-            rounds = each.count // len(each.routes)
-    once.sort(key=lambda each: each[:2])
-    of_round = [(route, kind) for _, _, route, kind in once]
-    return chain.from_iterable(repeat(of_round, rounds))
+
+class Posted(Protocol):
+    """A send or a receive under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it is through. Raises RuntimeError where it failed."""
+
+    def wait(self) -> object:
+        """Have what is computed from now on come behind it, which is through."""
+
+
+class Poster(Protocol):
+    """Posts sends and receives, which wait for one another on the device."""
+
+    def ready(self, tensor: Tensor) -> Any:
+        """The moment at which work handed in so far is done, for `send`."""
+
+    def send(self, tensor: Tensor, ready: Any, direction: Direction) -> Posted:
+        """Send a tensor, which is kept meanwhile, when it is ready."""
+
+    def receive(self, buffer: Tensor, direction: Direction) -> Posted:
+        """Receive into a tensor."""
+
+
+class NcclPoster:
+    """Posts to NCCL; made by all workers at the same time."""
+
+    def __init__(
+        self, routes: Iterable[MessageRoute], device: torch.device, timeout_s: float
+    ) -> None:
+        """`routes`: all that there will be, of all workers."""
+        self._groups: dict[Direction, Any] = {}
+        self._behind = torch.cuda.Stream(device)
+        for pair in directions(routes):
+            # Every process takes part in making every group.
+            self._groups[pair] = dist.new_group(
+                sorted(end.rank for end in pair),
+                backend="nccl",
+                timeout=timedelta(seconds=timeout_s + _SLACK_S),
+            )
+
+    def ready(self, tensor: Tensor) -> torch.cuda.Event:
+        """An event of the stream that computes."""
+        event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
+        return event
+
+    def send(self, tensor: Tensor, ready: Any, direction: Direction) -> Posted:
+        """Behind what makes the tensor, and nothing that was handed in since."""
+        self._behind.wait_event(ready)
+        with torch.cuda.stream(self._behind):
+            work = dist.isend(tensor, direction[1].rank, group=self._groups[direction])
+        assert work is not None
+        return work
+
+    def receive(self, buffer: Tensor, direction: Direction) -> Posted:
+        """Behind what has been handed in, which may have used the buffer's memory."""
+        work = dist.irecv(buffer, direction[0].rank, group=self._groups[direction])
+        assert work is not None
+        return work
+
+
+# The channels -----------------------------------------------------------------------------------
 
 
 class NcclChannels(PeerChannels):
@@ -72,88 +121,87 @@ class NcclChannels(PeerChannels):
         self,
         rank: int,
         names: Sequence[str],
-        routes: Iterable[MessageRoute],
+        routes: Sequence[MessageRoute],
         device: torch.device,
         timeout_s: float,
         status: Status | None = None,
+        poster: Poster | None = None,
     ) -> None:
-        """Make the communicators.
-
+        """
         Args:
             names, status: as of `PeerChannels`.
             routes: all that there will be, of all workers.
+            poster: by default NCCL's.
 
         Raises PeerError.
         """
         super().__init__(names, timeout_s, status)
         self.rank = rank
         self.device = device
-        self._groups: dict[Direction, Any] = {}
-        self._coming: dict[Direction, Iterator[tuple[MessageRoute, str]]] = {}
-        self._posted: dict[Direction, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
+        self._poster = poster or NcclPoster(routes, device, timeout_s)
+        self._handed_in = 0
+        self._due: deque[Post] = deque()
+        self._ready: dict[tuple[int, str], deque[tuple[Tensor, Any, int]]] = {}
+        self._posted: dict[Direction, deque[tuple[MessageRoute, str, Posted, Tensor]]] = {}
         self._there: dict[tuple[int, str], deque[Tensor]] = {}
-        self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
-        everywhere = directions(routes)
-        for pair in everywhere:
-            # Every process takes part in making every group.
-            self._groups[pair] = dist.new_group(
-                sorted(end.rank for end in pair),
-                backend="nccl",
-                timeout=timedelta(seconds=timeout_s + _SLACK_S),
-            )
-        for pair in everywhere:
+        self._going: dict[int, deque[tuple[Posted, Tensor, int]]] = {}
+        for pair in directions(routes):
             if rank in (end.rank for end in pair):
                 self._greet(pair)
 
     def _greet(self, direction: Direction) -> None:
         """The first message of a direction makes its communicator; both ends wait for that."""
         greeting = torch.zeros(1, device=self.device)
-        group = self._groups[direction]
         source, target = (end.rank for end in direction)
-        peer = target if self.rank == source else source
-        with self.talking_to(peer):
-            work = (
-                dist.isend(greeting, target, group=group)
+        with self.talking_to(target if self.rank == source else source):
+            posted = (
+                self._poster.send(greeting, self._poster.ready(greeting), direction)
                 if self.rank == source
-                else dist.irecv(greeting, source, group=group)
+                else self._poster.receive(greeting, direction)
             )
-            assert work is not None
-            wait_until(work.is_completed, self.timeout)
+            wait_until(posted.is_completed, self.timeout)
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
-        """Post the first receives."""
-        ahead: dict[Direction, int] = {}
-        for each in series:
-            pairs = [route.between(each.kind) for route in each.routes]
-            for pair in set(pairs):
-                mine = -(-each.ahead * pairs.count(pair) // len(pairs))
-                ahead[pair] = ahead.get(pair, 0) + mine
-        self._there = {}
-        self._coming = {pair: sequence(series, pair) for pair in ahead}
-        self._posted = {pair: deque() for pair in ahead}
-        for pair, most in ahead.items():
-            self._post(pair, most)
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
+        """Post what may be posted before the first operation."""
+        self._handed_in = 0
+        self._due = deque(posts(self.rank))
+        self._ready, self._posted, self._there = {}, {}, {}
+        self._post_due()
 
-    def _post(self, direction: Direction, count: int) -> None:
-        source = direction[0].rank
-        for route, kind in islice(self._coming[direction], count):
-            buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
-            with self.talking_to(source):
-                work = dist.irecv(buffer, source, group=self._groups[direction])
-            assert work is not None
-            self._posted[direction].append((route, kind, work, buffer))
+    def advance(self) -> None:
+        """Post what this operation was the last to be ahead of."""
+        self._handed_in += 1
+        self._post_due()
+
+    def _post_due(self) -> None:
+        while self._due and self._due[0].after <= self._handed_in:
+            _, route, kind = self._due.popleft()
+            source, target = route.ends(kind)
+            if source == self.rank:
+                self._post_send(route, kind, target)
+            else:
+                self._post_receive(route, kind, source)
+
+    def _post_send(self, route: MessageRoute, kind: str, peer: int) -> None:
+        tensor, ready, nbytes = self._ready[route.number, kind].popleft()
+        with self.talking_to(peer):
+            posted = self._poster.send(tensor, ready, route.between(kind))
+        self._going.setdefault(peer, deque()).append((posted, tensor, nbytes))
+
+    def _post_receive(self, route: MessageRoute, kind: str, peer: int) -> None:
+        buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
+        direction = route.between(kind)
+        with self.talking_to(peer):
+            posted = self._poster.receive(buffer, direction)
+        self._posted.setdefault(direction, deque()).append((route, kind, posted, buffer))
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Hand the message to NCCL, behind what the current stream has to do."""
-        peer = route.ends(kind)[1]
-        self._let_go(peer)
+        """Keep the message until it is due, which it mostly is when its operation is handed in."""
+        self._let_go(route.ends(kind)[1])
         kept = kept and tensor.is_contiguous()
         tensor = tensor.contiguous()
-        with self.talking_to(peer):
-            work = dist.isend(tensor, peer, group=self._groups[route.between(kind)])
-        assert work is not None
-        nbytes = 0 if kept else tensor.nbytes
-        self._going.setdefault(peer, deque()).append((work, tensor, nbytes))
+        waiting = self._ready.setdefault((route.number, kind), deque())
+        waiting.append((tensor, self._poster.ready(tensor), 0 if kept else tensor.nbytes))
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the message, and for those that its sender sent before it."""
@@ -161,17 +209,14 @@ class NcclChannels(PeerChannels):
         wanted = (route.number, kind)
         self.status.wait((source,))
         while not self._there.get(wanted):
-            if not self._posted[direction]:
-                self._post(direction, 1)
-            if not self._posted[direction]:
+            if not self._posted.get(direction):
                 raise PeerError(f"{self.names[source]} sends no more {route.spec.name!r}")
-            found, of_kind, work, buffer = self._posted[direction].popleft()
+            found, of_kind, posted, buffer = self._posted[direction].popleft()
             with self.talking_to(source):
-                wait_until(work.is_completed, self.timeout)
+                wait_until(posted.is_completed, self.timeout)
                 # Nothing is left to wait for; what is computed now comes behind it.
-                work.wait()
+                posted.wait()
             self._there.setdefault((found.number, of_kind), deque()).append(buffer)
-            self._post(direction, 1)
         self.status.go_on()
         return self._there[wanted].popleft()
 
@@ -193,11 +238,12 @@ class NcclChannels(PeerChannels):
 
     @property
     def held_bytes(self) -> int:
-        """Posted buffers, and messages still being sent."""
+        """Posted buffers, messages that came early, and those that are still to go."""
         posted = sum(b.nbytes for waiting in self._posted.values() for *_, b in waiting)
         early = sum(b.nbytes for waiting in self._there.values() for b in waiting)
-        going = sum(n for waiting in self._going.values() for _, _, n in waiting)
-        return posted + early + going
+        kept = sum(n for waiting in self._ready.values() for *_, n in waiting)
+        going = sum(n for waiting in self._going.values() for *_, n in waiting)
+        return posted + early + kept + going
 
     def _let_go(self, peer: int) -> None:
         """Drop the tensors of messages that have gone."""

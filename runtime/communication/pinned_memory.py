@@ -17,6 +17,7 @@ from torch import Tensor
 from ...profiles.errors import TimeprestError
 from ..prepare.messages import MessageRoute, MessageSeries
 from .channel import PeerError, ProcessChannels, SendingThread
+from .posts import Posts, no_posts
 
 # Copies between a GPU and pinned host memory, on streams of their own ---------------------------
 # The channels know no GPU: `Copier` says what is needed of one, so that the same code runs in
@@ -110,7 +111,7 @@ class PinnedMemoryChannels(ProcessChannels):
         self._timeout_s = timeout_s
         self._copies = SendingThread(timeout_s)
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """Post the first receives."""
         self._host.open(series)
 

@@ -43,6 +43,7 @@ from ...profiles.units import format_bytes
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import START_S, PeerChannels, PeerError
+from .posts import Posts, no_posts
 from .slots import Box, Key, Part, boxes, write
 
 # One direction: its slots, and the socket -------------------------------------------------------
@@ -376,7 +377,7 @@ class SharedMemoryChannels(PeerChannels):
         self._posted_bytes = 0
         self._upcoming: dict[Key, Iterator[MessageRoute]] = {}
 
-    def open(self, series: Sequence[MessageSeries]) -> None:
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """Count the slots that stand for receives posted ahead."""
         self._posted_bytes = 0
         self._upcoming = {}

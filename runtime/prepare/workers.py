@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...planner.plan import Plan
-from ...planner.systems.operations import Op
+from ...planner.systems.operations import UPDATE, Op
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,10 @@ class Share(NamedTuple):
         if op.micro_batch is None:
             return self.micro_batches
         return (op.micro_batch,) if op.micro_batch in self.micro_batches else ()
+
+    def has(self, op: Op) -> bool:
+        """Whether an operation of the stage is run here: every replica updates."""
+        return op.kind == UPDATE or bool(self.of(op))
 
 
 def share_of(plan: Plan, replica: Replica) -> Share:

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from ...planner.recordings.recording import by_kind
-from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
+from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op, Schedule, op_text
 from ...planner.systems.prediction import Distances, prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.errors import RunError, TimeprestError
@@ -36,9 +36,6 @@ from .handed_over import HandedOver
 from .micro_batch import advised
 from .stage import Stage
 from .summed_losses import LossWeights, MiniBatchLosses
-
-EVALUATION_AHEAD = 8
-"""Messages that a worker of one stage may have under way to each peer while it evaluates."""
 
 OnMiniBatch = Callable[[Segment, int, float], None]
 """Called on the last stage with the segment, the mini-batch in it, and its mean loss, when the
@@ -155,7 +152,7 @@ class StageRunner:
         if self._loss_weights is not None:
             self._loss_weights.begin(segment)
         if self.log is not None:
-            own = [op for op in schedule[self.number] if op.kind == UPDATE or self.share.of(op)]
+            own = [op for op in schedule[self.number] if self.share.has(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
         if self.loads:
             self.samples("train").expect(
@@ -198,7 +195,7 @@ class StageRunner:
         goes on. Of what another replica does, nothing is done here. Raises as `run`.
         """
         assert self.segment is not None
-        if op.kind != UPDATE and not self.share.of(op):
+        if not self.share.has(op):
             self.stage.skip(op)
             if self._loss_weights is not None and op.kind == FORWARD:
                 with self._explained():
@@ -221,6 +218,7 @@ class StageRunner:
                 self._weight(op)
             else:
                 yield from self._update(op)
+            self.channels.advance()
         self.status.done()
 
     def state(self) -> dict[str, Tensor]:
@@ -490,6 +488,7 @@ class StageRunner:
                     result = real_part(result, real, size, NO_EVALUATION)
                 with forward_context(self.prepared.model.autocast, self.device.type):
                     metrics.add(self.prepared.task, result, target, real)
+            self.channels.advance()
 
     # Data ----------------------------------------------------------------------------------
 

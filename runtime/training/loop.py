@@ -16,17 +16,18 @@ import torch
 
 from ...planner.costs.memory import MemoryByKind
 from ...planner.schedules.schedules import make_schedule
-from ...planner.simulator.timeline import simulate
-from ...planner.systems.operations import UPDATE, Op, Schedule
+from ...planner.simulator.timeline import updates_last, whole_sequence
+from ...planner.systems.operations import FORWARD, UPDATE, Op, Schedule
 from ...profiles.errors import FileError
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import keep_gradients
 from ..checkpoint.start import restore_worker, rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
+from ..communication.posts import Post, Sequenced, posts
 from ..prepare.data import Segment
 from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state
-from ..prepare.messages import MessageSeries
+from ..prepare.messages import MessageRoute, MessageSeries
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import (
@@ -43,12 +44,15 @@ from ..records.metrics import (
 from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
 from ..records.progress import MetricsFile, Observer
 from ..records.run_dir import RunDir
-from ..stage.runner import EVALUATION_AHEAD, StageRunner
+from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
 from .dropout import WithoutDropout
 from .same_data import compare_evaluation, compare_lengths, compare_training
 
 Barrier = Callable[[], None]
+
+EVALUATION_AHEAD = 8
+"""Messages that a worker of one stage may have under way to each peer while it evaluates."""
 
 
 def stage_runner(
@@ -299,7 +303,9 @@ class Course:
         order = self._orders[segment.mini_batches]
         for runner in self.runners:
             runner.begin(segment, order)
-        self._announce([runner.series(segment.mini_batches) for runner in self.runners])
+        series = [runner.series(segment.mini_batches) for runner in self.runners]
+        routes = self.prepared.distribution.routes
+        self._announce(series, routes, lambda: whole_sequence(self.prepared.pipeline, order))
         if len(self.runners) == 1:
             runner = self.runners[0]
             with self._stream(0):
@@ -310,29 +316,40 @@ class Course:
         for runner in self.runners:
             runner.finish()
 
-    def _announce(self, series: Sequence[Sequence[MessageSeries]]) -> None:
-        """Tell each worker's channels of all messages to come. `series`: of each runner."""
+    def _announce(
+        self,
+        series: Sequence[Sequence[MessageSeries]],
+        routes: Sequence[MessageRoute],
+        sequence: Callable[[], Sequenced],
+    ) -> None:
+        """Tell each worker's channels of all messages to come.
+
+        Args:
+            series: of each runner.
+            routes: that they go, between all workers.
+            sequence: makes that of all workers' operations.
+        """
+
+        def posted(rank: int) -> list[Post]:
+            prepared = self.prepared
+            return posts(rank, sequence(), prepared.replicas, prepared.distribution.shares, routes)
+
         by_rank: dict[int, list[MessageSeries]] = {}
         for runner, mine in zip(self.runners, series, strict=True):
             by_rank.setdefault(runner.replica.rank, []).extend(mine)
         for runner in self.runners:
             coming = by_rank.pop(runner.replica.rank, None)
             if coming is not None:
-                runner.channels.open(coming)
+                runner.channels.open(coming, posted)
 
-    def _sequence(self, order: Schedule) -> Sequence[tuple[int, Op]]:
+    def _sequence(self, order: Schedule) -> Sequenced:
         """The operations of this process with their stages: of its worker, or in simulated
         sequence of all workers."""
         pipeline, first = self.prepared.pipeline, self.runners[0].replica
-        if all(runner.replica.rank == first.rank for runner in self.runners):
-            device = pipeline.placement[first.stage] if pipeline.placement else first.stage
-            sequence = list(order.on_devices()[device])
-        else:
-            sequence = [(s, order[s][k]) for s, k in simulate(pipeline, order).sequence]
-        if pipeline.variant.flushes:
-            # Any stage may wait for sums with any other before it updates.
-            sequence.sort(key=lambda at: _after_flush(at[1]))
-        return sequence
+        if any(runner.replica.rank != first.rank for runner in self.runners):
+            return whole_sequence(pipeline, order)
+        device = pipeline.placement[first.stage] if pipeline.placement else first.stage
+        return updates_last(pipeline, order.on_devices()[device])
 
     def _take_turns(self, order: Schedule) -> None:
         """Several runners in one process."""
@@ -372,26 +389,35 @@ class Course:
     def _evaluate_all(self) -> dict[str, float]:
         metrics = EvaluationMetrics()
         evaluating = [runner for runner in self.runners if runner.replica.leads]
-        self._announce([runner.begin_evaluation() for runner in self.runners])
+        routes = self.prepared.distribution.evaluation_routes
+        series = [runner.begin_evaluation() for runner in self.runners]
+        count, ahead = self.runners[0].evaluations, EVALUATION_AHEAD
+        steps = self._evaluations(count)
+        self._announce(series, routes, lambda: [at for step in steps for at in step])
         compare_evaluation(self.runners)
-        placed, count = bool(self.prepared.pipeline.placement), self.runners[0].evaluations
-        behind, ahead = 0, EVALUATION_AHEAD
-        if placed:
-            behind = len(self.prepared.plan.stages) - 1
+        if self.prepared.pipeline.placement:
             # Nobody waits for room for what is taken so many steps later.
-            routes = self.prepared.distribution.evaluation_routes
             ahead = max(ahead, sum(1 + c.target.stage - c.source.stage for c in routes))
-        for k in range(count + behind):
-            for runner in evaluating:
-                at = k - runner.number if placed else k
-                if 0 <= at < count:
-                    runner.evaluate(at, metrics, ahead)
+        for k, step in enumerate(steps):
+            for s, op in step:
+                for runner in evaluating:
+                    if runner.number == s:
+                        runner.evaluate(op.mini_batch, metrics, ahead)
             if not k % EVALUATION_AHEAD:
                 # So that nobody's wait is as long as the whole evaluation.
                 self.replica_barrier()
         for runner in self.runners:
             runner.finish()
         return metrics.figures(self.prepared.task) if metrics.samples else {}
+
+    def _evaluations(self, count: int) -> list[list[tuple[int, Op]]]:
+        """Step by step, which micro-batch each stage evaluates."""
+        stages = range(len(self.prepared.plan.stages))
+        behind = stages if self.prepared.pipeline.placement else [0 for _ in stages]
+        return [
+            [(s, Op(FORWARD, k - behind[s], 0)) for s in stages if 0 <= k - behind[s] < count]
+            for k in range(count + behind[-1])
+        ]
 
     @contextmanager
     def _stream(self, position: int) -> Iterator[None]:
@@ -452,11 +478,6 @@ class Course:
         """The most that a worker held, at moments of any of its stages."""
         peaks = [r.stage.account.peak for r in self.runners if r.replica.rank == rank]
         return max((p for p in peaks if p is not None), key=lambda peak: peak.total, default=None)
-
-
-def _after_flush(op: Op) -> tuple[int, bool]:
-    """Where a pipeline flushes, all updates may follow all other operations of a mini-batch."""
-    return op.mini_batch, op.kind == UPDATE
 
 
 def _rss_peak_bytes() -> int:

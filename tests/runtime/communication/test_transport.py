@@ -14,7 +14,6 @@ from helpers.processes.pinned_memory_worker import LateCopier
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime import run as running
-from timeprest.runtime.communication import nccl as nccl_channels
 from timeprest.runtime.communication import pinned_memory
 from timeprest.runtime.communication.channel import LocalChannels, PeerError
 from timeprest.runtime.communication.pinned_memory import PinnedMemoryChannels
@@ -167,21 +166,46 @@ def test_a_dry_run_adds_up_what_is_on_each_gpu():
 
 
 class Watched(LocalChannels):
-    """Notes what is sent, and what the receiver expects."""
+    """Notes what is sent, and what both ends expect."""
 
     sent: dict
+    posted: dict
     wanted: dict
 
-    def open(self, series):
-        remote = [each for each in series if not each.routes[0].handed_over]
-        for direction in {c.between(each.kind) for each in remote for c in each.routes}:
-            expected = self.wanted.setdefault(direction, [])
-            expected += [(c.number, kind) for c, kind in nccl_channels.sequence(remote, direction)]
+    def open(self, series, posts):
+        self.due, self.handed_in = {}, 0
+        for after, route, kind in posts(self.rank):
+            sends = route.ends(kind)[0] == self.rank
+            both = self.posted if sends else self.wanted
+            both.setdefault(route.between(kind), []).append((route.number, kind))
+            if sends:
+                self.due.setdefault((route.number, kind), []).append(after)
+
+    def advance(self):
+        self.handed_in += 1
+        # What is due has been made.
+        assert not any(after <= self.handed_in for due in self.due.values() for after in due)
 
     def send(self, route, kind, tensor, *, kept=False):
         super().send(route, kind, tensor, kept=kept)
         if not route.handed_over:
             self.sent.setdefault(route.between(kind), []).append((route.number, kind))
+            assert self.due[route.number, kind].pop(0) > self.handed_in
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    for name in ("sent", "posted", "wanted"):
+        monkeypatch.setattr(Watched, name, {}, raising=False)
+    monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
+
+    def check():
+        assert Watched.posted == Watched.wanted
+        every = {pair: sorted(found) for pair, found in Watched.sent.items()}
+        assert every == {pair: sorted(found) for pair, found in Watched.wanted.items()}
+        return Watched.sent
+
+    return check
 
 
 @pytest.mark.choice(18)
@@ -189,49 +213,37 @@ class Watched(LocalChannels):
 @pytest.mark.parametrize("variant", ALL)
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 2], [1, 2, 1]])
 def test_both_ends_know_the_sequence_of_messages(
-    variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
+    variant, replicas, mlp_profile, mlp_target, tmp_path, watched
 ):
     """What NCCL delivers without a name is what the receiver takes it for."""
     n = 1 if VARIANTS[variant].whole_mini_batches else 4
     plan = plan_by_hand(with_times(mlp_profile), variant, 3, n, replicas=replicas)
-    monkeypatch.setattr(Watched, "sent", {}, raising=False)
-    monkeypatch.setattr(Watched, "wanted", {}, raising=False)
-    monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
     settings = RunSettings(task=mlp_target, steps=4, checkpoint_every=2)
     running.run(plan, settings, tmp_path / "run", inline=True)
-    assert Watched.sent
-    assert Watched.sent == Watched.wanted
+    assert watched()
 
 
 @pytest.mark.parametrize("variant", ["timeprest", "gpipe", "zb-h1", "pipedream-2bw"])
 def test_also_where_workers_have_several_stages(
-    variant, mlp_profile, mlp_target, tmp_path, monkeypatch
+    variant, mlp_profile, mlp_target, tmp_path, watched
 ):
     """Of two stages of a worker, each sends and receives apart from the other."""
     plan = plan_by_hand(with_times(mlp_profile), variant, 4, 4, placement=(0, 1, 1, 0))
-    monkeypatch.setattr(Watched, "sent", {}, raising=False)
-    monkeypatch.setattr(Watched, "wanted", {}, raising=False)
-    monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
     running.run(plan, RunSettings(task=mlp_target, steps=4), tmp_path / "run", inline=True)
-    between = {(source.stage, target.stage) for source, target in Watched.sent}
+    between = {(source.stage, target.stage) for source, target in watched()}
     assert between == {(0, 1), (1, 0), (2, 3), (3, 2)}
-    assert Watched.sent == Watched.wanted
 
 
-def test_also_where_a_stage_sends_several_tensors(tmp_path, monkeypatch):
+@pytest.mark.parametrize("variant", ["timeprest", "gpipe", "pipedream-2bw"])
+def test_also_where_a_stage_sends_several_tensors(variant, tmp_path, watched):
     from timeprest.profiles.measuring.measure import measure
     from timeprest.profiles.target import resolve
 
     target = f"{TESTS / 'tasks/variety_tasks.py'}:SkipsTask"
     profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    for variant in ("timeprest", "gpipe", "pipedream-2bw"):
-        monkeypatch.setattr(Watched, "sent", {}, raising=False)
-        monkeypatch.setattr(Watched, "wanted", {}, raising=False)
-        monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
-        plan = plan_by_hand(with_times(profile), variant, 3, 4)
-        running.run(plan, RunSettings(task=target, steps=2), tmp_path / variant, inline=True)
-        assert any(len(set(numbers)) > 1 for numbers in Watched.sent.values())
-        assert Watched.sent == Watched.wanted
+    plan = plan_by_hand(with_times(profile), variant, 3, 4)
+    running.run(plan, RunSettings(task=target, steps=2), tmp_path / variant, inline=True)
+    assert any(len(set(numbers)) > 1 for numbers in watched().values())
 
 
 # Through pinned memory ----------------------------------------------------------------------------
