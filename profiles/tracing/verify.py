@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import TraceError
 from .call import Call, collections_in, dense, summed, unchanged
-from .pieces import take_apart
+from .pieces import Built, take_apart
 from .random_states import seed_all
 
 _WITHIN = 1e-3, 5e-2
@@ -71,6 +71,7 @@ class Seen:
         second: the leaves of a second call, where the first changed a buffer, or a number or
             tensor that is an attribute; None where it didn't.
         counted: names of such attributes.
+        structure: of the result, with a `Slot` for each tensor.
     """
 
     leaves: tuple[Any, ...]
@@ -78,6 +79,7 @@ class Seen:
     buffers: tuple[Mapping[str, Tensor], ...]
     second: tuple[Any, ...] | None
     counted: tuple[str, ...] = ()
+    structure: Any = None
 
 
 def run(
@@ -96,7 +98,7 @@ def run(
         numbers, second = _numbers(model), None
         learns = backward and model.training and torch.is_grad_enabled()
         with torch.set_grad_enabled(learns):
-            leaves = _leaves(module, call)
+            leaves, structure = _taken_apart(module, call)
         kept = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves)
         buffers = [_buffers(model, module)]
         gradients = None
@@ -111,7 +113,7 @@ def run(
             with torch.no_grad():
                 second = _leaves(module, call)
             buffers.append(_buffers(model, module))
-    return Seen(kept, gradients, tuple(buffers), second, counted)
+    return Seen(kept, gradients, tuple(buffers), second, counted, structure)
 
 
 def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> list[str]:
@@ -129,6 +131,9 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> li
         raise TraceError(
             f"its graph gives {len(found.leaves)} tensors, the model {len(wanted.leaves)}"
         )
+    apart = _apart(found.structure, wanted.structure)
+    if apart is not None:
+        raise TraceError(f"its graph's result has {apart}: {_FROM_OUTSIDE}")
     _compare_leaves(found.leaves, wanted.leaves)
     if wanted.gradients is not None:
         _compare_gradients(model, module, call, found.gradients or {}, wanted.gradients)
@@ -154,10 +159,32 @@ def _compare_leaves(found: Sequence[Any], wanted: Sequence[Any]) -> None:
             )
 
 
+def _apart(mine: Any, own: Any, where: str = "") -> str | None:
+    """Where two results differ besides their tensors: in keys, or in numbers and words, which a
+    graph has as they were at the trace; None: nowhere."""
+    if isinstance(mine, Built) and isinstance(own, Built):
+        mine, own = ({**dict(enumerate(x.args)), **x.kwargs} for x in (mine, own))
+    if isinstance(mine, (list, tuple)) and isinstance(own, (list, tuple)):
+        mine, own = (dict(enumerate(x)) for x in (mine, own))
+    if isinstance(mine, dict) and isinstance(own, dict):
+        if mine.keys() != own.keys():
+            keys = [" and ".join(map(repr, x)) or "nothing" for x in (mine, own)]
+            return f"{keys[0]} where the model has {keys[1]}{where and f' in {where}'}"
+        inside = (_apart(mine[key], own[key], f"{where}[{key!r}]") for key in own)
+        return next(filter(None, inside), None)
+    same = mine == own
+    if isinstance(mine, (int, float)) and isinstance(own, (int, float)):
+        same = math.isclose(mine, own, rel_tol=1e-4) or (math.isnan(mine) and math.isnan(own))
+    return None if same else f"{mine!r} at {where or 'its place'} where the model has {own!r}"
+
+
 def _leaves(module: nn.Module, call: Call) -> tuple[Any, ...]:
+    return _taken_apart(module, call)[0]
+
+
+def _taken_apart(module: nn.Module, call: Call) -> tuple[tuple[Any, ...], Any]:
     given = [t.clone() for t in call.tensors]
-    leaves, _ = take_apart(call.of(module, given))
-    return tuple(leaves)
+    return take_apart(call.of(module, given))
 
 
 def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:

@@ -671,3 +671,37 @@ def test_without_a_backward_results_alone_are_compared():
     assert run(model, model, call_of()).gradients is None
     assert trace(model, "it", call_of()).front_end == "fx"
     assert run(model.eval(), model, call_of()).gradients is None
+
+
+class Named(Base):
+    """Its result has keys, a number made of a weight, and a loss of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        h = super().forward(x)
+        found = {"scores": h, "more": [h * 2]}
+        traced = isinstance(x, torch.fx.Proxy)
+        if self.kind == "number":
+            found["scale"] = max(float(p.detach().abs().max()) for p in self.a.parameters())
+        if self.kind == "keys":
+            found["aux" if traced else "balance"] = h.sum()
+        if self.kind == "nothing":
+            found["aux"] = None if traced else 0.001
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("number", r"has [\d.]+ at \['scale'\] where the model has [\d.]+: "),
+        ("keys", "has 'scores' and 'more' and 'aux' where the model has 'scores' and "),
+        ("nothing", r"has None at \['aux'\] where the model has 0.001: "),
+    ],
+)
+def test_keys_and_numbers_of_results_are_the_users(kind, said):
+    with pytest.raises(TraceError, match=said):
+        trace(build(partial(Named, kind)), "it", call_of(), front_end="fx")
+    assert trace(build(partial(Named, "")), "it", call_of(), front_end="fx").layers
