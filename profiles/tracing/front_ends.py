@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import getitem
 from textwrap import shorten
 from typing import Any
@@ -19,11 +19,12 @@ from ..errors import TargetError, TaskWarning, TimeprestError, TraceError, is_us
 from ..profile import FRONT_ENDS
 from .call import Call, settle, unchanged
 from .export import trace_export
-from .fx import homes, trace_fx
+from .fx import homes, modules_called, trace_fx
 from .graph import GraphBody, TracedModel, fetch_attribute
-from .layers import LAYER, Home, check_granularity, group
+from .layers import LAYER, OP, Home, check_granularity, group, matches
 from .random_states import own_states, same_own_states, same_states, states
-from .verify import compare, run
+from .shapes import specs_and_result
+from .verify import Seen, compare, run
 
 # Front end: the children of an nn.Sequential, each called as a whole; nothing is traced ---------
 
@@ -142,12 +143,11 @@ def trace(
 
     Raises:
         TargetError: the model itself fails on `call`.
-        TraceError: no front end takes the model. The message names the line of the user's
-            code and why each one refused.
+        TraceError: no front end takes the model. The message names the line of the user's code
+            that the one which got furthest failed at, why each one refused, and patterns of names
+            with which one doesn't.
     """
     check_granularity(model, granularity)
-    refusals: list[str] = []
-    failures: list[Exception] = []
     order: Sequence[str] = (front_end,) if front_end else _ORDER
     if call.varying is not None:
         # A graph of one shape is of no use.
@@ -160,20 +160,10 @@ def trace(
     # What the model itself gives, for the same random numbers.
     with _own_failures(model, target):
         wanted = run(model, model, call) if verify else None
+    failures: list[_Failure] = []
     for name in order:
-        try:
-            # What the forward warns of, it has when the model itself was called.
-            with unchanged(model), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                # Fresh tensors: torch.export leaves marks on those that it is given.
-                fresh = call.with_tensors([t.clone() for t in call.tensors])
-                with _without_random_numbers(name, model):
-                    traced = _TRACERS[name](model, fresh, granularity)
-            left = compare(model, traced.module, call, wanted) if wanted is not None else []
-        except Exception as error:  # the user's forward runs here: anything may come out
-            if name != "sequential" or front_end or isinstance(model, nn.Sequential):
-                refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
-                failures.append(error)
+        traced, left = _attempt(model, call, name, granularity, wanted, failures)
+        if traced is None:
             continue
         # In evaluation mode it has been said of training.
         if left and model.training:
@@ -182,8 +172,112 @@ def trace(
             raise TraceError(
                 f"{target}: the traced model has no operation; there is nothing to cut"
             )
-        return replace(traced, refusals=tuple(refusals))
-    raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
+        told = tuple(f"{FRONT_ENDS[failure.name]}: {failure.reason}" for failure in failures)
+        return replace(traced, refusals=told)
+    if front_end is None and not isinstance(model, nn.Sequential):
+        failures = [failure for failure in failures if failure.name != "sequential"]
+    whole = _kept_whole(model, call, granularity, wanted, failures) if verify else None
+    # Of several that got as far, the first: `max` takes that.
+    furthest = max(failures, key=lambda failure: failure.reached)
+    raise TraceError(_explain(model, target, furthest, failures, whole)) from furthest.error
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a front end doesn't take a model.
+
+    Attributes:
+        reached: how far it got, to be compared: whether to a graph, which does something else than
+            the model or can't be cut; and if not, through how many of the model's modules.
+    """
+
+    name: str
+    error: Exception
+    reached: tuple[bool, int]
+
+    @property
+    def reason(self) -> str:
+        return _reason(self.error)
+
+
+def _attempt(
+    model: nn.Module,
+    call: Call,
+    name: str,
+    granularity: str,
+    wanted: Seen | None,
+    failures: list[_Failure],
+) -> tuple[TracedModel | None, list[str]]:
+    """The graph that a front end makes, and what of the model's attributes it doesn't count in;
+    None where it doesn't take the model, with the failure added.
+
+    Args:
+        wanted: what the model does on `call`; None: nothing is held against it.
+    """
+    traced, left = None, list[str]()
+    with modules_called() as called:
+        try:
+            # What the forward warns of, it has when the model itself was called.
+            with unchanged(model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # Fresh tensors: torch.export leaves marks on those that it is given.
+                fresh = call.with_tensors([t.clone() for t in call.tensors])
+                with _without_random_numbers(name, model):
+                    traced = _TRACERS[name](model, fresh, granularity)
+            if wanted is not None:
+                left = compare(model, traced.module, call, wanted)
+                with torch.no_grad():  # whether what goes from layer to layer can
+                    specs_and_result(traced, call.tensors, fake=False)
+        except Exception as error:  # the user's forward runs here: anything may come out
+            failures.append(_Failure(name, error, (traced is not None, len(called))))
+            traced = None
+    return traced, left
+
+
+_MOST_PATTERNS = 4
+
+
+def _kept_whole(
+    model: nn.Module,
+    call: Call,
+    granularity: str,
+    wanted: Seen | None,
+    failures: list[_Failure],
+) -> str | None:
+    """Patterns of modules' names with which a front end takes the model: tried, not guessed.
+
+    Args:
+        failures: without them; where torch.fx's happened says which modules to try.
+    """
+    patterns = [] if granularity in (LAYER, OP) else [granularity]
+    for _ in range(_MOST_PATTERNS):
+        # What keeps modules whole.
+        failure = next((failure for failure in failures if failure.name == "fx"), None)
+        path = _module_around(model, failure.error, patterns) if failure is not None else None
+        if path is None:
+            return None
+        # Its siblings in a list are alike.
+        patterns.append(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        failures = []
+        traced, _ = _attempt(model, call, "fx", ",".join(patterns), wanted, failures)
+        if traced is not None:
+            # Of one layer nothing is gained.
+            return ",".join(patterns) if len(traced.layers) > 1 else None
+    return None
+
+
+def _module_around(model: nn.Module, error: Exception, patterns: Sequence[str]) -> str | None:
+    """The innermost module that an error comes out of, if there is one in the model that isn't
+    kept whole by these patterns yet."""
+    paths = {id(module): path for path, module in model.named_modules() if path}
+    found: str | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None and not isinstance(frame.f_locals["self"], nn.Sequential):
+            found = path
+    if found is None or matches(found, ",".join(patterns)):
+        return None
+    return found
 
 
 def first_forward(model: nn.Module, target: str, call: Call, *, fake: bool = False) -> None:
@@ -199,7 +293,7 @@ def _own_failures(model: nn.Module, target: str) -> Iterator[None]:
     except TimeprestError:
         raise
     except Exception as error:  # the user's forward runs here
-        where = _where(model, target, [error])
+        where = _where(model, target, error)
         raise TargetError(
             f"{where}: the model failed on its own inputs: {_reason(error)}"
         ) from error
@@ -265,10 +359,10 @@ def _reason(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _where(model: nn.Module, target: str, failures: Sequence[Exception]) -> str:
-    """The line of the user's code that the first failure with one came from, else the model."""
-    for error in failures:
-        found = traceback.extract_tb(error.__traceback__)
+def _where(model: nn.Module, target: str, failure: Exception) -> str:
+    """The line of the user's code that a failure came from, else the model."""
+    for error in (failure, failure.__cause__):
+        found = traceback.extract_tb(error.__traceback__) if error is not None else []
         frames = [frame for frame in found if is_users(frame.filename, models=True)]
         if frames:
             return f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"
@@ -276,17 +370,26 @@ def _where(model: nn.Module, target: str, failures: Sequence[Exception]) -> str:
 
 
 def _explain(
-    model: nn.Module, target: str, refusals: Sequence[str], failures: Sequence[Exception]
+    model: nn.Module,
+    target: str,
+    furthest: _Failure,
+    failures: Sequence[_Failure],
+    whole: str | None,
 ) -> str:
-    where = _where(model, target, failures)
+    where = _where(model, target, furthest.error)
     whose: dict[str, list[str]] = {}
-    for refusal in refusals:
-        front_end, _, reason = refusal.partition(": ")
-        whose.setdefault(reason, []).append(front_end)
+    for failure in (furthest, *failures):
+        names = whose.setdefault(failure.reason, [])
+        if FRONT_ENDS[failure.name] not in names:
+            names.append(FRONT_ENDS[failure.name])
     told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in whose.items())
+    keep = (
+        f"keep that part whole with --granularity {whole!r}"
+        if whole
+        else "have that part in a module of its own and keep it whole with --granularity NAME"
+    )
     return (
         f"{where}: no front end takes this ({told}). Make the forward independent "
-        "of tensor values (no `if`, loop or Python conversion on them), keep that part whole "
-        "with --granularity NAME-PATTERN of a module around it, or make the model an "
-        "nn.Sequential of such parts"
+        f"of tensor values (no `if`, loop or Python conversion on them), {keep}, or make the model "
+        "an nn.Sequential of such parts"
     )

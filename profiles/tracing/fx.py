@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
@@ -35,6 +36,12 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole: bool = super().is_leaf_module(m, module_qualified_name)
         return whole or matches(module_qualified_name, self.granularity)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.is_leaf_module(m, self.path_of_module(m)):
+            for called in _called:
+                called.update(map(id, m.modules()))
+        return super().call_module(m, forward, args, kwargs)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -81,6 +88,22 @@ class _Tracer(fx.Tracer):
         if grad == self.modes[0] or not kind.startswith("call_"):
             return proxy
         return super().create_proxy("call_function", without_gradient, (proxy,), {})
+
+
+_called: list[set[int]] = []
+
+
+@contextmanager
+def modules_called() -> Iterator[set[int]]:
+    """While it lasts, the ids of modules that are called, by whichever front end."""
+    called: set[int] = set()
+    hook = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+    _called.append(called)
+    try:
+        yield called
+    finally:
+        _called.remove(called)
+        hook.remove()
 
 
 def _modes() -> tuple[int, ...]:

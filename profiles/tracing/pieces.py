@@ -132,8 +132,8 @@ def encode(value: Any, name: str) -> torch.Tensor:
         return torch.tensor(0, dtype=torch.int64)
     raise TraceError(
         f"value {name!r} is a {type(value).__name__}: only tensors, numbers, sizes, types and "
-        "devices can go from layer to layer; compute it inside the module that uses it, take a "
-        "tuple apart before it goes on (h, c = …), or profile with --front-end export"
+        "devices can go from layer to layer; compute it inside the module that uses it, or take a "
+        "tuple apart before it goes on (h, c = …)"
     )
 
 
