@@ -202,6 +202,8 @@ def _run(
             where.join(plan, settings)
         if tells:
             warn_of_hooks(prepared)
+            if prepared.model.loss.apart:
+                warnings.warn(prepared.model.loss.apart, TaskWarning, stacklevel=2)
             updates = prepared.length.steps
             for line in without_effect(settings, prepared.pipeline.variant, updates, inline=inline):
                 warnings.warn(line, TaskWarning, stacklevel=2)

@@ -15,12 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...profiles.errors import TargetError, TaskWarning
-from ...profiles.tasks.hooks import describe_error, is_ctrl_c
+from ...profiles.errors import TargetError, TaskWarning, TimeprestError
+from ...profiles.tasks.hooks import describe_error, is_ctrl_c, stand_in
+from ...profiles.tasks.loss_parts import (
+    LossInParts,
+    RandomLossError,
+    described,
+    fixed_in,
+    loss_in_parts,
+)
 from ...profiles.tasks.task import Loss, Task, read_loss
-from ...profiles.tracing.pieces import map_tensors
+from ...profiles.tracing.pieces import map_tensors, take_apart
+from .tracing import TracedTask
 
 _MOST_NAMED = 3
+
+_SAMPLES, _PART = 8, 2
+"""Of a micro-batch, that a loss is asked of in parts; and of a part."""
+
+_MOST_BYTES = 2**27
+"""Of a result, that it is asked of in parts."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +46,14 @@ class LossKind:
         unknown: why that couldn't be found out; empty: it could.
         takes: what its gradient goes to besides the model's result: parameters that it uses by
             itself.
+        apart: why a mini-batch's loss isn't the mean of its micro-batches', in one sentence; empty:
+            it is, or that couldn't be told.
     """
 
     weighted: bool = False
     unknown: str = ""
     takes: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    apart: str = ""
 
     def read(self, found: Any) -> Loss:
         """What the loss returned in training. Raises TargetError where it isn't what it was."""
@@ -75,6 +92,58 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
         return LossKind(unknown=describe_error(error))
     finally:
         torch.random.set_rng_state(before)
+
+
+def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str:
+    """Why the loss of a mini-batch isn't the mean of its parts', as `LossKind.apart` has it. It is
+    asked of a micro-batch in parts, on a result that stays the same.
+
+    Args:
+        samples: in a micro-batch of the last stage.
+        result, target: of one; numbers stand in for a result without any, if it isn't too large.
+    """
+    graph = traced.training[samples]
+    with contextlib.suppress(TimeprestError, RandomLossError, RuntimeError):
+        few = samples == 1 or (samples < _SAMPLES and not traced.fake)
+        if few and graph.only_size is None:
+            samples = _SAMPLES
+            look = traced.look(samples, graph)
+            result, target = look.result, look.target
+        elif samples == 1:
+            return ""
+        found = _in_some_parts(traced, samples, result, target)
+        if found is None or found.same:
+            return ""
+        if graph.only_size is None:
+            # What merely happens to have as many rows shows.
+            other = samples + 1
+            look = traced.look(other, graph)
+            shapes = [t.shape for t in take_apart(result)[0] if isinstance(t, Tensor)]
+            fixed = fixed_in(shapes, look.result_shapes, samples, other)
+            if fixed is None:
+                return ""
+            samples = other
+            found = _in_some_parts(traced, samples, look.result, look.target, fixed)
+        if found is not None and not found.same:
+            return described(found, min(samples, _SAMPLES), len(_sizes(samples)))
+    return ""
+
+
+def _in_some_parts(
+    traced: TracedTask, samples: int, result: Any, target: Any, fixed: Collection[int] = ()
+) -> LossInParts | None:
+    tensors = [t for t in take_apart(result)[0] if isinstance(t, Tensor)]
+    if sum(t.nbytes for t in tensors) > _MOST_BYTES:
+        return None
+    if traced.fake:
+        result = stand_in(result)
+    return loss_in_parts(traced.task, result, target, samples, _sizes(samples), fixed)
+
+
+def _sizes(samples: int) -> list[int]:
+    """Of parts: of two samples, as far as there are such, since some losses take one for none."""
+    some = min(samples, _SAMPLES)
+    return [1, 1] if some == _PART else [min(_PART, some - k) for k in range(0, some, _PART)]
 
 
 def check_parameters(

@@ -31,7 +31,7 @@ from ..settings import RunSettings
 from .data import Segment, check_padding, run_length, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
-from .loss import LossKind, check_parameters, kind_of_loss
+from .loss import LossKind, check_parameters, kind_of_loss, why_apart
 from .tied_parameters import (
     Ties,
     check_memory,
@@ -204,7 +204,10 @@ def prepare(
     model, task = traced.model, traced.task
     with forward_context(autocast):
         looks = {n: traced.look(n) for n in traced.training}
-        loss = kind_of_loss(task, looks[samples[-1]].result, looks[samples[-1]].target)
+        result, wanted = looks[samples[-1]].result, looks[samples[-1]].target
+        loss = kind_of_loss(task, result, wanted)
+        if shares[-1].parts > 1:
+            loss = replace(loss, apart=why_apart(traced, samples[-1], result, wanted))
     specs = {n: look.specs for n, look in looks.items()}
     hidden = {id(p) for p in hidden_matrices(traced.training[least], model)}
     matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)

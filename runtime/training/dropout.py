@@ -1,4 +1,5 @@
-"""Training without dropout; whether a model has dropout, batch norms or other random numbers.
+"""Training without dropout, or with the statistics that batch norms have; whether a model has
+dropout, batch norms or other random numbers.
 
 A torch function mode sees every operation that a model's Python code calls, whether the model is
 the user's own, a piece cut from it, or a graph that torch.export made.
@@ -9,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 _TRAINING = 5
 """Position of `training` in all batch norms."""
+
+_NORMALIZES = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum")
+_NORMALIZES_BY_MODULES = ("input", *_NORMALIZES[3:5], *_NORMALIZES[1:3], *_NORMALIZES[5:])
+"""Arguments of torch's own batch norm, and of the one that modules call."""
 
 
 class Traits:
@@ -23,12 +30,14 @@ class Traits:
         drops: it drops something out.
         mixes: a layer mixes the samples of a micro-batch (batch norm).
         draws: it draws random numbers besides dropout.
+        loss_draws: the loss does.
     """
 
     def __init__(self) -> None:
         self.drops = False
         self.mixes = False
         self.draws = False
+        self.loss_draws = False
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -85,3 +94,31 @@ class WithoutDropout(TorchFunctionMode):
         trains = bool(given.get("training", given.get("train", third)))
         self.traits.drops |= trains and found > 0
         return args
+
+
+class HeldStatistics(TorchFunctionMode):
+    """Batch norms normalize each sample by the running statistics that they have (by mean 0 and
+    variance 1 where they have none), and leave them as they are: no sample has a part in another's
+    result."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, in evaluation mode if it is a batch norm."""
+        given = dict(kwargs or {})
+        if getattr(func, "__name__", "").split(".")[0] != "batch_norm":
+            return func(*args, **given)
+        by_modules = func is functional.batch_norm
+        names = (*(_NORMALIZES_BY_MODULES if by_modules else _NORMALIZES), "eps", "cudnn_enabled")
+        given |= dict(zip(names, args, strict=False))
+        x = given.pop("input")
+        channels = x.shape[1]
+        for name, number in (("running_mean", 0.0), ("running_var", 1.0)):
+            if given.get(name) is None:
+                given[name] = torch.full((channels,), number, dtype=x.dtype, device=x.device)
+        given["training"] = False
+        return func(x, **given)

@@ -20,7 +20,7 @@ from ...profiles.target import resolve
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Loss, Task, read_loss
 from ..checkpoint.gradients import GradientFiles
-from ..prepare.data import DROP, Segment, part_of, real_part, real_samples
+from ..prepare.data import DROP, MicroBatchPart, Segment, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
@@ -108,8 +108,7 @@ class PlainTraining:
                     if after is not None:
                         after(segment, b, self.losses[-1])
         finally:
-            for samples in self._samples.values():
-                samples.close()
+            self._close()
 
     def _mini_batch(self, segment: Segment, b: int) -> None:
         total, weight = 0.0, 0.0
@@ -146,38 +145,62 @@ class PlainTraining:
             self.scheduler.after_update(ends_epoch=ends_epoch)
         self.optimizer.zero_grad(set_to_none=True)
 
+    def look(self, segment: Segment, b: int) -> list[tuple[Any, Any, int]]:
+        """The model's result, the target and the samples of each part of a mini-batch that goes
+        through it at once, padding left out. Nothing is trained."""
+        found = []
+        try:
+            with torch.no_grad():
+                for positions, part in self.parts(segment, b):
+                    output, target = self._forward(segment, positions, part)
+                    found += [(output, target, part.real)] if part.real else []
+        finally:
+            self._close()
+        return found
+
     def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Loss]]:
-        """Share of the mini-batch and loss of each part that goes through the model at once."""
-        if not self.by_micro_batch:
-            start, count = real_samples(segment, b, 0).start, segment.samples_of(b)
-            whole = self._loss(segment, range(start, start + count), count, count)
-            assert whole is not None
-            yield 1.0, whole
-            return
-        for i in range(segment.micro_batches):
-            part = part_of(segment, b, i, self.prepared.plan.micro_batch)
+        """Share of the mini-batch and loss of each part of it."""
+        for positions, part in self.parts(segment, b):
             statistics = (
                 self._batch_norm.forward(segment.first + b, part.real, part.size)
                 if self._batch_norm is not None
                 else nullcontext()
             )
             with statistics:
-                loss = self._loss(segment, real_samples(segment, b, i), part.real, part.size)
-            if loss is not None:
-                yield part.share, loss
+                output, target = self._forward(segment, positions, part)
+            if not part.real:
+                continue
+            with forward_context(self.prepared.model.autocast, self._device.type):
+                before = random_state(self._device)
+                loss = read_loss(self.task.loss(output, target))
+                self.traits.loss_draws |= not torch.equal(before, random_state(self._device))
+            yield part.share, loss
 
-    def _loss(self, segment: Segment, positions: range, real: int, size: int) -> Loss | None:
-        """The loss of these samples, filled up to `size`; None where there are none."""
-        inputs, target = self._take(segment, positions, size)
+    def parts(self, segment: Segment, b: int) -> Iterator[tuple[range, MicroBatchPart]]:
+        """What of a mini-batch goes through the model at once: positions in the epoch, and size."""
+        if not self.by_micro_batch:
+            start, count = real_samples(segment, b, 0).start, segment.samples_of(b)
+            share = 1.0 / segment.together(b)
+            yield range(start, start + count), MicroBatchPart(count, count, 1.0, share)
+            return
+        for i in range(segment.micro_batches):
+            part = part_of(segment, b, i, self.prepared.plan.micro_batch)
+            yield real_samples(segment, b, i), part
+
+    def _forward(self, segment: Segment, positions: range, part: MicroBatchPart) -> tuple[Any, Any]:
+        """The model's result of these samples, and the target."""
+        inputs, target = self._take(segment, positions, part.size)
         with forward_context(self.prepared.model.autocast, self._device.type):
             before = random_state(self._device)
             output = self._call.of(self.model, inputs)
             self.traits.draws |= not torch.equal(before, random_state(self._device))
-            if not real:
-                return None
-            if real < size:
-                output = real_part(output, real, size, DROP)
-            return read_loss(self.task.loss(output, target))
+        if part.real and part.padded:
+            output = real_part(output, part.real, part.size, DROP)
+        return output, target
+
+    def _close(self) -> None:
+        for samples in self._samples.values():
+            samples.close()
 
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:
         if size not in self._samples:

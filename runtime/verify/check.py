@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from ..records.progress import Observer, read_losses
 from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
+from ..training.dropout import HeldStatistics
 from ..training.plain import PlainTraining
+from .causes import why_not_whole
 from .compare import TOLERANCES, Difference, TrainingResults, compare, weight_spread
 
 STEPS = 3
 """Mini-batches that a check trains where nothing else is said."""
 
 WHOLE = "whole mini-batches"
+HELD = "whole mini-batches, batch norms held"
 ONE_BY_ONE = "micro-batches one by one"
 INLINE = "the inline run"
 
@@ -49,10 +53,9 @@ _DRAWS = (
     "the model draws random numbers that aren't dropout's, each stage its own: differences can "
     "come from that"
 )
-_NO_MEAN = (
-    "the pipeline does what one process does with the same micro-batches, and that isn't what it "
-    "does with whole mini-batches: either the loss isn't a mean over the samples (it may return "
-    "(sum, weight) instead: docs/tasks.md), or a layer mixes the samples of a batch"
+_LOSS_DRAWS = (
+    "the task's loss draws random numbers, others for each micro-batch and in one process: "
+    "differences can come from that"
 )
 
 
@@ -60,7 +63,7 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
     """A run held against one other training."""
 
     what: str
-    """WHOLE, ONE_BY_ONE or INLINE."""
+    """WHOLE, HELD, ONE_BY_ONE or INLINE."""
     differences: tuple[Difference, ...]
     counts: bool = True
     """For the verdict."""
@@ -169,6 +172,7 @@ def _against_plain(
     traits = whole.traits
     notes = [_DROPOUT] if traits.drops else []
     notes += [_DRAWS] if traits.draws else []
+    notes += [_LOSS_DRAWS] if traits.loss_draws else []
     if traits.mixes and any(len(stage.devices) > 1 for stage in plan.stages):
         notes.append(_STATISTICS)
         found = _without_statistics(found, prepared)
@@ -191,9 +195,27 @@ def _against_plain(
     ]
     if traits.mixes:
         notes.append(_MIXES.format(m=plan.micro_batch, b=plan.mini_batch))
-    elif against[1].same and not against[0].same:
-        notes.append(_NO_MEAN)
+        # Whether that is all which makes a mini-batch another one.
+        against.insert(1, _held(prepared, folder, tolerance))
+    if against[-1].same and not all(one.same for one in against[:-1] if one.counts):
+        notes += why_not_whole(prepared, tolerance)
     return against, notes
+
+
+def _held(prepared: Prepared, folder: Path, tolerance: float) -> Against:
+    """Plain training on micro-batches against that on the whole mini-batch, for one mini-batch,
+    with batch norms that do the same to both."""
+    first = prepared.segments[0]
+    samples = min(first.samples, first.mini_batch)
+    segment = replace(first, mini_batches=1, samples=samples, rest=0, offset=0)
+    one, found = replace(prepared, segments=(segment,)), []
+    for name in ("held-whole", "held-single"):
+        plain = PlainTraining(one, folder / name, by_micro_batch=name == "held-single")
+        with HeldStatistics():
+            plain.run()
+        found.append(_plain_training(plain, folder / name, one))
+    whole, single = found
+    return Against(what=HELD, differences=compare(single, whole, tolerance, drifts=True))
 
 
 def _training_of(where: RunDir, prepared: Prepared) -> TrainingResults:

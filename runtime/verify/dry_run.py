@@ -376,6 +376,8 @@ def _findings(
 
 def _warnings(prepared: Prepared, found: Sequence[_PlaceAndHost]) -> Iterator[str]:
     yield from hook_warnings(prepared)
+    if prepared.model.loss.apart:
+        yield prepared.model.loss.apart
     for host, first in _first_of_each(found).items():
         gpus = [mine.gpu for mine in found if mine.host == host and mine.gpu]
         workers = sum(mine.host == host and not mine.gpu for mine in found)

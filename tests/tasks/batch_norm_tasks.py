@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -59,3 +61,102 @@ class Exported(Traced):
 
     def model(self):
         return Looking(self.momentum).double()
+
+
+# Losses and layers that take the samples of a batch together, beside a batch norm -----------------
+
+
+class Pair(nn.Module):
+    """Two views of a sample, each [m, 4]; the samples' scores; and how evenly experts are used."""
+
+    def __init__(self, normed=True, balanced=False, centered=False):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8) if normed else nn.Identity()
+        self.centered = centered
+        self.a, self.b, self.score = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 3)
+        self.balanced = balanced
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.first(x)))
+        if self.centered:
+            x = x - x.mean(0)
+        scores = self.score(x)
+        found = {"a": self.a(x), "b": self.b(x), "scores": scores}
+        if self.balanced:
+            found["balance"] = scores.softmax(1).mean(0).square().sum()
+        return found
+
+
+class Apart(Traced):
+    """A mean over samples."""
+
+    how: ClassVar[dict[str, bool]] = {}
+
+    def model(self):
+        return Pair(**self.how).double()
+
+    def data(self, split):
+        generator = torch.Generator().manual_seed(6)
+        x = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+        return TensorDataset(x, x[:, :3].argmax(1))
+
+    def loss(self, output, target):
+        near = (output["a"] - output["b"]).square().mean()
+        return near + nn.functional.cross_entropy(output["scores"], target)
+
+
+class Contrastive(Apart):
+    def loss(self, output, target):
+        found = output["a"] @ output["b"].t()
+        own = nn.functional.cross_entropy(found, torch.arange(len(found)))
+        return own + nn.functional.cross_entropy(output["scores"], target)
+
+
+class ContrastiveAlone(Contrastive):
+    how: ClassVar[dict[str, bool]] = {"normed": False}
+
+
+class BalancedInLoss(Apart):
+    def loss(self, output, target):
+        spread = output["scores"].softmax(1).mean(0).square().sum()
+        near = (output["a"] - output["b"]).square().mean()
+        return near + 0.01 * spread
+
+
+class Balanced(Apart):
+    how: ClassVar[dict[str, bool]] = {"balanced": True}
+
+    def loss(self, output, target):
+        return super().loss(output, target) + 0.1 * output["balance"]
+
+
+class Centered(Apart):
+    how: ClassVar[dict[str, bool]] = {"centered": True}
+
+
+class Counting(Apart):
+    """A mean by the weights of classes."""
+
+    def loss(self, output, target):
+        weights = torch.tensor([1.0, 2.0, 0.2]).to(output["scores"])
+        return nn.functional.cross_entropy(output["scores"], target, weights)
+
+
+class Noisy(Apart):
+    """The loss adds noise to what it is given."""
+
+    def loss(self, output, target):
+        scores = output["scores"]
+        return nn.functional.cross_entropy(scores + torch.randn_like(scores), target)
+
+
+class Moving(Apart):
+    """The loss keeps a mean of what it has seen, which is no part of it."""
+
+    def __init__(self):
+        self.seen = torch.zeros(3, dtype=torch.float64)
+
+    def loss(self, output, target):
+        self.seen.mul_(0.9).add_(output["scores"].detach().mean(0))
+        return nn.functional.cross_entropy(output["scores"], target)

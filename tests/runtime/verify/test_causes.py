@@ -1,0 +1,146 @@
+"""Why a mini-batch isn't what its micro-batches are together: told before a run, and by a check."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import msgspec
+import pytest
+import torch
+import variety_tasks
+from batch_norm_tasks import Moving
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from timeprest.profiles.errors import TaskWarning
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.loss_parts import loss_in_parts
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify.check import HELD, ONE_BY_ONE, WHOLE, check
+from timeprest.runtime.verify.dry_run import dry_run
+
+FILE = TESTS / "tasks/batch_norm_tasks.py"
+
+
+def plan_for(name, variant="gpipe", n=4, file=FILE, **more):
+    target = resolve(f"{file}:{name}")
+    sizes = [1, 2, 4, 8] if "Alone" in name else [2, 4, 8]
+    profile = measure(target, batch_size=8, micro_batch_sizes=sizes, seconds=0)
+    return plan_by_hand(with_times(profile), variant, 2, n, **more)
+
+
+def checked(name, **more):
+    settings = RunSettings(task=f"{FILE}:{name}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TaskWarning)
+        return check(plan_for(name, **more), settings, inline=True)
+
+
+def test_batch_norms_alone_are_no_other_training():
+    report = checked("Apart")
+    assert report.verdict == "same"
+    whole, held, one_by_one = report.against
+    assert (whole.what, held.what, one_by_one.what) == (WHOLE, HELD, ONE_BY_ONE)
+    assert not whole.counts
+    assert held.counts
+    assert held.same
+    assert len(report.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Contrastive", "loss can't be taken apart in 'a' and 'b': .* compares samples with each"),
+        ("ContrastiveAlone", "loss can't be taken apart in 'a' and 'b': of 8 samples together"),
+        ("BalancedInLoss", "loss can't be taken apart in 'scores': .* what they have in common"),
+        ("Counting", "loss can't be taken apart: .* may return .sum, weight. instead"),
+        ("Balanced", "'balance' of the model's result has nothing of each sample"),
+        ("Centered", "the forward, ahead of 'score' .Linear., mixes the samples of a batch"),
+        ("Noisy", "loss draws random numbers"),
+    ],
+)
+def test_what_takes_samples_together_differs_and_is_named(name, why):
+    """However many batch norms there are."""
+    report = checked(name)
+    assert report.verdict == "differs"
+    assert sum(bool(re.search(why, note)) for note in report.notes) == 1, report.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "n", "more", "told"),
+    [
+        ("Contrastive", "gpipe", 4, {}, True),
+        ("ContrastiveAlone", "timeprest", 8, {}, True),
+        ("Contrastive", "gpipe", 1, {}, False),
+        ("Contrastive", "pipedream", 1, {"replicas": (1, 2)}, True),
+        ("Contrastive", "pipedream", 1, {"replicas": (2, 1)}, False),
+        ("BalancedInLoss", "gpipe", 2, {}, True),
+        ("Counting", "gpipe", 4, {}, True),
+        ("Apart", "gpipe", 4, {}, False),
+        ("Balanced", "gpipe", 4, {}, False),
+        ("Noisy", "gpipe", 4, {}, False),
+        ("Moving", "gpipe", 4, {}, False),
+    ],
+)
+def test_a_loss_that_cant_be_taken_apart_is_told_before_the_run(
+    name, variant, n, more, told, tmp_path, recwarn
+):
+    plan = plan_for(name, variant, n, **more)
+    settings = RunSettings(task=f"{FILE}:{name}", steps=1, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    lines = [str(w.message) for w in recwarn if issubclass(w.category, TaskWarning)]
+    lines = [line for line in lines if "can't be taken apart" in line]
+    assert len(lines) == told
+    assert told == any(
+        "taken apart" in line for line in dry_run(plan, settings, tmp_path / "dry").warnings
+    )
+    if name == "Counting":
+        assert "(sum, weight)" in lines[0]
+
+
+def test_a_result_of_as_many_rows_by_chance_is_no_samples():
+    """A weight of 8 rows, whatever the samples are."""
+    file = TESTS / "tasks/variety_tasks.py"
+    plan = plan_for("ReturningTask", n=2, file=file)
+    settings = RunSettings(task=f"{file}:ReturningTask")
+    assert variety_tasks.ReturningTask().model()(torch.randn(4, 6).double())[1].shape[0] % 4 == 0
+    assert not prepare(plan, settings).model.loss.apart
+    assert check(plan, settings, inline=True).verdict == "same"
+
+
+def test_a_trial_leaves_nothing_in_the_loss():
+    task, scores = Moving(), torch.randn(4, 3, dtype=torch.float64)
+    given = {"scores": scores, "a": scores, "b": scores}
+    found = loss_in_parts(task, given, torch.tensor([0, 1, 2, 0]), 4, (2, 2))
+    assert found.same
+    assert not task.seen.any()
+
+
+def test_float32_rounds_no_loss_apart():
+    """Nor do losses that take no float64."""
+
+    class Task:
+        def loss(self, output, target):
+            return torch.nn.functional.cross_entropy(output, target, weight=torch.ones(50))
+
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        output = 30 * torch.randn(64, 50, generator=generator).to(dtype)
+        if dtype == torch.bfloat16:
+            Task.loss = lambda self, output, target: torch.nn.functional.cross_entropy(
+                output.bfloat16(), target
+            )
+        target = torch.randint(0, 50, (64,), generator=generator)
+        assert loss_in_parts(Task(), output, target, 64, (21, 43)).same
+
+
+def test_settings_of_the_check_are_those_of_the_run():
+    """Deferred batch norms are held, too."""
+    plan = plan_for("Contrastive")
+    settings = RunSettings(task=f"{FILE}:Contrastive", deferred_batch_norm=True)
+    settings = msgspec.structs.replace(settings, ragged="pad")
+    with pytest.warns(TaskWarning, match="can't be taken apart"):
+        assert check(plan, settings, inline=True).verdict == "differs"
