@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ...planner.costs.memory import MemoryByKind
+from ...planner.plan import Plan
+from ...planner.recordings.recording import MEMORY_KINDS
+from ...profiles.units import format_bytes
 from ..prepare.devices import dense_bytes
+from ..prepare.workers import Replica
 
 
 class MemoryAccount:
@@ -114,4 +119,90 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for values in optimizer.state.values()
         for value in values.values()
         if isinstance(value, Tensor) and value.dim()
+    )
+
+
+# A worker that runs out of memory ---------------------------------------------------------------
+
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|CU\w+_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+_WANTED = re.compile(r"tried to allocate ([\d.]+) *([a-z]+)", re.IGNORECASE)
+
+
+def out_of_memory(
+    error: BaseException,
+    plan: Plan,
+    replica: Replica,
+    device: torch.device,
+    held: Sequence[int] = (),
+) -> str | None:
+    """One line where an error, or what caused it, is memory that isn't there; None: it is another.
+
+    It says what the worker held, what the plan said, and what to change.
+
+    Args:
+        held: bytes by kind when the operation began (`MEMORY_KINDS`); none: nothing has run yet.
+    """
+    text = _no_memory(error)
+    if text is None:
+        return None
+    found = _WANTED.search(text)
+    wanted = ""
+    if found is not None:
+        amount, unit = found.groups()
+        size = format_bytes(int(amount)) if unit == "bytes" else f"{amount} {unit}"
+        wanted = f" ({size} more were asked for)"
+    planned = plan.predicted.device_of(replica.stage)
+    spec = plan.cluster.devices[plan.stages[replica.stage].devices[replica.index]]
+    of = "" if spec.memory_bytes is None else f" of {format_bytes(spec.memory_bytes)} (--memory)"
+    parts = [f"out of memory on {device}{wanted}"]
+    if held:
+        kinds = zip(MEMORY_KINDS, held, strict=True)
+        names = {"boundary": "messages"}
+        by_kind = ", ".join(f"{names.get(k, k)} {format_bytes(n)}" for k, n in kinds if n)
+        parts.append(f"the worker held {format_bytes(sum(held))} ({by_kind or 'nothing'})")
+    if device.type == "cuda":
+        parts.append(_of_gpu(device))
+    parts.append(f"its plan has {format_bytes(planned.memory_bytes)} at most{of}")
+    more = "have more micro-batches, or recompute activations (--recompute)"
+    if sum(held) > _MORE * planned.accounted_memory.total:
+        parts.append(
+            "it held more than planned: profile again, on this device and with its largest samples"
+        )
+    elif device.type == "cuda":
+        parts.append(f"plan with a --memory that leaves more room, {more}")
+    else:
+        parts.append(f"plan with a --memory that this machine has for each of its workers, {more}")
+    return "; ".join(parts)
+
+
+_MORE = 1.02
+"""A run holds what is planned within 1.5 %."""
+
+
+def _no_memory(error: BaseException | None) -> str | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = " ".join(str(error).split())
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return text
+        if isinstance(error, RuntimeError) and _NO_MEMORY.search(text):
+            return text
+        error = error.__cause__
+    return None
+
+
+def _of_gpu(device: torch.device) -> str:
+    own = torch.cuda.memory_reserved(device)
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return f"torch had reserved {format_bytes(own)}"
+    others = format_bytes(total - free - own)
+    return (
+        f"torch had reserved {format_bytes(own)} here, and of the GPU's {format_bytes(total)} "
+        f"CUDA itself and other processes had {others}"
     )

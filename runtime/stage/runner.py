@@ -33,6 +33,7 @@ from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
 from .gradients import SKIP, NotFinite, StageGradients, finite_gradients
 from .handed_over import HandedOver
+from .memory import out_of_memory
 from .micro_batch import advised
 from .stage import Stage
 from .summed_losses import LossWeights, MiniBatchLosses
@@ -577,6 +578,7 @@ class StageRunner:
         except TimeprestError as error:
             if str(error).startswith("stage "):
                 raise
+            self._check_memory(error)
             who = f"{self.replica.name}, at {at or self.last_op}"
             raise type(error)(f"{who}: {error}") from error
         except BaseException as error:
@@ -584,5 +586,13 @@ class StageRunner:
             given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
             if given_up or is_ctrl_c(error):
                 raise
+            self._check_memory(error)
             who = f"{self.replica.name}, at {at or self.last_op}"
             raise RunError(f"{who}: {describe_error(error)}") from error
+
+    def _check_memory(self, error: BaseException) -> None:
+        """Raise RunError where it is memory that isn't there."""
+        held = self.stage.held(self.channels.held_bytes)
+        line = out_of_memory(error, self.prepared.plan, self.replica, self.device, held)
+        if line is not None:
+            raise RunError(f"{self.replica.name}, at {self.last_op}: {line}") from error

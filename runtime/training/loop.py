@@ -18,7 +18,7 @@ from ...planner.costs.memory import MemoryByKind
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import updates_last, whole_sequence
 from ...planner.systems.operations import FORWARD, UPDATE, Op, Schedule
-from ...profiles.errors import FileError
+from ...profiles.errors import FileError, RunError
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import keep_gradients
 from ..checkpoint.start import restore_worker, rewind_logs
@@ -44,6 +44,7 @@ from ..records.metrics import (
 from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
 from ..records.progress import MetricsFile, Observer
 from ..records.run_dir import RunDir
+from ..stage.memory import out_of_memory
 from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
 from .dropout import WithoutDropout
@@ -63,12 +64,21 @@ def stage_runner(
     all_reduce: AllReducer,
     device: torch.device,
 ) -> StageRunner:
-    """A replica's runner. Its logs go on where they were at the checkpoint. Raises FileError."""
+    """A replica's runner. Its logs go on where they were at the checkpoint.
+
+    Raises FileError; RunError where there isn't memory for its weights.
+    """
     settings = prepared.settings
     rewind_logs(where, settings, replica)
     log = operation_log(where, replica, settings)
     own = StageEpochFile(where.stage_metrics(replica), more=settings.resumed)
-    return StageRunner(prepared, replica.number, channels, all_reduce, log, own, device=device)
+    try:
+        return StageRunner(prepared, replica.number, channels, all_reduce, log, own, device=device)
+    except (RuntimeError, MemoryError) as error:
+        line = out_of_memory(error, prepared.plan, replica, device)
+        if line is None:
+            raise
+        raise RunError(f"{replica.name}, at the start: {line}") from error
 
 
 def load_samples(runners: Sequence[StageRunner]) -> None:

@@ -58,3 +58,15 @@ class TrapTask(MLPTask):
 
     def optimizer(self, parameters):
         return _TrapSGD(parameters, lr=0.05)
+
+
+class LossTakesAll(MLPTask):
+    """Its 10th loss asks for more than any machine has."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        if self.calls == 10:
+            torch.empty(2**57, dtype=torch.uint8)
+        return super().loss(output, target)
