@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_users
 from ..tracing.pieces import map_tensors
@@ -103,7 +103,11 @@ def try_loss(task: Task, output: Any, target: Any) -> None:
         return tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
 
     output = map_tensors(trained, output)
-    loss = read_loss(call_hook("loss", task.loss, output, target, kind=RunError))
+    found = call_hook("loss", task.loss, output, target, kind=RunError)
+    if isinstance(found, tuple):
+        # Of which tensors of the output the model has gradients isn't known here.
+        found = (*found[:1], *tree_map_only(Tensor, Tensor.detach, found[1:]))
+    loss = read_loss(found)
     check_depends(loss, output)
     call_hook("loss", loss.value.backward, doing="its backward", kind=RunError)
 

@@ -80,9 +80,11 @@ class Loss(NamedTuple):
 
 
 def read_loss(found: Any) -> Loss:
-    """What a task's loss returned. Raises TargetError when it is neither a mean nor a pair."""
+    """What a task's loss returned. Raises TargetError when it is neither a mean nor a pair, or has
+    a weight with a gradient."""
+    value = root_of(found)
     if not isinstance(found, tuple):
-        return Loss(_one_number(found))
+        return Loss(_one_number(value))
     if len(found) != 2:
         raise TargetError(
             f"the task's loss gave a tuple of {len(found)}; it must give a mean over the samples, "
@@ -95,12 +97,23 @@ def read_loss(found: Any) -> Loss:
             f"the task's loss gave (sum, weight): {shown} must be one number, 0 or more: how much "
             "counts in the sum"
         )
-    return Loss(_one_number(found[0]), weight)
+    return Loss(_one_number(value), weight)
 
 
 def root_of(found: Any) -> Any:
-    """What a backward begins with, of what a task's loss returned; not looked at."""
-    return found[0] if isinstance(found, tuple) and len(found) == 2 else found
+    """What a backward begins with, of what a task's loss returned; not looked at.
+
+    Raises TargetError for a weight with a gradient: a sum's gradients are divided by a number.
+    """
+    if not isinstance(found, tuple) or len(found) != 2:
+        return found
+    if isinstance(found[1], Tensor) and found[1].requires_grad:
+        raise TargetError(
+            "the task's loss gave (sum, weight) with a weight that has a gradient (it is computed "
+            "from the model's result or parameters), which would be left out: return a mean as one "
+            "number; or, should the weight count as a constant, weight.detach()"
+        )
+    return found[0]
 
 
 def read_figure(name: str, found: Any, samples: int) -> tuple[float, float]:

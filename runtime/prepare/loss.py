@@ -24,7 +24,7 @@ from ...profiles.tasks.loss_parts import (
     fixed_in,
     loss_in_parts,
 )
-from ...profiles.tasks.task import Loss, Task, read_loss
+from ...profiles.tasks.task import Loss, Task, read_loss, root_of
 from ...profiles.tracing.pieces import map_tensors, take_apart
 from .tracing import TracedTask
 
@@ -75,23 +75,28 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
     that the caller has on; once more where it can't be asked with gradients.
 
     Args:
-        result: the model's; fake tensors (of one mode) where it wasn't computed.
+        result: the model's, with its gradients; fake tensors (of one mode) where it wasn't
+            computed.
+
+    Raises TargetError for a (sum, weight) whose weight has a gradient.
     """
     with contextlib.suppress(Exception):  # the user's object
         task = copy.copy(task)
-    before = torch.random.get_rng_state()
+    before, found = torch.random.get_rng_state(), None
     try:
         with contextlib.suppress(Exception), torch.enable_grad():  # the user's code
             found = _tried(task, result, target, needs_grad=True)
-            return LossKind(isinstance(found, tuple), takes=_leaves(found))
-        with torch.no_grad():
-            return LossKind(isinstance(_tried(task, result, target), tuple))
+        if found is None:
+            with torch.no_grad():
+                found = _tried(task, result, target)
     except BaseException as error:  # the user's code
         if is_ctrl_c(error):
             raise
         return LossKind(unknown=describe_error(error))
     finally:
         torch.random.set_rng_state(before)
+    root_of(found)
+    return LossKind(isinstance(found, tuple), takes=_leaves(found))
 
 
 def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str:
@@ -200,9 +205,8 @@ def _tried(task: Task, result: Any, target: Any, *, needs_grad: bool = False) ->
 
     modes: list[AbstractContextManager[Any]] = []
 
-    def detached(tensor: Tensor) -> Tensor:
-        found = tensor.detach()
-        if not needs_grad or not (found.is_floating_point() or found.is_complex()):
+    def entered(found: Tensor, like: Tensor) -> Tensor:
+        if not needs_grad or not like.requires_grad:
             return found
         # No leaf, which the loss couldn't change in place; and it may change what this is of.
         return found.requires_grad_().clone()
@@ -210,7 +214,7 @@ def _tried(task: Task, result: Any, target: Any, *, needs_grad: bool = False) ->
     def note(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             modes.append(tensor.fake_mode)
-        return detached(tensor)
+        return entered(tensor.detach(), tensor)
 
     result = map_tensors(note, result)
     try:
@@ -221,5 +225,5 @@ def _tried(task: Task, result: Any, target: Any, *, needs_grad: bool = False) ->
         if not modes:
             raise
         # A loss that looks at numbers.
-        zeros = map_tensors(lambda t: detached(torch.zeros(t.shape, dtype=t.dtype)), result)
+        zeros = map_tensors(lambda t: entered(torch.zeros(t.shape, dtype=t.dtype), t), result)
         return task.loss(zeros, target)

@@ -19,6 +19,7 @@ from timeprest.runtime.prepare.loss import LossKind, kind_of_loss
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -68,6 +69,42 @@ class Fickle(WeightedTask):
         total, weight = super().loss(output, target)
         self.asked.append(output)
         return (total, weight) if len(self.asked) > 1 else total / weight
+
+
+class Learned(WeightedTask):
+    """What a sample counts is computed from the result."""
+
+    constant = False
+
+    def loss(self, output, target):
+        weight = output.sigmoid().mean(1)
+        weight = weight.detach() if self.constant else weight
+        return ((output - target).square().mean(1) * weight).sum(), weight.sum()
+
+
+class Constant(Learned):
+    """The same as numbers."""
+
+    constant = True
+
+
+class Counted(MLPTask):
+    """What counts is a part of the result that has no gradient, though it is of floats."""
+
+    def model(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = MLPTask().model()
+
+            def forward(self, x):
+                return self.net(x), (x[:, 0] > 0).double()
+
+        return Net()
+
+    def loss(self, output, target):
+        found, counts = output
+        return ((found - target).square().mean(1) * counts).sum(), counts.sum()
 
 
 def here(name):
@@ -226,6 +263,23 @@ def test_a_loss_is_asked_before_a_run_which_it_gives(task, fake):
     kind = kind_of_loss(task, result, target)
     assert kind == LossKind(weighted=isinstance(task, WeightedTask))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_weight_with_a_gradient_is_refused_at_profile_and_run(mlp_profile, tmp_path):
+    """Its gradient would be left out; a part of a result that has none may be one."""
+    with pytest.raises(TargetError, match=r"a weight that has a gradient .*weight.detach"):
+        measure(resolve(here("Learned")), batch_size=8, micro_batch_sizes=[4], seconds=0)
+    for task in ("Constant", "Counted"):
+        profile = measure(resolve(here(task)), batch_size=8, micro_batch_sizes=[4], seconds=0)
+        plan = plan_by_hand(with_times(profile), "gpipe", 2, 2)
+        run(plan, RunSettings(task=here(task), steps=1), tmp_path / task, inline=True)
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    with pytest.raises(TargetError, match="a weight that has a gradient"):
+        run(plan, RunSettings(task=here("Learned"), steps=1), tmp_path / "run", inline=True)
+    assert not (tmp_path / "run").exists()
+    read_loss((torch.ones(()), torch.ones(())))
+    with pytest.raises(TargetError, match="a weight that has a gradient"):
+        read_loss((torch.ones(()), torch.ones((), requires_grad=True)))
 
 
 @pytest.mark.parametrize(
