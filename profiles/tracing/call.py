@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import TargetError
 from .pieces import Built, Slot, fill
 from .random_states import own_states, seed_all, set_own_states, set_states, states
+from .remembered import OF_EVERY_MODULE, Remembered, dense, kept_in, places_of, summed
 
 _SMALL_BYTES = 256 << 20
 """Of weights that are kept a second time during a look."""
@@ -54,6 +54,12 @@ class Call:
     def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
         """The same call of other tensors."""
         return replace(self, tensors=tuple(tensors))
+
+    def of_first(self) -> Call:
+        """The same call with its first sample in the place of every one."""
+        return self.with_tensors(
+            [t[:1].expand_as(t).clone() if t.dim() else t for t in self.tensors]
+        )
 
     def flat(self) -> Call:
         """The call of what takes these tensors alone, one after another: a graph."""
@@ -111,7 +117,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     or write into a weight; what they were before they are again, and so are the random states.
     Weights of large models aren't kept a second time: what is written into those stays.
     """
-    with _numbers_unchanged(model):
+    with numbers_unchanged(model):
         before = _Makeup(model)
         try:
             yield
@@ -120,8 +126,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _numbers_unchanged(model: nn.Module) -> Iterator[None]:
+def numbers_unchanged(model: nn.Module) -> Iterator[None]:
     """Put back the numbers of buffers and weights, and the random states."""
+    bound = [(m._buffers, dict(m._buffers)) for m in _python_modules(model)]
     before = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
     weights = [(p, p.data, p.data.clone(), p._version) for p in _small_weights(model)]
     drawn, own = states(), own_states(model)
@@ -131,6 +138,9 @@ def _numbers_unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         set_states(drawn)
         set_own_states(own)
+        for now, then in bound:
+            # Those that a forward makes where there was none are there for good.
+            now.update({name: buffer for name, buffer in then.items() if buffer is not None})
         with torch.no_grad():
             for p, data, value, version in weights:
                 if p.data_ptr() != data.data_ptr():
@@ -146,16 +156,16 @@ class _Makeup:
     """What modules are besides numbers: class, attributes, submodules, hooks, what is trained."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        modules = _python_modules(model)
         self._attributes = [(module, type(module), dict(vars(module))) for module in modules]
-        self._inside = {
-            id(kept): (kept, copy(kept))
-            for _, _, then in self._attributes
-            for kept in (*collections_in(then), *(then[name] for name in _TABLES if name in then))
+        tables = [then[name] for _, _, then in self._attributes for name in _TABLES if name in then]
+        # What a class or the scope around a hook has is looked at with the rest.
+        self._inside = kept_in(places_of(model)) | {
+            id(table): Remembered(table) for table in tables
         }
         self._learnt = [(p, p.requires_grad) for p in model.parameters()]
         self._hooks = [
-            (p, name, hooks, copy(hooks))
+            (p, name, hooks, hooks and Remembered(hooks))
             for p, _ in self._learnt
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
             for hooks in (getattr(p, name),)
@@ -170,13 +180,13 @@ class _Makeup:
             now.update(then)
             if type(module) is not kind:
                 module.__class__ = kind
-        for kept, items in self._inside.values():
-            _fill(kept, items)
-        for p, name, hooks, then in self._hooks:
+        for kept in self._inside.values():
+            kept.put_back()
+        for p, name, hooks, kept in self._hooks:
             if getattr(p, name) is not hooks:
                 setattr(p, name, hooks)
             if hooks:
-                _fill(hooks, then)
+                kept.put_back()
         for p, learns in self._learnt:
             if p.requires_grad != learns:
                 p.requires_grad_(learns)
@@ -190,13 +200,11 @@ class _Makeup:
             elif known is module:
                 now[name] = then[name]
                 if id(then[name]) in self._inside:
-                    _fill(*self._inside[id(then[name])])
+                    self._inside[id(then[name])].put_back()
 
 
-def _fill(kept: Any, items: Any) -> None:
-    """Give a list, dict or set these items."""
-    kept.clear()
-    kept.extend(items) if isinstance(kept, list) else kept.update(items)
+def _python_modules(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 
 # The first forward ------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ def settle(model: nn.Module, call: Call, target: str, *, fake: bool = False) -> 
     made = dict(model.named_parameters(remove_duplicate=False))
     if not (_changes(model, call, fake=fake) and (not fake or _changes(model, call))):
         return
-    with _numbers_unchanged(model), torch.no_grad():
+    with numbers_unchanged(model), torch.no_grad():
         # Its submodules draw numbers that are thrown away, the same in each worker.
         seed_all(0)
         call.of(model)
@@ -282,23 +290,12 @@ def _numbers_held(model: nn.Module) -> dict[tuple[nn.Module, str], list[str]]:
         ]
         for module in model.modules()
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in OF_EVERY_MODULE
     }
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
 _TABLES = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
 """Attributes of every module: its parameters, buffers, submodules and hooks by name."""
-
-
-def collections_in(attributes: Mapping[str, Any]) -> list[Any]:
-    """Lists and dicts that a module has as attributes of its own."""
-    return [
-        value
-        for name, value in attributes.items()
-        if type(value) in (list, dict) and name not in _OF_EVERY_MODULE
-    ]
 
 
 def _small_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -314,21 +311,6 @@ def _differs(buffer: Tensor, value: Tensor, version: int) -> bool:
         return not torch.equal(buffer, value)
     except (RuntimeError, NotImplementedError):
         return False
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """The same numbers as a tensor laid out as most are."""
-    if tensor.is_quantized:
-        return tensor.dequantize()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
-
-
-def summed(tensor: Tensor) -> str:
-    """The sum of a tensor's numbers, by which another one is told from it. As text: what is no
-    number equals itself then."""
-    whole = tensor.detach().resolve_conj()
-    whole = torch.view_as_real(whole) if whole.is_complex() else whole
-    return repr(float(whole.sum(dtype=torch.float64)))
 
 
 def mark_of(tensor: Tensor) -> tuple[int, str]:

@@ -290,6 +290,8 @@ def first_forward(model: nn.Module, target: str, call: Call, *, fake: bool = Fal
 def _own_failures(model: nn.Module, target: str) -> Iterator[None]:
     try:
         yield
+    except TraceError as error:
+        raise TraceError(f"{target}: {error}") from error
     except TimeprestError:
         raise
     except Exception as error:  # the user's forward runs here

@@ -16,9 +16,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
-from .call import Call, summed
+from .call import Call
 from .graph import GraphBody, TracedModel, fetch_attribute
 from .layers import Home, group, matches
+from .remembered import summed
 
 
 class _Tracer(fx.Tracer):

@@ -11,15 +11,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from .call import Call, collections_in, dense, summed, unchanged
+from .call import Call, numbers_unchanged, unchanged
 from .pieces import Built, take_apart
 from .random_states import seed_all
+from .remembered import dense, mark, marks, places_of
 
 _WITHIN = 1e-3, 5e-2
 """Of a gradient, what may differ at once: in single and double precision, in half."""
@@ -38,12 +40,9 @@ _SMALL, _STEP = 1e-3, 0.05
 _LOOKED_AT = 8
 """Of more than these parameters not all are looked at again."""
 
-_LOOKED_INTO = 64
-"""Of a list or dict that is an attribute, so many of its first items."""
-
 _FROM_OUTSIDE = (
-    "the forward depends on what a trace can't see (random branches, values it remembers, or "
-    "weights that it reaches otherwise than by their names)"
+    "that goes by what no trace sees (random branches, modes, values kept elsewhere, or weights "
+    "that it reaches otherwise than by their names)"
 )
 
 
@@ -64,6 +63,8 @@ class Seen:
     """What a module did on some inputs.
 
     Attributes:
+        other: of its result for other samples, which it was called with before; empty where the
+            model doesn't take such.
         leaves: of its result, tensors and others.
         gradients: by parameter; None where there are none: in evaluation mode, on fake tensors,
             or where the model itself has no backward.
@@ -74,6 +75,7 @@ class Seen:
         structure: of the result, with a `Slot` for each tensor.
     """
 
+    other: tuple[Any, ...]
     leaves: tuple[Any, ...]
     gradients: Mapping[str, Sketch] | None
     buffers: tuple[Mapping[str, Tensor], ...]
@@ -85,21 +87,32 @@ class Seen:
 def run(
     model: nn.Module, module: nn.Module, call: Call, *, backward: bool = True, twice: bool = False
 ) -> Seen:
-    """Run the model, or a graph of it, with everything put back afterwards.
+    """Run the model, or a graph of it, with everything put back afterwards: on other samples, and
+    then on these.
 
     Args:
         call: of a graph, whose inputs are tensors alone, `Call.flat`.
         backward: look at gradients too; False where the model has none.
         twice: call it twice in any case.
+
+    Raises TraceError where the model's result hangs on the calls before, otherwise than by buffers.
     """
-    with unchanged(model), _moved(model):
+    learns = backward and model.training and torch.is_grad_enabled()
+    with unchanged(model), _moved(model), torch.set_grad_enabled(learns):
+        alone: tuple[Any, ...] = ()
+        if module is model:
+            with numbers_unchanged(model):
+                alone = _result(model, call)
+        with numbers_unchanged(model):
+            other = _of_others(module, call)
+        left = _places(model) if module is model else {}
         _seed()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         numbers, second = _numbers(model), None
-        learns = backward and model.training and torch.is_grad_enabled()
-        with torch.set_grad_enabled(learns):
-            leaves, structure = _taken_apart(module, call)
-        kept = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves)
+        leaves, structure = _taken_apart(module, call)
+        kept = _kept(leaves)
+        if not _all_same(alone, kept):
+            raise TraceError(_remembers(left, _places(model)))
         buffers = [_buffers(model, module)]
         gradients = None
         if learns and not any(_is_fake(leaf) for leaf in leaves):
@@ -108,12 +121,23 @@ def run(
         changed = any(not _same(buffers[0].get(name), value) for name, value in before.items())
         after = _numbers(model)
         # One that a class has begins as the module's own when it is first changed.
-        counted = tuple(name for name, value in after.items() if numbers.get(name) != value)
+        names = {**numbers, **after}
+        counted = tuple(name for name in names if numbers.get(name) != after.get(name))
         if twice or changed or counted:
             with torch.no_grad():
                 second = _leaves(module, call)
             buffers.append(_buffers(model, module))
-    return Seen(kept, gradients, tuple(buffers), second, counted, structure)
+    return Seen(other, kept, gradients, tuple(buffers), second, counted, structure)
+
+
+def _remembers(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    kept = f" ({shorten(', '.join(names), 100, placeholder=' …')})" if names else ""
+    return (
+        f"the forward remembers something from one call to the next{kept}: the same samples give "
+        "another result after a call of others. A pipeline calls it for each micro-batch, and "
+        "carries nothing on but buffers: have each call begin anew"
+    )
 
 
 def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> list[str]:
@@ -134,10 +158,20 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> li
     apart = _apart(found.structure, wanted.structure)
     if apart is not None:
         raise TraceError(f"its graph's result has {apart}: {_FROM_OUTSIDE}")
+    if wanted.other and not found.other:
+        raise TraceError("its graph fails on other samples than those it was traced with")
+    # In their sequence: what remembers does something else from the second call on.
+    _compare_leaves(found.other, wanted.other)
+    _compare_buffers(found, wanted)
     _compare_leaves(found.leaves, wanted.leaves)
     if wanted.gradients is not None:
         _compare_gradients(model, module, call, found.gradients or {}, wanted.gradients)
         _check_held(model, module, wanted.gradients)
+    _compare_leaves(found.second or (), wanted.second or ())
+    return [name for name in wanted.counted if name not in found.counted]
+
+
+def _compare_buffers(found: Seen, wanted: Seen) -> None:
     # A third call would show nothing that the second didn't.
     for mine_then, own_then in zip(found.buffers, wanted.buffers, strict=False):
         for name, own in own_then.items():
@@ -147,8 +181,6 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> li
                     "trace sees what is written into a buffer (copy_, mul_), and not a new tensor "
                     "in its place"
                 )
-    _compare_leaves(found.second or (), wanted.second or ())
-    return [name for name in wanted.counted if name not in found.counted]
 
 
 def _compare_leaves(found: Sequence[Any], wanted: Sequence[Any]) -> None:
@@ -178,6 +210,24 @@ def _apart(mine: Any, own: Any, where: str = "") -> str | None:
     return None if same else f"{mine!r} at {where or 'its place'} where the model has {own!r}"
 
 
+def _of_others(module: nn.Module, call: Call) -> tuple[Any, ...]:
+    """The result for other samples, after which what is left elsewhere than in the result is
+    neither what the next call leaves, nor what the trace left."""
+    try:
+        return _result(module, call.of_first())
+    except Exception:  # the user's forward runs here
+        return ()
+
+
+def _result(module: nn.Module, call: Call) -> tuple[Any, ...]:
+    _seed()
+    return _kept(_leaves(module, call))
+
+
+def _kept(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves)
+
+
 def _leaves(module: nn.Module, call: Call) -> tuple[Any, ...]:
     return _taken_apart(module, call)[0]
 
@@ -193,29 +243,22 @@ def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
     return {name: own.get(name, b).detach().clone() for name, b in model.named_buffers()}
 
 
+def _places(model: nn.Module) -> dict[str, Any]:
+    """What tells what a forward can reach besides its arguments from what it was, by name."""
+    return {name: mark(value) for name, value in places_of(model).items()}
+
+
+def _all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(_same(a, b) for a, b in zip(some, others, strict=False) if isinstance(b, Tensor))
+
+
 def _numbers(model: nn.Module) -> dict[str, Any]:
-    """What modules may count or remember in: attributes that are numbers, tensors or None, by name,
-    and lists and dicts of them."""
-    found = {}
-    for path, module in model.named_modules():
-        attributes = vars(module)
-        remembered = set(map(id, collections_in(attributes)))
-        for name, value in attributes.items():
-            if value is None or isinstance(value, (int, float, Tensor)):
-                found[f"{path}.{name}".lstrip(".")] = _digest(value)
-            elif id(value) in remembered:
-                items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-                found[f"{path}.{name}".lstrip(".")] = [
-                    (str(key), _digest(item)) for key, item in items[:_LOOKED_INTO]
-                ]
-    return found
-
-
-def _digest(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        shape = tuple(value.shape)
-        return shape if _is_fake(value) or value.is_meta else (shape, summed(dense(value)))
-    return value if value is None or isinstance(value, (int, float)) else type(value).__name__
+    """What modules may count or remember in, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): found
+        for path, module in model.named_modules()
+        for name, found in marks(vars(module)).items()
+    }
 
 
 def _seed() -> None:

@@ -8,30 +8,20 @@ names them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...profiles.tracing.call import dense, summed
-from ...profiles.tracing.random_states import GENERATORS, state_of
+from ...profiles.tracing.random_states import GENERATORS
+from ...profiles.tracing.remembered import OF_EVERY_MODULE, mark
 from ..stage.stage import Stage
 from ..weights.outside import OutsideRules
-
-_LOOKED_INTO = 64
-"""Entries of a list or dict that are looked at; of longer ones, besides, how many there are."""
-
-_SUMMED = 2**20
-"""Numbers of a tensor; larger ones, such as a task's data, are told by who writes into them."""
 
 _BY_SCHEDULERS = "_opt_called"
 """What torch's schedulers give an optimizer."""
 
 _OF_LIBRARIES = ("torch", "timeprest")
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has, its mode among them."""
 
 
 def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
@@ -62,7 +52,9 @@ def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
                 own = {id(p) for p in module.parameters()}
                 found |= _of(where, module, own)
                 buffers = module.named_buffers(recurse=False)
-                found |= {where + buffer: _mark(tensor) for buffer, tensor in buffers}
+                found |= {
+                    where + buffer: mark(tensor, gradients=False) for buffer, tensor in buffers
+                }
     return found
 
 
@@ -85,7 +77,7 @@ def _attributes(thing: object) -> Mapping[str, Any]:
 
 
 def _of(
-    where: str, thing: object, own: Collection[int] = (), usual: Collection[str] = _OF_MODULES
+    where: str, thing: object, own: Collection[int] = (), usual: Collection[str] = OF_EVERY_MODULE
 ) -> dict[str, Any]:
     """Of one object.
 
@@ -98,34 +90,9 @@ def _of(
     for name, value in _attributes(thing).items():
         if name in usual:
             continue
-        if isinstance(value, (list, dict)):
-            items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-            marks = [
-                # A tensor's text has its numbers.
-                (str(id(key) if isinstance(key, Tensor) else key), _mark(item, own))
-                for key, item in items[:_LOOKED_INTO]
-            ]
-            found[where + name] = (len(items), marks)
-        elif (mark := _mark(value, own)) is not None:
+        # What has a gradient is computed anew in each forward.
+        if (told := mark(value, own, gradients=False)) is not None:
             # Tracing gives them names of its own.
             kind = f" ({type(value).__name__})" if isinstance(value, GENERATORS) else ""
-            found[where + name + kind] = mark
+            found[where + name + kind] = told
     return found
-
-
-def _mark(value: Any, own: Collection[int] = ()) -> Any:
-    """What tells a number, a tensor or a generator's state from others; None of anything else, and
-    of what follows from weights or is in checkpoints."""
-    if isinstance(value, Tensor):
-        # What has a gradient is computed anew in each forward.
-        if value.requires_grad or value.is_meta or id(value) in own:
-            return None
-        if value.numel() > _SUMMED and not value.is_inference():
-            return id(value), value._version
-        return tuple(value.shape), summed(dense(value))
-    if isinstance(value, GENERATORS):
-        return state_of(value)
-    if isinstance(value, int):
-        # Of thousands of digits Python makes no text.
-        return value
-    return repr(value) if isinstance(value, Number) else None

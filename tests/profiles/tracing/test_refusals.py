@@ -75,19 +75,18 @@ def test_the_line_is_that_of_the_front_end_that_got_furthest():
 
 
 def test_a_graph_that_does_something_else_got_further_than_none():
-    class Counts(nn.Module):
+    class Knows(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.calls = nn.Linear(4, 4), 0
+            self.a = nn.Linear(4, 4)
 
         def forward(self, x):
             for _ in range(x.dim()):
                 x = self.a(x)
-            self.calls += 1
-            return x * self.calls
+            return x * (1 if type(x) is torch.Tensor else 2)
 
-    told = refusal(Counts())
-    assert told.startswith("it (Counts.forward): no front end takes this (torch.export with")
+    told = refusal(Knows())
+    assert told.startswith("it (Knows.forward): no front end takes this (torch.export with")
 
 
 def test_patterns_that_are_told_would_do():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -319,6 +322,86 @@ class CarriesOn(Base):
         return h if before is None else h + 0 * before
 
 
+class Carries(Base):
+    """The state of the call before, in whatever holds it: the result hangs on it."""
+
+    def __init__(self, pack=tuple, unpack=list):
+        super().__init__()
+        self.pack, self.unpack = (pack,), (unpack,)
+        self.kept = None
+
+    def between(self, h):
+        for before in () if self.kept is None else self.unpack[0](self.kept):
+            h = h + before
+        self.kept = self.pack[0]([h.detach().mean(), h.detach().amax()])
+        return h
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+class TuplesOwn(tuple):
+    """A class of the user's."""
+
+
+@dataclass
+class Record:
+    pair: tuple
+
+
+class Slotted:
+    __slots__ = ("pair",)
+
+    def __init__(self, pair):
+        self.pair = pair
+
+
+class CarriesInAnotherModule(Carries):
+    """Which is a module's attribute by the way, without being its own."""
+
+    def between(self, h):
+        self.kept = getattr(self.a, "before", None)
+        h = super().between(h)
+        self.a.before = self.kept
+        return h
+
+
+class CarriesInAClass(Base):
+    box: ClassVar[dict] = {}
+
+    def between(self, h):
+        h, CarriesInAClass.box["h"] = h + CarriesInAClass.box.get("h", 0), h.detach().mean()
+        return h
+
+
+AROUND = []
+
+
+class CarriesAround(Base):
+    """In a list of the file."""
+
+    def between(self, h):
+        h = h + sum(AROUND)
+        AROUND[:] = [h.detach().mean()]
+        return h
+
+
+class CarriesByAHook(Base):
+    """In a dict that its hook alone knows."""
+
+    def __init__(self):
+        super().__init__()
+        kept = {}
+
+        def carry(module, given, output):
+            found, kept["h"] = output + kept.get("h", 0), output.detach().mean()
+            return found
+
+        self.a.register_forward_hook(carry)
+
+
 class Penalized(Base):
     """For a loss that adds it."""
 
@@ -495,6 +578,34 @@ def test_what_every_trace_would_lose_is_refused(make, why):
     assert same_own_states(own)
     assert model(call_of().tensors[0]).isfinite().all()
     assert isinstance(model.mean, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Carries, "kept"),
+        (partial(Carries, list), "kept"),
+        (partial(Carries, lambda pair: Pair(*pair)), "kept"),
+        (partial(Carries, TuplesOwn), "kept"),
+        (partial(Carries, lambda pair: Record(tuple(pair)), lambda kept: kept.pair), "kept"),
+        (partial(Carries, lambda pair: Slotted(tuple(pair)), lambda kept: kept.pair), "kept"),
+        (partial(Carries, lambda pair: {"h": [pair]}, lambda kept: kept["h"][0]), "kept"),
+        (partial(Carries, lambda pair: deque([tuple(pair)]), lambda kept: kept[0]), "kept"),
+        (CarriesInAnotherModule, r"kept, (0\.)?a\.before"),
+        (CarriesInAClass, r"CarriesInAClass\.box"),
+        (CarriesAround, "AROUND"),
+        (CarriesByAHook, "kept"),
+    ],
+)
+def test_what_is_carried_from_call_to_call_is_refused_by_name(make, name):
+    """Kept whole, too: a pipeline calls it for each micro-batch."""
+    for whole in (False, True):
+        model = build(make)
+        model = nn.Sequential(model, nn.Linear(6, 2)) if whole else model
+        with pytest.raises(TraceError, match=rf"^it: .* remembers .* next \((0\.)?{name}\)"):
+            trace(model, "it", call_of())
+        assert not [*AROUND, *CarriesInAClass.box]
+        assert getattr(model, "kept", None) is None
 
 
 @pytest.mark.parametrize(
