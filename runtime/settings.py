@@ -102,9 +102,10 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What stages compute on; auto: what the plan was profiled on."""
-    transport: Literal["auto", "gloo", "shm"] = "auto"
-    """How messages go between stages on the CPU; auto: through shared memory where all workers are
-    on one host, by gloo else."""
+    transport: Literal["auto", "gloo", "shm", "ipc", "nccl"] = "auto"
+    """How messages go between stages. On the CPU, auto: through shared memory where all workers are
+    on one host, by gloo else. On GPUs, auto: by CUDA IPC from GPU to GPU between workers of one
+    host, by NCCL between hosts; gloo: through pinned memory of the hosts."""
     threads: Threads = 1
     evaluate: bool = True
     eval_every: Count | None = None

@@ -18,8 +18,9 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.process_settings import settings_put_back
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.pinned_memory import CudaCopier
-from timeprest.runtime.communication.transport import NCCL, PINNED
+from timeprest.runtime.communication.transport import IPC, NCCL, PINNED
 from timeprest.runtime.prepare.clock import AHEAD, CudaStreamClock, Spans, UnderWay, number
+from timeprest.runtime.prepare.devices import gpu_count
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -29,11 +30,12 @@ from timeprest.runtime.verify.dry_run import dry_run
 from timeprest.tests.benchmarks.speed.racing.processes import run_ranks
 from timeprest.tests.benchmarks.speed.racing.rank import RankSpec
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+GPUS = gpu_count()
+CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+"""Fewer, where ranks of one card count as GPUs of their own (`devices.RANKS_ON_A_CARD`)."""
 
 one_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
-one_alone = pytest.mark.skipif(GPUS != 1, reason=f"needs one GPU, and there are {GPUS}")
 
 
 def plan_for(profile, variant, stages=2, **options):
@@ -60,43 +62,64 @@ def test_inline_on_a_gpu_is_inline_on_the_cpu(variant, mlp_profile, mlp_target, 
     assert_close(tmp_path / "cuda", tmp_path / "cpu")
 
 
+WAYS = {"ipc": IPC, "gloo": PINNED, "nccl": NCCL}
+
+
+def check_processes(plan, target, tmp_path, way, tolerance=0.0, **options):
+    """They have the inline run's weights."""
+    settings = RunSettings(task=target, device="cuda", deterministic=True, **options)
+    summary = run(plan, msgspec.structs.replace(settings, transport=way), tmp_path / "processes")
+    assert [report.not_by_ipc for report in summary.stages] == [""] * len(summary.stages)
+    assert {report.transport for report in summary.stages} == {WAYS[way]}
+    with settings_put_back():
+        run(plan, settings, tmp_path / "inline", inline=True)
+    assert_close(tmp_path / "processes", tmp_path / "inline", tolerance)
+    return summary
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """With convolutions, whose library is loaded by the first of them."""
+    return with_times(measure(resolve("digits"), batch_size=8, micro_batch_sizes=[2, 8], seconds=0))
+
+
 @pytest.mark.processes
-@one_alone
+@one_gpu
+@pytest.mark.parametrize("way", ["ipc", "gloo"])
 @pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
 @pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "gpipe"])
-def test_stages_that_share_a_gpu(variant, replicas, mlp_profile, mlp_target, tmp_path):
+def test_stages_that_share_a_gpu(variant, replicas, way, mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, variant, replicas=replicas)
-    check_shared_gpu(plan, mlp_target, tmp_path)
+    check_processes(plan, mlp_target, tmp_path, way, 1e-9, steps=6)
 
 
 @pytest.mark.processes
-@one_alone
+@one_gpu
+@pytest.mark.parametrize("way", ["ipc", "gloo"])
 @pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "zb-h1"])
-def test_workers_of_several_stages_that_share_a_gpu(variant, mlp_profile, mlp_target, tmp_path):
+def test_workers_of_several_stages_that_share_a_gpu(
+    variant, way, mlp_profile, mlp_target, tmp_path
+):
     plan = plan_for(mlp_profile, variant, 4, placement=(0, 1, 1, 0))
-    check_shared_gpu(plan, mlp_target, tmp_path)
+    check_processes(plan, mlp_target, tmp_path, way, 1e-9, steps=6)
 
 
-def check_shared_gpu(plan, mlp_target, tmp_path):
-    """Through pinned memory, with the inline run's weights."""
-    settings = RunSettings(task=mlp_target, steps=6, device="cuda")
-    summary = run(plan, settings, tmp_path / "processes")
-    assert {report.transport for report in summary.stages} == {PINNED}
-    run(plan, settings, tmp_path / "inline", inline=True)
-    assert_close(tmp_path / "processes", tmp_path / "inline")
+@pytest.mark.processes
+@one_gpu
+@pytest.mark.parametrize("variant", ALL)
+def test_processes_are_the_inline_run_to_the_last_bit(variant, digits, tmp_path):
+    """Through slots of the GPU's memory."""
+    check_processes(plan_for(digits, variant), "digits", tmp_path, "ipc", steps=8)
 
 
 @pytest.mark.processes
 @two_gpus
 @pytest.mark.parametrize("variant", ALL)
-def test_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
-    plan = plan_for(mlp_profile, variant)
-    settings = RunSettings(task=mlp_target, steps=6, device="cuda", clip_norm=1.0)
-    summary = run(plan, settings, tmp_path / "processes")
-    assert {report.transport for report in summary.stages} == {NCCL}
-    assert [report.device for report in summary.stages] == ["cuda:0", "cuda:1"]
-    run(plan, settings, tmp_path / "inline", inline=True)
-    assert_close(tmp_path / "processes", tmp_path / "inline")
+def test_so_are_stages_with_a_gpu_each(variant, digits, tmp_path):
+    """The first convolution waits for all that was posted, and nothing stands still."""
+    plan = plan_for(digits, variant)
+    summary = check_processes(plan, "digits", tmp_path, "nccl", steps=8, clip_norm=1.0)
+    assert [report.device for report in summary.stages] == ["cuda:0", f"cuda:{1 % CARDS}"]
 
 
 @pytest.mark.processes
@@ -104,23 +127,35 @@ def test_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
 @pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "zb-h1"])
 def test_workers_of_several_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, variant, 4, placement=(0, 1, 1, 0))
-    settings = RunSettings(task=mlp_target, steps=6, device="cuda", clip_norm=1.0)
-    summary = run(plan, settings, tmp_path / "processes")
-    assert {report.transport for report in summary.stages} == {NCCL}
-    assert [report.device for report in summary.stages] == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
-    run(plan, settings, tmp_path / "inline", inline=True)
-    assert_close(tmp_path / "processes", tmp_path / "inline")
+    summary = check_processes(plan, mlp_target, tmp_path, "nccl", 1e-9, steps=6, clip_norm=1.0)
+    devices = [f"cuda:{d % CARDS}" for d in (0, 1, 1, 0)]
+    assert [report.device for report in summary.stages] == devices
 
 
 @pytest.mark.processes
 @two_gpus
-def test_replicas_sum_by_nccl(mlp_profile, mlp_target, tmp_path):
-    plan = plan_for(mlp_profile, "timeprest", 1, replicas=[2])
-    settings = RunSettings(task=mlp_target, steps=6, device="cuda")
-    summary = run(plan, settings, tmp_path / "processes")
-    assert {report.transport for report in summary.stages} == {NCCL}
-    run(plan, settings, tmp_path / "inline", inline=True)
-    assert_close(tmp_path / "processes", tmp_path / "inline")
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+@pytest.mark.parametrize("replicas", [[2], [2, 1]])
+def test_replicas_sum_by_nccl(replicas, way, mlp_profile, mlp_target, tmp_path):
+    if sum(replicas) > GPUS:
+        pytest.skip(f"needs {sum(replicas)} GPUs, and there are {GPUS}")
+    plan = plan_for(mlp_profile, "timeprest", len(replicas), replicas=replicas)
+    check_processes(plan, mlp_target, tmp_path, way, 1e-9, steps=6)
+
+
+@pytest.mark.processes
+@one_gpu
+def test_runs_through_slots_go_on_and_evaluate(digits, tmp_path):
+    plan = plan_for(digits, "timeprest")
+    settings = RunSettings(
+        task="digits", steps=8, checkpoint_every=4, device="cuda", deterministic=True
+    )
+    run(plan, settings, tmp_path / "run")
+    wanted = load_weights(tmp_path / "run")
+    summary = resume(tmp_path / "run", at=4)
+    assert {report.transport for report in summary.stages} == {IPC}
+    found = load_weights(tmp_path / "run")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @one_gpu
@@ -174,8 +209,8 @@ def test_a_dry_run_asks_the_gpu(mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, "timeprest")
     settings = RunSettings(task=mlp_target, steps=4, device="cuda")
     found = dry_run(plan, settings, str(tmp_path / "run"))
-    assert found.transport == (PINNED if GPUS == 1 else NCCL)
-    assert [worker.computes_on for worker in found.workers] == ["cuda:0", f"cuda:{1 % GPUS}"]
+    assert found.transport == IPC
+    assert [worker.computes_on for worker in found.workers] == ["cuda:0", f"cuda:{1 % CARDS}"]
     assert all(gpu.free_bytes > 0 for gpu in found.gpus)
 
 

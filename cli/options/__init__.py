@@ -326,7 +326,8 @@ run_options = options(
         _setting("device", help="What the stages compute on; auto: what the plan was profiled on."),
         _setting(
             "transport",
-            help="How messages go on the CPU; auto: shared memory on one host, gloo between hosts.",
+            help="How messages go; auto: on the CPU by shared memory, between hosts by gloo; on "
+            "GPUs by CUDA IPC, between hosts by NCCL.",
         ),
         click.option(
             "--threads",

@@ -85,7 +85,10 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
         for report in gpus
     )
     how = f"; messages by {gpus[0].transport}" * bool(gpus[0].transport)
-    return [Text(f"{where}{how}. This peak is torch's, of all tensors of the process")]
+    lines = [Text(f"{where}{how}. This peak is torch's, of all tensors of the process")]
+    reasons = {report.not_by_ipc for report in gpus} - {""}
+    lines += [Text(f"messages don't go from GPU to GPU by CUDA IPC: {why}") for why in reasons]
+    return lines
 
 
 def compile_lines(plan: Plan, summary: RunSummary) -> list[Text]:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -22,7 +22,7 @@ from ...profiles.errors import RunError
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.operation_log import OperationLog
 from ..records.status import Status
-from .posts import Posts, no_posts
+from .posts import Post, Posts, no_posts
 
 START_S = 60.0
 """Shortest bound of a wait for the other workers to start, whatever the bound for a message is."""
@@ -287,6 +287,54 @@ class SeveralStagesChannels(ProcessChannels):
     def held_bytes(self) -> int:
         """Of both kinds."""
         return self._own.held_bytes + self._others.held_bytes
+
+
+class SeveralHostsChannels(ProcessChannels):
+    """Channels of one kind to workers of the same host, of another to those of others."""
+
+    def __init__(
+        self, near: Iterable[MessageRoute], here: ProcessChannels, others: ProcessChannels
+    ) -> None:
+        """`near`: routes between workers of one host."""
+        self._near = {route.number for route in near}
+        self._here = here
+        self._others = others
+
+    def _of(self, route: MessageRoute) -> ProcessChannels:
+        return self._here if route.number in self._near else self._others
+
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
+        """A tensor may come from both: each knows the routes of its own."""
+
+        def far(rank: int) -> list[Post]:
+            return [post for post in posts(rank) if post.route.number not in self._near]
+
+        self._here.open(series)
+        self._others.open([], far)
+
+    def advance(self) -> None:
+        self._others.advance()
+
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Send it."""
+        self._of(route).send(route, kind, tensor, kept=kept)
+
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
+        """The next one."""
+        return self._of(route).receive(route, kind)
+
+    def throttle(self, most: int) -> None:
+        self._here.throttle(most)
+        self._others.throttle(most)
+
+    def end(self) -> None:
+        self._here.end()
+        self._others.end()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of both kinds."""
+        return self._here.held_bytes + self._others.held_bytes
 
 
 class LoggedChannels(Channels):

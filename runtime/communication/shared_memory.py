@@ -33,6 +33,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,9 @@ from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import START_S, PeerChannels, PeerError
 from .posts import Posts, no_posts
-from .slots import Box, Key, Part, boxes, write
+from .slots import Box, HostSlots, Key, Part, SlotsFrom, SlotsTo, boxes
+
+Begun = TypeVar("Begun")
 
 # One direction: its slots, and the socket -------------------------------------------------------
 
@@ -115,12 +118,12 @@ def _wait(connection: socket.socket, deadline: float) -> None:
 class Inbox:
     """The receiver's end of one direction."""
 
-    def __init__(self, connection: socket.socket, memory: mmap.mmap, layout: Sequence[Box]) -> None:
+    def __init__(self, connection: socket.socket, slots: SlotsFrom, layout: Sequence[Box]) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._index = {box.key: k for k, box in enumerate(layout)}
         self._layout = layout
-        self._views = [box.views(memory) for box in layout]
+        self._slots = slots
         self._come: list[deque[int]] = [deque() for _ in layout]
 
     def here(self, key: Key) -> bool:
@@ -143,7 +146,7 @@ class Inbox:
         if self._layout[k].varying:
             return self._taken_together(k, timeout_s)
         slot = self._come[k].popleft()
-        message = self._views[k][slot].clone()
+        message = self._slots.take(k, slot)
         self._give_back(k, slot)
         return message
 
@@ -152,7 +155,7 @@ class Inbox:
         message, begin = None, box.said_bytes
         while True:
             slot = self._come[k].popleft()
-            part = self._views[k][slot]
+            part = self._slots.bytes_of(k, slot)
             if message is None:
                 message = box.room(part)
                 left = message.reshape(-1).view(torch.uint8)
@@ -174,8 +177,14 @@ class Inbox:
             self._come[k].append(slot)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; where its memory is the sender's too, when that has done so."""
+        with contextlib.suppress(GoneError, TimeoutError):
+            deadline = time.monotonic() + _MOMENT_S
+            while self._slots.lent:
+                _wait(self._connection, deadline)
+                _records(self._connection)
         self._connection.close()
+        self._slots.close()
 
 
 class Outbox:
@@ -188,7 +197,7 @@ class Outbox:
     def __init__(
         self,
         connection: socket.socket,
-        memory: mmap.mmap,
+        slots: SlotsTo,
         layout: Sequence[Box],
         timeout_s: float,
     ) -> None:
@@ -199,7 +208,7 @@ class Outbox:
         self._timeout_s = timeout_s
         self._layout = layout
         self._index: Mapping[Key, int] = {box.key: k for k, box in enumerate(layout)}
-        self._views = [box.views(memory) for box in layout]
+        self._slots = slots
         # The slot given back last is taken first: those never needed take no memory.
         self._free = [list(range(box.slots))[::-1] for box in layout]
         self._counted: list[list[int]] = [[0] * box.slots for box in layout]
@@ -220,7 +229,7 @@ class Outbox:
         with self._lock:
             self._check()
             self._under_way += 1
-            parts = self._layout[k].parts(tensor)
+            parts = self._slots.parts(k, tensor)
             counted_bytes //= len(parts)
             for part in parts:
                 last = part is parts[-1]
@@ -281,6 +290,7 @@ class Outbox:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RD)
             self._thread.join(self._timeout_s)
+        self._slots.close()
         self._connection.close()
 
     # With the lock held ------------------------------------------------------------------------
@@ -291,7 +301,7 @@ class Outbox:
 
     def _put(self, k: int, part: Part, counted_bytes: int, *, last: bool) -> None:
         slot = self._free[k].pop()
-        write(self._views[k][slot], part)
+        self._slots.put(k, slot, part)
         self._counted[k][slot] = counted_bytes
         self._last[k][slot] = last
         _tell(self._connection, k, slot)
@@ -432,6 +442,62 @@ class SharedMemoryChannels(PeerChannels):
         return self._posted_bytes + sum(outbox.held_bytes for outbox in self._outboxes.values())
 
 
+class SlotEnds(Protocol[Begun]):
+    """Makes slots between two processes that have a socket: in what memory, it knows."""
+
+    def begin(self, connection: socket.socket, layout: Sequence[Box]) -> Begun:
+        """What the sender makes, and tells, before it hears of the receiver."""
+
+    def offer(self, connection: socket.socket, layout: Sequence[Box]) -> SlotsFrom:
+        """The receiver's end. It tells the sender how to get there."""
+
+    def adopt(self, connection: socket.socket, begun: Begun) -> SlotsTo:
+        """The sender's end."""
+
+
+class HostMemory(SlotEnds[Sequence[Box]]):
+    """Memory without a name, which the receiver makes."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the worker, for messages."""
+        self._name = name
+
+    def begin(self, connection: socket.socket, layout: Sequence[Box]) -> Sequence[Box]:
+        """Nothing to tell."""
+        return layout
+
+    def offer(self, connection: socket.socket, layout: Sequence[Box]) -> HostSlots:
+        """Hand the file over. Raises RunError, since it isn't another worker's fault."""
+        nbytes = _size(layout)
+        try:
+            file = os.memfd_create("timeprest")
+            os.ftruncate(file, nbytes)
+        except OSError as error:
+            raise RunError(
+                f"{self._name}: {format_bytes(nbytes)} of shared memory for messages: "
+                f"{error.strerror} (a limit on the size of files counts here, too); --transport "
+                "gloo takes none"
+            ) from None
+        socket.send_fds(connection, [b"m"], [file])
+        return HostSlots(_mapped(file, layout), layout)
+
+    def adopt(self, connection: socket.socket, begun: Sequence[Box]) -> HostSlots:
+        """Map the file."""
+        _, files, _, _ = socket.recv_fds(connection, 1, 1)
+        return HostSlots(_mapped(files[0], begun), begun)
+
+
+def _size(layout: Sequence[Box]) -> int:
+    return max(layout[-1].end, mmap.PAGESIZE)
+
+
+def _mapped(file: int, layout: Sequence[Box]) -> mmap.mmap:
+    try:
+        return mmap.mmap(file, _size(layout))
+    finally:
+        os.close(file)
+
+
 def connect(
     rank: int,
     names: Sequence[str],
@@ -441,6 +507,7 @@ def connect(
     timeout_s: float,
     status: Status | None = None,
     varying: bool = False,
+    ends: SlotEnds[Any] | None = None,
 ) -> SharedMemoryChannels:
     """Connect with all workers that this one sends to or receives from; all do so together.
 
@@ -449,6 +516,7 @@ def connect(
         store: of all workers, in which addresses are told.
         timeout_s: longest wait for a message.
         varying: messages have shapes of their own.
+        ends: make the slots; by default in memory of the host.
 
     Raises PeerError, and RunError where the memory can't be had.
     """
@@ -458,38 +526,24 @@ def connect(
     incoming = {s: found for s in others if (found := layout(s, rank))}
     outgoing = {t: found for t in others if (found := layout(rank, t))}
     inboxes, outboxes = {}, {}
+    ends = ends or HostMemory(names[rank])
     try:
         with _listening(len(incoming), start_s) as (listener, address):
             store.set(f"shared memory/{rank}", address)
             calling = {t: _call(store, rank, t, start_s) for t in outgoing}
+            begun = {t: ends.begin(calling[t], layout) for t, layout in outgoing.items()}
             for _ in incoming:
                 connection, _ = listener.accept()
                 connection.settimeout(start_s)
                 source = _RANK.unpack(connection.recv(_RANK.size))[0]
-                file = _memory(names[rank], _size(incoming[source]))
-                socket.send_fds(connection, [b"m"], [file])
-                memory = _mapped(file, incoming[source])
-                inboxes[source] = Inbox(connection, memory, incoming[source])
+                slots = ends.offer(connection, incoming[source])
+                inboxes[source] = Inbox(connection, slots, incoming[source])
             for target, connection in calling.items():
-                _, files, _, _ = socket.recv_fds(connection, 1, 1)
-                memory = _mapped(files[0], outgoing[target])
-                outboxes[target] = Outbox(connection, memory, outgoing[target], timeout_s)
+                there = ends.adopt(connection, begun[target])
+                outboxes[target] = Outbox(connection, there, outgoing[target], timeout_s)
     except (OSError, RuntimeError, IndexError, struct.error) as error:
         raise PeerError(f"{names[rank]}: the workers didn't find each other: {error}") from error
     return SharedMemoryChannels(rank, names, inboxes, outboxes, timeout_s, status)
-
-
-def _memory(name: str, nbytes: int) -> int:
-    """A new piece of shared memory. Raises RunError, since it isn't another worker's fault."""
-    try:
-        file = os.memfd_create("timeprest")
-        os.ftruncate(file, nbytes)
-    except OSError as error:
-        raise RunError(
-            f"{name}: {format_bytes(nbytes)} of shared memory for messages: {error.strerror} (a "
-            "limit on the size of files counts here, too); --transport gloo takes none"
-        ) from None
-    return file
 
 
 @contextmanager
@@ -524,14 +578,3 @@ def _call(
     connection.connect(bytes(store.get(key)).decode())
     connection.sendall(_RANK.pack(rank))
     return connection
-
-
-def _size(layout: Sequence[Box]) -> int:
-    return max(layout[-1].end, mmap.PAGESIZE)
-
-
-def _mapped(file: int, layout: Sequence[Box]) -> mmap.mmap:
-    try:
-        return mmap.mmap(file, _size(layout))
-    finally:
-        os.close(file)

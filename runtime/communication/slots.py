@@ -8,8 +8,9 @@ were profiled, comes in several.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,8 +112,65 @@ class Box:
         return torch.empty(shape.tolist(), dtype=self.dtype)
 
 
-Part = tuple[Tensor, ...]
-"""What goes into one slot: a whole message, or bytes."""
+Part = tuple[Any, ...]
+"""What goes into one slot: a whole message, or bytes; and what those slots know besides."""
+
+
+class SlotsFrom(Protocol):
+    """The receiver's end of one direction's slots. `k`: the box.
+
+    Attributes:
+        lent: the memory must stay until the sender is through.
+    """
+
+    lent: bool
+
+    def take(self, k: int, slot: int) -> Tensor:
+        """The message that fills a slot, copied out."""
+
+    def bytes_of(self, k: int, slot: int) -> Tensor:
+        """Where messages say their shapes: what is in a slot."""
+
+    def close(self) -> None:
+        """When the sender is through."""
+
+
+class SlotsTo(Protocol):
+    """The sender's end."""
+
+    def parts(self, k: int, message: Tensor) -> list[Part]:
+        """What goes into slots for a message, one after another."""
+
+    def put(self, k: int, slot: int, part: Part) -> None:
+        """Copy it there."""
+
+    def close(self) -> None:
+        """When all is there."""
+
+
+class HostSlots(SlotsFrom, SlotsTo):
+    """Either end of slots in memory of the host that both processes have."""
+
+    lent = False
+
+    def __init__(self, memory: mmap.mmap, layout: Sequence[Box]) -> None:
+        self._layout = layout
+        self._views = [box.views(memory) for box in layout]
+
+    def take(self, k: int, slot: int) -> Tensor:
+        return self._views[k][slot].clone()
+
+    def bytes_of(self, k: int, slot: int) -> Tensor:
+        return self._views[k][slot]
+
+    def parts(self, k: int, message: Tensor) -> list[Part]:
+        return self._layout[k].parts(message)
+
+    def put(self, k: int, slot: int, part: Part) -> None:
+        write(self._views[k][slot], part)
+
+    def close(self) -> None:
+        """It goes with the last process that has it."""
 
 
 def write(slot: Tensor, part: Part) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -18,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 from ...planner.plan import Plan
+from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import UserError
 from ...profiles.units import format_bytes
+from ..prepare.devices import ranks_on_a_card
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
 from ..records.status import Status
+from . import cuda_ipc as ipc
 from .all_reduce import (
     AllReducer,
     Groups,
@@ -32,7 +36,13 @@ from .all_reduce import (
     rank_groups,
     reduce_groups,
 )
-from .channel import LocalChannels, Mailbox, ProcessChannels, SeveralStagesChannels
+from .channel import (
+    LocalChannels,
+    Mailbox,
+    ProcessChannels,
+    SeveralHostsChannels,
+    SeveralStagesChannels,
+)
 from .gloo import GlooChannels
 from .nccl import NcclChannels
 from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
@@ -44,6 +54,8 @@ GLOO = "gloo"
 SHARED = "shared memory"
 PINNED = "gloo through pinned memory"
 NCCL = "nccl"
+IPC = "CUDA IPC"
+IPC_AND_NCCL = "CUDA IPC, nccl between hosts"
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Gives all workers' answers, by rank, for one's own."""
@@ -66,6 +78,11 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     planned_bytes: int
     """With activations and messages."""
 
+    @property
+    def computes_on(self) -> tuple[str, str]:
+        """Its host and the name of its GPU."""
+        return self.host, self.gpu
+
 
 def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
     """The place of this worker."""
@@ -76,7 +93,7 @@ def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
         name=worker.name,
         host=socket.gethostname(),
         device=str(device),
-        gpu=gpu_name(device),
+        gpu=gpu_name(device, worker.rank),
         free_bytes=free_bytes(device),
         sure_bytes=memory.weights_bytes
         + memory.versions_bytes
@@ -86,13 +103,15 @@ def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
     )
 
 
-def gpu_name(device: torch.device) -> str:
-    """A name of a GPU that is the same in all processes of its host; empty: no GPU."""
+def gpu_name(device: torch.device, rank: int) -> str:
+    """A name of a worker's GPU that is the same in all processes of its host; empty: no GPU."""
     if device.type != "cuda":
         return ""
     own = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return str(own) if own is not None else f"{visible}:{device.index}"
+    name = str(own) if own is not None else f"{visible}:{device.index}"
+    several = ranks_on_a_card()
+    return f"{name}, {rank % several}" if several > 1 else name
 
 
 def free_bytes(device: torch.device) -> int:
@@ -102,24 +121,25 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def agree_on_transport(place: WorkerPlace, exchange: Exchange) -> str:
-    """Agree with all workers on a transport.
+def all_places(place: WorkerPlace, exchange: Exchange) -> tuple[WorkerPlace, ...]:
+    """Where all workers are, by rank.
 
     Raises:
         UserError: some device has less memory free than its workers need for certain.
         PeerError: another worker didn't say where it is.
     """
-    everyone = [
+    everyone = tuple(
         msgspec.json.decode(text, type=WorkerPlace) for text in exchange(msgspec.json.encode(place))
-    ]
+    )
     shortages = short_of_memory(everyone)
     if shortages:
         raise UserError(f"{'; '.join(shortages)}; end what else runs there, or plan for less")
-    return transport_of((p.host, p.gpu) for p in everyone)
+    return everyone
 
 
 def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
-    """The transport. `gpus`: of each worker, its host and the name of its GPU; empty: none."""
+    """What torch.distributed has. `gpus`: of each worker, its host and the name of its GPU; empty:
+    none."""
     found = list(gpus)
     if not all(gpu for _, gpu in found):
         return GLOO
@@ -127,17 +147,31 @@ def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
 
 
 def between_processes(transport: str, wanted: str, *, one_host: bool, varying: bool = False) -> str:
-    """How messages go between processes, those on the CPU as is wanted.
+    """How messages go between processes.
 
     Args:
         transport: of those that torch.distributed has.
         wanted: the setting.
         one_host: all workers were started on this host.
-        varying: mini-batches differ in shape. NCCL would have to know that of a message before it
-            comes.
+        varying: mini-batches differ in shape. NCCL, and slots in a GPU, would have to know that of
+            a message before it comes.
 
-    Raises UserError when shared memory is wanted and can't be had.
+    Raises UserError when what is wanted can't be had.
     """
+    if wanted in ("ipc", "nccl"):
+        lacks = [
+            reason
+            for reason, there in (
+                ("stages on the CPU don't use it", transport == GLOO),
+                ("mini-batches differ in shape", varying),
+                ("the workers are on several hosts", wanted == "ipc" and not one_host),
+                ("workers share a GPU", wanted == "nccl" and transport == PINNED),
+            )
+            if there
+        ]
+        if lacks:
+            raise UserError(f"--transport {wanted}: {lacks[0]}")
+        return IPC if wanted == "ipc" else NCCL
     if wanted == "shm":
         lacks = [
             reason
@@ -150,8 +184,12 @@ def between_processes(transport: str, wanted: str, *, one_host: bool, varying: b
         ]
         if lacks:
             raise UserError(f"--transport shm: {lacks[0]}")
-    if transport == NCCL and varying:
-        return PINNED
+    if transport != GLOO:
+        if wanted == "gloo" or varying:
+            return PINNED
+        if one_host:
+            return IPC
+        return IPC_AND_NCCL if transport == NCCL else PINNED
     may = transport == GLOO and one_host and can_share_memory()
     return SHARED if may and wanted != "gloo" else transport
 
@@ -204,17 +242,22 @@ class WorkerTransport(NamedTuple):
     """What a worker's process has of the transport.
 
     Attributes:
+        transport: how messages go, which may be another way than was agreed on.
         sums: over processes.
         shared: of each of its replicas.
+        why_not: why it isn't the one that was agreed on.
     """
 
+    transport: str
     channels: ProcessChannels
     sums: ProcessAllReduce
     shared: tuple[AllReducer, ...]
+    why_not: str
 
 
 def open_transport(
     transport: str,
+    places: Sequence[WorkerPlace],
     prepared: Prepared,
     worker: Worker,
     device: torch.device,
@@ -225,6 +268,8 @@ def open_transport(
     """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.
 
     Args:
+        transport: that was agreed on (`between_processes`).
+        places: of all workers, by rank.
         store: of all workers.
         copier: of this worker's device, where messages go through pinned memory; by default, a
             GPU's.
@@ -241,36 +286,45 @@ def open_transport(
         for route in (*distribution.routes, *distribution.evaluation_routes)
         if not route.handed_over
     ]
+    near, why_not = routes, ""
+    own_gpus = transport_of(place.computes_on for place in places) == NCCL
+    if transport in (IPC, IPC_AND_NCCL):
+        hosts = [place.host for place in places]
+        near = [route for route in routes if hosts[route.source.rank] == hosts[route.target.rank]]
+        targets = {route.ends(kind)[1] for route in near for kind in (FORWARD, BACKWARD)}
+        why_not = ipc.why_not(rank, sorted(targets - {rank}), device, store, timeout_s)
+        if why_not:
+            transport = NCCL if own_gpus else PINNED
+    connected = partial(connect, rank, names, store=store, timeout_s=timeout_s, status=status)
+    if copier is None and device.type == "cuda" and (transport == PINNED or not own_gpus):
+        copier = CudaCopier(device)
+    sums = ProcessAllReduce(
+        groups, names, rank, timeout_s, status, copier=copier, nccl=device if own_gpus else None
+    )
     channels: ProcessChannels
-    if transport == NCCL:
-        channels = NcclChannels(rank, names, routes, device, timeout_s, status)
-        sums = ProcessAllReduce(groups, names, rank, timeout_s, status, nccl=device)
-    elif transport == PINNED:
-        copier = copier or CudaCopier(device)
+    if transport == PINNED:
+        assert copier is not None
         host = GlooChannels(names, timeout_s, status, copier.room, varying=prepared.varies)
-        sums = ProcessAllReduce(groups, names, rank, timeout_s, status, copier=copier)
         channels = PinnedMemoryChannels(host, copier, timeout_s)
+    elif transport == SHARED:
+        channels = connected(routes, varying=prepared.varies)
+    elif transport == GLOO:
+        channels = GlooChannels(names, timeout_s, status, varying=prepared.varies)
+    elif transport == NCCL:
+        channels = NcclChannels(rank, names, routes, device, timeout_s, status)
     else:
-        sums = ProcessAllReduce(groups, names, rank, timeout_s, status)
-        channels = (
-            connect(
-                rank,
-                names,
-                routes,
-                store,
-                timeout_s=timeout_s,
-                status=status,
-                varying=prepared.varies,
-            )
-            if transport == SHARED
-            else GlooChannels(names, timeout_s, status, varying=prepared.varies)
-        )
+        channels = connected(near, ends=ipc.GpuMemory(device))
+        if transport == IPC_AND_NCCL:
+            far = [route for route in routes if route not in near]
+            others = NcclChannels(rank, names, far, device, timeout_s, status)
+            channels = SeveralHostsChannels(near, channels, others)
     if len(worker.replicas) == 1:
-        return WorkerTransport(channels, sums, (sums,))
+        return WorkerTransport(transport, channels, sums, (sums,), why_not)
     here = [replica.number for replica in worker.replicas]
     pool = Pool(every, sums, here)
     shared = tuple(LocalAllReduce(number, pool) for number in here)
-    return WorkerTransport(SeveralStagesChannels(rank, channels), sums, shared)
+    several = SeveralStagesChannels(rank, channels)
+    return WorkerTransport(transport, several, sums, shared, why_not)
 
 
 def _groups(prepared: Prepared) -> Groups:

@@ -52,7 +52,9 @@ def device_of(kind: str, local_rank: int, gpus: int) -> torch.device:
         local_rank: among the workers of its host.
         gpus: that its process sees.
     """
-    return torch.device("cuda", local_rank % gpus) if kind == "cuda" else CPU
+    if kind != "cuda":
+        return CPU
+    return torch.device("cuda", local_rank % gpus // ranks_on_a_card())
 
 
 def devices_here(plan: Plan, settings: RunSettings) -> tuple[str, int]:
@@ -96,9 +98,19 @@ def own_device(plan: Plan, settings: RunSettings, local_rank: int) -> torch.devi
     return device
 
 
+RANKS_ON_A_CARD = "TIMEPREST_TEST_RANKS_ON_A_CARD"
+"""Of tests alone: so many workers count each card as GPUs of their own. NCCL 2.30 and later takes
+several ranks on a card where NCCL_MULTI_RANK_GPU_ENABLE is 1."""
+
+
+def ranks_on_a_card() -> int:
+    """1 but in tests."""
+    return int(os.environ.get(RANKS_ON_A_CARD, "1"))
+
+
 def gpu_count() -> int:
     """GPUs that torch finds here."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count() * ranks_on_a_card() if torch.cuda.is_available() else 0
 
 
 # Modules and data -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
+from ...profiles.tracing.call import Call
 from ...profiles.tracing.graph import (
     GraphBody,
     shared_frozen,
@@ -134,6 +136,7 @@ class Prepared:
         samples: in the training data.
         replicas: of all stages, by number.
         workers: by rank.
+        example: gives the model's inputs and the target for some number of samples.
         flops_per_sample: of the model's forward; None: not known, or the settings' `log` doesn't
             ask for it.
     """
@@ -148,6 +151,7 @@ class Prepared:
     workers: tuple[Worker, ...]
     model: PreparedModel
     distribution: Distribution
+    example: Callable[[int], tuple[Call, Any]]
     flops_per_sample: float | None = None
 
     @property
@@ -258,6 +262,7 @@ def prepare(
             modes=traced.modes,
         ),
         distribution=distribution,
+        example=traced.target.call,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
     )
     updated = [p for _, p in prepared.model.updated_by(len(stages) - 1)]

@@ -224,6 +224,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     transport: str = ""
     """How its messages went; empty: within one process."""
+    not_by_ipc: str = ""
+    """Why they didn't go from GPU to GPU by CUDA IPC, where that was to be tried."""
     device_peak_bytes: int | None = None
     """Of all tensors on its GPU: of the whole process too; None: on the CPU."""
     versions_held: int

@@ -50,7 +50,7 @@ class StageRunner:
         replica: which one.
         number: its stage's.
         device: what its stage computes on.
-        transport: how its messages go, for the report.
+        transport, not_by_ipc: how its messages go, and why not from GPU to GPU; for the report.
         tells: the one that tells of progress.
         metrics: times, losses and update times of the segment at hand.
         last_op: text of the operation at hand, for reports.
@@ -89,7 +89,7 @@ class StageRunner:
         self.epoch_file = epochs
         self.on_mini_batch = on_mini_batch
         self.device = device
-        self.transport = ""
+        self.transport = self.not_by_ipc = ""
         self.clock = clock = clock_of(device)
         self.under_way = UnderWay(clock)
         if log is not None:

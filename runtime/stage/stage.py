@@ -84,11 +84,11 @@ class Stage:
         self.varies = prepared.varies
         self._as_profiled = partial(shaped_as_profiled, prepared)
         self.module = stage.piece.module
-        self._evaluated = stage.evaluation_piece
+        self.evaluated = stage.evaluation_piece
         # Before anything looks at the parameters, which moving may replace.
         move(stage.modules, device)
-        self._modes = model.modes
-        self._modes.set(self.module, training=True)
+        self.modes = model.modes
+        self.modes.set(self.module, training=True)
         self.number = s = replica.stage
         data = set(stage.piece.inputs) - stage.specs.keys()
         self._selected = (
@@ -388,9 +388,9 @@ class Stage:
 
     def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
-        assert self._evaluated is not None
-        values, module = self.evaluation_handed_over.safe(values), self._evaluated.module
-        self._modes.set(module, training=False)
+        assert self.evaluated is not None
+        values, module = self.evaluation_handed_over.safe(values), self.evaluated.module
+        self.modes.set(module, training=False)
         try:
             with torch.no_grad(), forward_context(self.autocast, self.device.type):
                 arguments = [
@@ -403,7 +403,7 @@ class Stage:
                 out = module(*arguments)
                 self.evaluation_handed_over.check()
         finally:
-            self._modes.set(self.module, training=True)
+            self.modes.set(self.module, training=True)
         return self._outputs(out), out[-1] if self.piece.has_result else None
 
     def state(self) -> dict[str, Tensor]:

@@ -472,6 +472,7 @@ class Course:
                     rss_peak_bytes=_rss_peak_bytes(),
                     device=str(runner.device),
                     transport=runner.transport,
+                    not_by_ipc=runner.not_by_ipc,
                     device_peak_bytes=peak_bytes(runner.device),
                     versions_held=runner.stage.account.most_versions,
                     version_differences=summed_counts(e.version_differences for e in epochs),

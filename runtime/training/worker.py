@@ -22,10 +22,11 @@ from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
 from ..communication.channel import START_S, PeerError
 from ..communication.transport import (
-    agree_on_transport,
+    all_places,
     between_processes,
     open_transport,
     place_of,
+    transport_of,
 )
 from ..prepare.devices import own_device
 from ..prepare.prepare import Prepared, prepare
@@ -40,8 +41,10 @@ from ..records.run_dir import RunDir
 from ..records.status import StatusFile
 from ..settings import RunSettings
 from .loop import load_samples, stage_runner, train
+from .warm_up import warm_up
 
 LOADING = "loading its data"
+WARMING_UP = "loading what its GPU needs"
 MEETING = "meeting the others"
 
 
@@ -144,22 +147,28 @@ def train_worker(
             "gloo", store=store, rank=worker.rank, world_size=len(others) + 1, timeout=bound
         )
         place = place_of(prepared.plan, worker, device)
+        places = all_places(place, partial(rendezvous.gather, "places"))
         transport = between_processes(
-            agree_on_transport(place, partial(rendezvous.gather, "places")),
+            transport_of(each.computes_on for each in places),
             settings.transport,
             one_host=launched.one_host,
             varying=prepared.varies,
         )
-        opened = open_transport(transport, prepared, worker, device, status, store)
+        opened = open_transport(transport, places, prepared, worker, device, status, store)
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()
     runners = []
     for replica, shared in zip(worker.replicas, opened.shared, strict=True):
         runners.append(stage_runner(where, prepared, replica, opened.channels, shared, device))
-        runners[-1].status, runners[-1].transport = status, transport
+        runners[-1].status, runners[-1].transport = status, opened.transport
+        runners[-1].not_by_ipc = opened.why_not
     status.begin(LOADING)
     load_samples(runners)
+    if device.type == "cuda":
+        status.begin(WARMING_UP)
+        for runner in runners:
+            warm_up(runner)
     status.begin(MEETING)
     status.wait(others)
     try:

@@ -46,7 +46,7 @@ class Landing:
 
 
 def main(arguments):
-    worker.agree_on_transport = lambda place, exchange: PINNED
+    worker.between_processes = lambda transport, wanted, **others: PINNED
     worker.open_transport = partial(worker.open_transport, copier=LateCopier())
     worker.main(arguments)
 

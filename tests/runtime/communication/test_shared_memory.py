@@ -329,7 +329,6 @@ def test_shared_memory_is_for_one_host_and_the_cpu():
     assert transport.between_processes(GLOO, "auto", one_host=True) == SHARED
     assert transport.between_processes(GLOO, "auto", one_host=False) == GLOO
     assert transport.between_processes(GLOO, "gloo", one_host=True) == GLOO
-    assert transport.between_processes(NCCL, "auto", one_host=True) == NCCL
     for way, one_host, reason in ((GLOO, False, "several hosts"), (NCCL, True, "GPUs")):
         with pytest.raises(UserError, match=f"--transport shm: .*{reason}"):
             transport.between_processes(way, "shm", one_host=one_host)

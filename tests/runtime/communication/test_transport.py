@@ -22,7 +22,7 @@ from timeprest.runtime.communication.transport import (
     NCCL,
     PINNED,
     WorkerPlace,
-    agree_on_transport,
+    all_places,
     short_of_memory,
     shortage_here,
     transport_of,
@@ -144,9 +144,9 @@ def test_all_workers_hear_of_it():
     short = place("stage 0", "g0", 600, 100)
     text = msgspec.json.encode(short)
     with pytest.raises(UserError, match=r"stage 0: weights.*600 B.*100 B are free; end what else"):
-        agree_on_transport(place("stage 1", "g1", 1, 100), lambda mine: [text, mine])
+        all_places(place("stage 1", "g1", 1, 100), lambda mine: [text, mine])
     fits = place("stage 0", "g0", 60, 100)
-    assert agree_on_transport(fits, lambda mine: [mine]) == NCCL
+    assert all_places(fits, lambda mine: [mine]) == (fits,)
 
 
 def test_on_the_cpu_there_is_a_warning():

@@ -1,0 +1,123 @@
+"""Each stage computes once before the first message, alone, so that a GPU has loaded what it needs.
+
+Kernels, libraries' handles and their workspaces come with the first call; what comes with it then
+waits for all that the card has, messages of other workers among it. So every kind of operation runs
+once on tensors of the shapes to come: forward, loss, backward, a second gradient added to a first,
+the look whether gradients are finite, an update of small stand-ins, the forward of an evaluation.
+What that changes is put back: weights, buffers, hooks, attributes of modules, random states.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...profiles.tracing.call import unchanged
+from ...profiles.tracing.pieces import decode, encode
+from ..prepare.devices import forward_context, put, random_kept
+from ..prepare.messages import missing_gradients
+from ..stage.gradients import finiteness
+from ..stage.optimizer import step_optimizer
+from ..stage.runner import StageRunner
+from ..stage.stage import Stage
+
+_WIDEST = 64
+"""Of a dimension of a stand-in for a parameter."""
+
+
+def warm_up(runner: StageRunner) -> None:
+    """Have a stage's device load what the run needs. What fails here fails in the run, if at all:
+    there its message says at which operation."""
+    stage, model = runner.stage, runner.prepared.model
+    # The user's model, on numbers that aren't the run's.
+    with random_kept(runner.device), suppress(Exception):
+        call, target = runner.prepared.example(runner.share.samples)
+        inputs = dict(zip(model.inputs, call.tensors, strict=False))
+        own = {name: put(inputs[name], runner.device) for name in runner.own_inputs}
+        values = {**own, **runner.prepared.distribution.known[runner.number]}
+        train_once(stage, values, put(target, runner.device))
+        evaluate_once(stage, values)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+
+
+def _arguments(stage: Stage, inputs: Sequence[str], values: Mapping[str, Tensor]) -> list[Any]:
+    """A piece's inputs: what isn't at hand is made up, by its spec."""
+    found = []
+    for name in inputs:
+        spec = stage.specs.get(name)
+        if spec is None:
+            found.append(values[name])
+            continue
+        made = values.get(name)
+        if made is None:
+            numbers = torch.tensor(spec.numbers) if spec.numbers else torch.zeros(())
+            made = numbers.to(spec.dtype).expand(spec.shape).contiguous()
+        found.append(decode(put(made, stage.device), spec.kind))
+        if spec.needs_grad and torch.is_grad_enabled():
+            found[-1] = found[-1].detach().requires_grad_()
+    return found
+
+
+def train_once(stage: Stage, values: Mapping[str, Tensor], target: Any) -> None:
+    """What a mini-batch has computed, on inputs of which those that aren't given are made up."""
+    with unchanged(stage.module):
+        arguments = _arguments(stage, stage.piece.inputs, values)
+        with forward_context(stage.autocast, stage.device.type):
+            out = stage.compute(*arguments)
+            roots = [
+                encode(value, name) for name, value in zip(stage.piece.outputs, out, strict=False)
+            ]
+            if stage.piece.has_result:
+                roots.append(stage.loss.read(stage.task.loss(out[-1], target)).value)
+        roots = [root for root in roots if root.requires_grad]
+        wanted = [p for p in stage.updated if p.requires_grad]
+        sources = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
+        if not roots or not (wanted or sources):
+            return
+        given = [torch.ones_like(root) for root in roots]
+        found = torch.autograd.grad(roots, [*sources, *wanted], given, allow_unused=True)
+        gradients = [g for g in found if g is not None]
+        for gradient in gradients:
+            gradient.add_(gradient)
+        for message in gradients[: len(sources)]:
+            missing_gradients(message[None])
+        finiteness(gradients)()
+        _update_once(stage)
+
+
+def _update_once(stage: Stage) -> None:
+    """One step of a copy of the optimizer, of small parameters in place of its own."""
+    optimizer = stage.optimizer
+    if optimizer is None or optimizer.state:
+        return
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            shape = [min(size, _WIDEST) for size in p.shape]
+            small = nn.Parameter(torch.zeros(shape, dtype=p.dtype, device=p.device))
+            small.grad = torch.zeros_like(small)
+            memo[id(p)] = small
+    copied = copy.deepcopy(optimizer, memo)
+    # A scheduler has given the optimizer a step of its own, which steps that one's parameters.
+    copied.__dict__.pop("step", None)
+    step_optimizer(copied)
+
+
+def evaluate_once(stage: Stage, values: Mapping[str, Tensor]) -> None:
+    """A forward in evaluation mode, if there is one."""
+    evaluated = stage.evaluated
+    if evaluated is None:
+        return
+    with torch.no_grad(), unchanged(evaluated.module):
+        stage.modes.set(evaluated.module, training=False)
+        try:
+            with forward_context(stage.autocast, stage.device.type):
+                evaluated.module(*_arguments(stage, evaluated.inputs, values))
+        finally:
+            stage.modes.set(stage.module, training=True)

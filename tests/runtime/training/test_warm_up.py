@@ -1,0 +1,111 @@
+"""A stage that has computed once before the run trains as one that hasn't."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.drawn.pipelines import ALL
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.run import resume, run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training import inline
+from timeprest.runtime.training import warm_up as warming
+
+
+@pytest.fixture
+def warmed(monkeypatch):
+    """Has stages of inline runs warm up, as those on GPUs do, and nothing of it fail unseen."""
+    found = []
+
+    def load_samples(runners, load=inline.load_samples):
+        load(runners)
+        for runner in runners:
+            warming.warm_up(runner)
+
+    def counted(name):
+        once = getattr(warming, name)
+
+        def counting(*arguments):
+            found.append(once(*arguments))
+
+        monkeypatch.setattr(warming, name, counting)
+
+    for name in ("train_once", "evaluate_once"):
+        counted(name)
+    monkeypatch.setattr(inline, "load_samples", load_samples)
+    return found
+
+
+def check_same(plan, settings, tmp_path, monkeypatch, warmed, stages=2):
+    run(plan, settings, tmp_path / "warm", inline=True)
+    # Both of each stage, to their ends.
+    assert len(warmed) == 2 * stages
+    monkeypatch.setattr(warming, "warm_up", lambda runner: None)
+    run(plan, settings, tmp_path / "cold", inline=True)
+    found, wanted = (load_weights(tmp_path / name) for name in ("warm", "cold"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    losses, without = (read_losses(RunDir(tmp_path / name).metrics) for name in ("warm", "cold"))
+    assert losses == without
+
+
+@pytest.mark.choice(6)
+@pytest.mark.parametrize("variant", ALL)
+def test_losses_are_the_same_to_the_last_bit(
+    variant, mlp_profile, mlp_target, tmp_path, monkeypatch, warmed
+):
+    n = 1 if VARIANTS[variant].whole_mini_batches else 2
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
+    adam = OptimizerChoice(name="adam", lr=0.01)
+    settings = RunSettings(task=mlp_target, steps=3, optimizer=adam)
+    check_same(plan, settings, tmp_path, monkeypatch, warmed)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "chosen"),
+    [
+        ("checkpoint_tasks.py:ShakenTask", {"recompute": (True, True)}, {}),
+        ("checkpoint_tasks.py:ShakenTask", {}, {"lr_schedule": "cosine", "autocast": "bfloat16"}),
+        ("batch_norm_tasks.py:Traced", {}, {}),
+        ("variety_tasks.py:SkipsTask", {}, {}),
+    ],
+)
+def test_whatever_the_model_keeps_draws_or_sends(
+    name, options, chosen, tmp_path, monkeypatch, warmed
+):
+    task = f"{TESTS / 'tasks' / name}"
+    profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_by_hand(with_times(profile), "timeprest", 2, 2, **options)
+    settings = RunSettings(task=task, steps=3, **chosen)
+    check_same(plan, settings, tmp_path, monkeypatch, warmed)
+
+
+def test_also_where_a_run_goes_on(mlp_profile, mlp_target, tmp_path, warmed, monkeypatch):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    adam = OptimizerChoice(name="adam", lr=0.01)
+    settings = RunSettings(task=mlp_target, steps=6, checkpoint_every=3, optimizer=adam)
+    run(plan, settings, tmp_path / "run", inline=True)
+    wanted = load_weights(tmp_path / "run")
+    resume(tmp_path / "run", at=3, inline=True)
+    found = load_weights(tmp_path / "run")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_fails_in_it_is_left_to_the_run(mlp_profile, mlp_target, tmp_path, monkeypatch):
+    def load_samples(runners, load=inline.load_samples):
+        load(runners)
+        for runner in runners:
+            warming.warm_up(runner)
+
+    def fails(*arguments):
+        raise ValueError
+
+    monkeypatch.setattr(inline, "load_samples", load_samples)
+    monkeypatch.setattr(warming, "train_once", fails)
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    assert run(plan, RunSettings(task=mlp_target, steps=2), tmp_path / "run", inline=True)
