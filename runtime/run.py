@@ -41,6 +41,7 @@ from .processes.environment import launched_by, use_interface
 from .processes.launcher import launch
 from .processes.locks import alone, as_worker
 from .processes.rendezvous import Rendezvous
+from .processes.secret import SECRET_VARIABLE
 from .processes.start import WORKER, load_ahead, slow_libraries
 from .records.callbacks import (
     Callback,
@@ -204,6 +205,12 @@ def _run(
             warn_of_hooks(prepared)
             if prepared.model.loss.apart:
                 warnings.warn(prepared.model.loss.apart, TaskWarning, stacklevel=2)
+            if rendezvous is not None and rendezvous.open_to_all:
+                line = (
+                    f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join "
+                    "the run (docs/running.md)"
+                )
+                warnings.warn(line, TaskWarning, stacklevel=2)
             updates = prepared.length.steps
             for line in without_effect(settings, prepared.pipeline.variant, updates, inline=inline):
                 warnings.warn(line, TaskWarning, stacklevel=2)

@@ -29,7 +29,9 @@ shift 2
 NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${NODES%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export MASTER_ADDR MASTER_PORT
+# What tells the workers from whoever else reaches that port.
+TIMEPREST_SECRET=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+export MASTER_ADDR MASTER_PORT TIMEPREST_SECRET
 
 if [ -e "$RUN/plan.json" ]; then
     exec srun --kill-on-bad-exit=1 tp-run --resume --run-dir "$RUN"

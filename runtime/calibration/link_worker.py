@@ -237,7 +237,7 @@ def _join_group(device: str, rendezvous: Rendezvous) -> None:
         torch.cuda.set_device(rendezvous.launched.local_rank)
         # What the processes tell each other stays on the CPU.
         backend = f"cpu:gloo,cuda:{backend_of(device)}"
-    store = dist.PrefixStore("links", rendezvous.store)  # type: ignore[attr-defined]
+    store = rendezvous.store.below("links")
     timeout = timedelta(seconds=LOADING_S + LOADING_S_PER_PROCESS * world_size)
     try:
         dist.init_process_group(

@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...profiles.errors import RunError
@@ -45,6 +44,7 @@ from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import START_S, PeerChannels, PeerError
 from .posts import Posts, no_posts
+from .signed_store import SignedStore
 from .slots import Box, HostSlots, Key, Part, SlotsFrom, SlotsTo, boxes
 
 Begun = TypeVar("Begun")
@@ -352,8 +352,6 @@ class Outbox:
 
 # All directions of a worker ---------------------------------------------------------------------
 
-_RANK = struct.Struct("<I")
-
 _MOST_OF_NAME = 80
 """Bytes that the folder of folders with sockets may take of their names, which have 107 at most."""
 
@@ -502,7 +500,7 @@ def connect(
     rank: int,
     names: Sequence[str],
     routes: Sequence[MessageRoute],
-    store: dist.Store,  # type: ignore[name-defined]
+    store: SignedStore,
     *,
     timeout_s: float,
     status: Status | None = None,
@@ -525,23 +523,27 @@ def connect(
     layout = partial(boxes, routes, varying=varying)
     incoming = {s: found for s in others if (found := layout(s, rank))}
     outgoing = {t: found for t in others if (found := layout(rank, t))}
-    inboxes, outboxes = {}, {}
+    inboxes: dict[int, Inbox] = {}
+    outboxes: dict[int, Outbox] = {}
     ends = ends or HostMemory(names[rank])
     try:
         with _listening(len(incoming), start_s) as (listener, address):
             store.set(f"shared memory/{rank}", address)
             calling = {t: _call(store, rank, t, start_s) for t in outgoing}
             begun = {t: ends.begin(calling[t], layout) for t, layout in outgoing.items()}
-            for _ in incoming:
+            while len(inboxes) < len(incoming):
                 connection, _ = listener.accept()
                 connection.settimeout(start_s)
-                source = _RANK.unpack(connection.recv(_RANK.size))[0]
+                source = store.secret.caller(connection, rank)
+                if source not in incoming or source in inboxes:
+                    connection.close()
+                    continue
                 slots = ends.offer(connection, incoming[source])
                 inboxes[source] = Inbox(connection, slots, incoming[source])
             for target, connection in calling.items():
                 there = ends.adopt(connection, begun[target])
                 outboxes[target] = Outbox(connection, there, outgoing[target], timeout_s)
-    except (OSError, RuntimeError, IndexError, struct.error) as error:
+    except (OSError, RuntimeError, IndexError, ValueError) as error:
         raise PeerError(f"{names[rank]}: the workers didn't find each other: {error}") from error
     return SharedMemoryChannels(rank, names, inboxes, outboxes, timeout_s, status)
 
@@ -565,16 +567,11 @@ def _listening(count: int, timeout_s: float) -> Iterator[tuple[socket.socket, st
         yield listener, address
 
 
-def _call(
-    store: dist.Store,  # type: ignore[name-defined]
-    rank: int,
-    target: int,
-    timeout_s: float,
-) -> socket.socket:
+def _call(store: SignedStore, rank: int, target: int, timeout_s: float) -> socket.socket:
     key = f"shared memory/{target}"
     store.wait([key], timedelta(seconds=timeout_s))
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
-    connection.connect(bytes(store.get(key)).decode())
-    connection.sendall(_RANK.pack(rank))
+    connection.connect(store.get(key).decode())
+    store.secret.call(connection, rank, target)
     return connection

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import msgspec
 import psutil
 import torch
-import torch.distributed as dist
 
 from ...planner.plan import Plan
 from ...planner.systems.operations import BACKWARD, FORWARD
@@ -47,6 +46,7 @@ from .gloo import GlooChannels
 from .nccl import NcclChannels
 from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
 from .shared_memory import can_share_memory, connect
+from .signed_store import SignedStore
 
 # Where the workers are, and which transport follows from it -------------------------------------
 
@@ -262,7 +262,7 @@ def open_transport(
     worker: Worker,
     device: torch.device,
     status: Status,
-    store: dist.Store,  # type: ignore[name-defined]
+    store: SignedStore,
     copier: Copier | None = None,
 ) -> WorkerTransport:
     """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.

@@ -5,6 +5,7 @@ torchrun, srun and our own launcher (`launcher`) tell a worker by the same varia
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -184,6 +185,51 @@ def interface_of(address: str) -> str | None:
         if any(found.address.split("%")[0] == address for found in addresses):
             return str(name)
     return None
+
+
+# Who is at the other end of connections on this host --------------------------------------------
+
+_ESTABLISHED = "01"
+_MAPPED = "0000000000000000FFFF0000"
+"""In front of an IPv4 address that is written as one of IPv6."""
+
+
+def own_sockets() -> frozenset[str]:
+    """Numbers of the sockets that this process has; none where the system doesn't tell (Linux
+    does)."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for file in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                kind, _, number = os.readlink(f"/proc/self/fd/{file}").partition(":")
+                if kind == "socket":
+                    found.add(number.strip("[]"))
+    return frozenset(found)
+
+
+def other_users(since: frozenset[str]) -> list[int]:
+    """Users besides this one whose processes on this host this one has connections with over TCP,
+    by their numbers.
+
+    gloo takes whoever calls, and what it then sends can be anybody's.
+
+    Args:
+        since: sockets of before (`own_sockets`), which aren't looked at.
+    """
+    mine, users = own_sockets() - since, {}
+    ours: list[tuple[str, str]] = []
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            # proc_net(5); what nobody has taken yet has the number 0.
+            for line in Path("/proc/net", name).read_text(encoding="ascii").splitlines()[1:]:
+                _, here, there, state, _, _, _, user, _, socket_number, *_ = line.split()
+                here, there = here.removeprefix(_MAPPED), there.removeprefix(_MAPPED)
+                if state == _ESTABLISHED and socket_number != "0":
+                    users[here, there] = int(user)
+                    if socket_number in mine:
+                        ours.append((here, there))
+    found = {users.get((there, here), os.getuid()) for here, there in ours}
+    return sorted(found - {os.getuid()})
 
 
 # Signals ----------------------------------------------------------------------------------------

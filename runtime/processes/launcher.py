@@ -8,7 +8,6 @@ the system ends them.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import signal
 import tempfile
@@ -25,7 +24,8 @@ from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
 from .failures import circumstances, how_it_ended, last_words, settled
-from .rendezvous import GRACE_S, TASK_VARIABLE, Failure, LocalStore, MayGoOn
+from .rendezvous import GRACE_S, Failure, LocalStore, MayGoOn
+from .secret import SECRET_VARIABLE
 from .start import WORKER, WorkerProcess, start_process
 
 LOOK_S = 0.1
@@ -135,13 +135,11 @@ def run_workers(
     """
     store, failure = LocalStore(), None
     processes: list[WorkerProcess] = []
-    variables: dict[str, str] = {}
+    variables = {SECRET_VARIABLE: store.secret}
     if going is not None:
         store.be_asked()
     if task is not None:
         store.give_task(task)
-        # Others may write to the store: what the task there must be.
-        variables[TASK_VARIABLE] = hashlib.sha256(task).hexdigest()
 
     def start(launched: Launched, out: IO[bytes], err: IO[bytes]) -> None:
         own = {**variables_of(launched), **variables}

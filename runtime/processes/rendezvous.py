@@ -10,7 +10,6 @@ and fails nothing, for a quarter of an hour: no end of a worker waits for it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -30,9 +29,11 @@ import torch.distributed as dist
 from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import describe_error
 from ..communication.channel import PeerError
+from ..communication.signed_store import ForeignEntryError, Secret, SignedStore
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals
 from .failures import Statuses, blame, circumstances, is_gone, settled, stopped_ranks
+from .secret import SECRET_VARIABLE, new_secret, take_secret
 
 ARRIVAL_S = 120.0
 """Longest wait for a worker to come at all: hosts may start one after another."""
@@ -53,9 +54,6 @@ STORE_S = 3.0
 """What the store gets to answer a worker that ends, beside `GRACE_S`."""
 
 NAME = "timeprest"
-
-TASK_VARIABLE = "TIMEPREST_TASK_SHA256"
-"""The environment variable with the checksum of a task that the launcher sends."""
 
 _ASKED, _GO_ON, _TASK = "asked", b"go on", "task"
 
@@ -91,6 +89,7 @@ class Rendezvous:
 
     Attributes:
         launched: how this worker was started.
+        open_to_all: nobody has given the workers a secret: whoever reaches the store can join.
         status: what this worker is at.
         statuses: folder of the workers' statuses on this host, once there is one.
         silence_s: longest silence of the store that a run over several hosts bears.
@@ -103,9 +102,12 @@ class Rendezvous:
             say: prints a line for the user.
             name: what a process is called in messages until `begin`, its rank left out.
 
-        Raises UserError when the address isn't one, PeerError when nobody is there.
+        Raises UserError when the address isn't one, or the secret can't be had; PeerError when
+        nobody is there.
         """
         self.launched = launched
+        secret = take_secret(launched, os.environ)
+        self.open_to_all = secret is None
         self._say = say
         self.rank = launched.rank
         first = WorkerStatus(
@@ -123,9 +125,10 @@ class Rendezvous:
         self._lost = threading.Event()
         self._saying = threading.Lock()
         self._printing, self._said = threading.Lock(), False
-        self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
+        serves, secret = not launched.agent_store and self.rank == 0, secret or Secret(b"")
+        self.store = _connect(launched, secret, serve=serves)
         # A wait of one thread on a store keeps the others from it.
-        self._own = _connect(launched, serve=False)
+        self._own = _connect(launched, secret, serve=False)
         self._count = 0
         self._questions = 0
         self._beat()
@@ -181,7 +184,7 @@ class Rendezvous:
                 for rank, key in enumerate(keys):
                     if not self.store.check([key]):
                         self._check_alive(rank, beats, what)
-            return [bytes(self.store.get(key)) for key in keys]
+            return [self.store.get(key) for key in keys]
         except RuntimeError as error:
             raise PeerError(f"rank {self.rank}: the store of rank 0 is gone") from error
 
@@ -191,7 +194,7 @@ class Rendezvous:
             if now - self._began > ARRIVAL_S:
                 raise PeerError(f"rank {rank} didn't come within {ARRIVAL_S:g} s")
             return
-        beat = bytes(self.store.get(f"beat/{rank}"))
+        beat = self.store.get(f"beat/{rank}")
         seen, since = beats.setdefault(rank, (beat, now))
         if seen != beat:
             beats[rank] = (beat, now)
@@ -226,27 +229,21 @@ class Rendezvous:
                         "the run takes too long; give a longer timeout_s"
                     )
                 time.sleep(POLL_S)
-            answer = bytes(self.store.get(f"answer/{self._questions}"))
+            answer = self.store.get(f"answer/{self._questions}")
         except RuntimeError as error:
             raise PeerError(f"rank {self.rank}: the launcher is gone") from error
         self._questions += 1
         return answer == _GO_ON
 
     def task(self) -> bytes | None:
-        """A task that the launcher sends, since no file has it; None: there is none.
+        """A task that the launcher sends, since no file has it; None: each finds it by its name.
 
-        Raises PeerError when it isn't what the launcher has sent.
+        Raises PeerError, and ForeignEntryError where somebody else has sent one.
         """
-        wanted = os.environ.get(TASK_VARIABLE)
-        if wanted is None:
-            return None
         try:
-            content = bytes(self.store.get(_TASK))
+            return self.store.get(_TASK) if self.store.check([_TASK]) else None
         except RuntimeError as error:
             raise PeerError(f"rank {self.rank}: the launcher is gone") from error
-        if hashlib.sha256(content).hexdigest() != wanted:
-            raise PeerError(f"rank {self.rank}: the task isn't what the launcher has sent")
-        return content
 
     def check_same(self, what: dict[str, str]) -> None:
         """Raise UserError, on all workers, when they don't agree on all of this."""
@@ -327,7 +324,7 @@ class Rendezvous:
         return found[0]
 
     def _ask(self, ask: Callable[[], T], found: list[T]) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ForeignEntryError):
             found.append(ask())
 
     def _end_the_stopped(self) -> None:
@@ -364,7 +361,7 @@ class Rendezvous:
     def _beats(self) -> dict[int, bytes]:
         """What each has told last of itself."""
         keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
-        return {rank: bytes(self._own.get(key)) for rank, key in keys.items() if self._has(key)}
+        return {rank: self._own.get(key) for rank, key in keys.items() if self._has(key)}
 
     def _here(self, statuses: Statuses) -> dict[int, WorkerStatus]:
         host = self.status().host
@@ -491,12 +488,17 @@ class LocalStore:
 
     Attributes:
         port: where it listens on the loopback device.
+        secret: that the workers must have, as their environment says it.
     """
 
     def __init__(self) -> None:
         self._server = _serve(LOOPBACK, 0)
         self.port = self._server.port
-        self._space = _name_space(self._server, 0)
+        self.secret = new_secret()
+        launched = Launched("torchrun", 0, 1, LOOPBACK, self.port, agent_store=True)
+        secret = take_secret(launched, {SECRET_VARIABLE: self.secret})
+        assert secret is not None
+        self._space = _name_space(self._server, secret, launched.attempt)
         self._answered = 0
 
     def be_asked(self) -> None:
@@ -526,7 +528,7 @@ class LocalStore:
         return None
 
 
-def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]
+def _connect(launched: Launched, secret: Secret, *, serve: bool) -> SignedStore:
     """The store, with a name space of this attempt."""
     at, bound = (launched.address, launched.port), timedelta(seconds=ARRIVAL_S)
     try:
@@ -538,11 +540,11 @@ def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[
             f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
             f"(MASTER_ADDR, MASTER_PORT) within {ARRIVAL_S:g} s"
         ) from error
-    return _name_space(store, launched.attempt)
+    return _name_space(store, secret, launched.attempt)
 
 
-def _name_space(store: dist.Store, attempt: int) -> dist.Store:  # type: ignore[name-defined]
-    return dist.PrefixStore(f"{NAME}/{attempt}", store)  # type: ignore[attr-defined]
+def _name_space(store: dist.Store, secret: Secret, attempt: int) -> SignedStore:  # type: ignore[name-defined]
+    return SignedStore(store, secret).below(f"{NAME}/{attempt}")
 
 
 def _serve(address: str, port: int) -> dist.TCPStore:  # type: ignore[name-defined]

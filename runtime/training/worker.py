@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ...profiles.errors import RunError
 from ...profiles.measuring.process_settings import end_with_parent, keep_freed_memory
 from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
@@ -32,7 +33,7 @@ from ..prepare.devices import own_device
 from ..prepare.prepare import Prepared, prepare
 from ..prepare.workers import Worker, workers_of
 from ..processes import watchdog
-from ..processes.environment import launched_by, use_interface
+from ..processes.environment import launched_by, other_users, own_sockets, use_interface
 from ..processes.locks import as_worker
 from ..processes.rendezvous import ENDING_S, MayGoOn, Rendezvous
 from ..records.metrics import StageReport
@@ -137,11 +138,12 @@ def train_worker(
         watchdog.watch(settings.timeout_s + watchdog.SLACK_S)
     worker = prepared.workers[launched.rank]
     device = own_device(prepared.plan, settings, launched.local_rank)
-    store = dist.PrefixStore("gloo", rendezvous.store)  # type: ignore[attr-defined]
+    store = rendezvous.store.below("gloo")
     bound = timedelta(seconds=max(settings.timeout_s, START_S))
     others = [other.rank for other in prepared.workers if other != worker]
     status.begin(MEETING)
     status.wait(others)
+    before = own_sockets()
     try:
         dist.init_process_group(
             "gloo", store=store, rank=worker.rank, world_size=len(others) + 1, timeout=bound
@@ -158,6 +160,11 @@ def train_worker(
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()
+    if launched.one_host and (users := other_users(before)):
+        raise RunError(
+            f"{worker.name}: a process of another user (number {users[0]}) has connected to it as "
+            "if it were a worker; nothing has been trained"
+        )
     runners = []
     for replica, shared in zip(worker.replicas, opened.shared, strict=True):
         runners.append(stage_runner(where, prepared, replica, opened.channels, shared, device))

@@ -277,7 +277,7 @@ def _send_over_cuts(prepared: Prepared, rendezvous: Rendezvous) -> None:
     """One message over each route, so that a firewall between two hosts shows now."""
     bound = timedelta(seconds=prepared.settings.timeout_s)
     rank = rendezvous.rank
-    store = dist.PrefixStore("gloo", rendezvous.store)  # type: ignore[attr-defined]
+    store = rendezvous.store.below("gloo")
     try:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=len(prepared.workers), timeout=bound

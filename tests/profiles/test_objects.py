@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import random
 import subprocess
@@ -15,14 +14,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import timeprest
 import torch
+import torch.distributed as dist
 from timeprest.profiles.errors import TargetError, UserError
 from timeprest.profiles.measuring import process_settings
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.objects import as_bytes, give, give_bytes, name_of
 from timeprest.profiles.zoo.digits import Digits
 from timeprest.runtime.calibration import overhead
-from timeprest.runtime.communication.channel import PeerError
-from timeprest.runtime.processes.rendezvous import TASK_VARIABLE, Rendezvous
+from timeprest.runtime.communication.signed_store import ForeignEntryError, Secret, SignedStore
+from timeprest.runtime.processes.rendezvous import Rendezvous
 from timeprest.runtime.records.progress import read_losses
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -224,16 +224,14 @@ def test_what_cannot_be_sent_is_told_in_one_line(monkeypatch, tmp_path):
         as_bytes("session:bad")
 
 
-def test_a_worker_takes_nothing_but_what_the_launcher_sent(monkeypatch):
-    rendezvous = object.__new__(Rendezvous)
-    rendezvous.rank, rendezvous.store = 0, {"task": b"the task"}
-    rendezvous.store = SimpleNamespace(get={"task": b"the task"}.get)
-    monkeypatch.delenv(TASK_VARIABLE, raising=False)
+def test_a_worker_takes_nothing_but_what_the_launcher_sent():
+    rendezvous, under = object.__new__(Rendezvous), dist.HashStore()
+    rendezvous.rank, rendezvous.store = 0, SignedStore(under, Secret(b"ours"))
     assert rendezvous.task() is None
-    monkeypatch.setenv(TASK_VARIABLE, hashlib.sha256(b"the task").hexdigest())
+    rendezvous.store.set("task", b"the task")
     assert rendezvous.task() == b"the task"
-    monkeypatch.setenv(TASK_VARIABLE, hashlib.sha256(b"another").hexdigest())
-    with pytest.raises(PeerError, match="isn't what the launcher has sent"):
+    under.set("task", b"another")
+    with pytest.raises(ForeignEntryError, match="'task' in the run's store has no signature"):
         rendezvous.task()
 
 

@@ -70,3 +70,12 @@ class LossTakesAll(MLPTask):
         if self.calls == 10:
             torch.empty(2**57, dtype=torch.uint8)
         return super().loss(output, target)
+
+
+class NotesEnvironment(MLPTask):
+    """Writes down all environment variables that a task's code is shown."""
+
+    def optimizer(self, parameters):
+        with Path(os.environ["SEEN"]).open("a") as file:
+            file.write(f"{dict(os.environ)}\n")
+        return super().optimizer(parameters)

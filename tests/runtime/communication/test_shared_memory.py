@@ -14,13 +14,14 @@ import torch.distributed as dist
 from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.tracing.shapes import ValueSpec
-from timeprest.runtime.communication import shared_memory, transport
+from timeprest.runtime.communication import shared_memory, signed_store, transport
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.communication.shared_memory import (
     GoneError,
     _records,
     connect,
 )
+from timeprest.runtime.communication.signed_store import ForeignEntryError, Secret, SignedStore
 from timeprest.runtime.communication.slots import MOST_SLOTS, SLOT_BYTES, boxes
 from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED
 from timeprest.runtime.prepare.messages import MessageRoute, message_series
@@ -37,7 +38,7 @@ def route(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
 
 def both(*routes, timeout_s=5.0, count=1000, **how):
     """The channels of workers 0 and 1, open for many messages of each route."""
-    store, found = dist.HashStore(), {}
+    store, found = SignedStore(dist.HashStore(), Secret(b"ours")), {}
 
     def join(rank):
         names = ("stage 0", "stage 1")
@@ -332,3 +333,55 @@ def test_shared_memory_is_for_one_host_and_the_cpu():
     for way, one_host, reason in ((GLOO, False, "several hosts"), (NCCL, True, "GPUs")):
         with pytest.raises(UserError, match=f"--transport shm: .*{reason}"):
             transport.between_processes(way, "shm", one_host=one_host)
+
+
+def test_who_knows_no_secret_gets_no_memory_and_keeps_nobody_out():
+    """Whoever calls first as one of the others is hung up on."""
+    under, found = dist.HashStore(), []
+    store = SignedStore(under, Secret(b"ours"))
+
+    def join(rank):
+        routes = [route(needs_grad=False)]
+        found.append(connect(rank, ("stage 0", "stage 1"), routes, store, timeout_s=9.0))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (1, 0)]
+    threads[0].start()
+    address = store.get("shared memory/1").decode()
+    for said in (b"", b"\0" * 4, b"\0" * signed_store._CALL.size):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(address)
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 2
+    for channels in found:
+        channels.end()
+
+
+def test_no_other_users_process_is_called_or_heard(monkeypatch):
+    store = SignedStore(dist.HashStore(), Secret(b"ours"))
+    with shared_memory._listening(1, 5.0) as (listener, address):
+        store.set("shared memory/1", address)
+        monkeypatch.setattr(signed_store.os, "getuid", lambda: -1)
+        with pytest.raises(ConnectionError, match="another user's process answers for rank 1"):
+            shared_memory._call(store, 0, 1, 5.0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.connect(address)
+            signature = store.secret.signature(signed_store._from_to(0, 1))
+            listener.accept()
+            connection, _ = listener.accept()
+            caller.sendall(signed_store._CALL.pack(0, signature))
+            assert store.secret.caller(connection, 1) is None
+            monkeypatch.undo()
+            store.secret.call(caller, 0, 1)
+            assert store.secret.caller(connection, 1) == 0
+
+
+def test_nobody_else_sends_a_worker_to_another_socket():
+    under = dist.HashStore()
+    under.set("shared memory/1", b"/tmp/elsewhere")
+    with pytest.raises(ForeignEntryError, match="'shared memory/1' in the run's store has no sig"):
+        shared_memory._call(SignedStore(under, Secret(b"ours")), 0, 1, 5.0)
