@@ -68,3 +68,58 @@ def list_schedule(pipeline, mini_batches):
     found = tuple(tuple(op for op in ops if op.mini_batch < mini_batches) for ops in orders)
     placed = [tuple(s for s, op in mine if op.mini_batch < mini_batches) for mine in turns]
     return Schedule(found, tuple(placed) if pipeline.placement else ())
+
+
+def list_schedule_of_replicas(pipeline, mini_batches):
+    """The same of a chain of stages whose replicas have paces of their own, without transfer times.
+
+    Micro-batch i is replica i mod r's. A backward can start when its last share can, and each share
+    starts by itself; then all replicas update together.
+    """
+    most = mini_batches + 2 * max(pipeline.limits)
+    n, stages = pipeline.micro_batches, range(pipeline.stages)
+    paces = pipeline.paces
+    free = [[0.0] * len(mine) for mine in paces]
+    ended_f, ended_b = {}, {}
+    orders = [[] for _ in stages]
+
+    def taken(s, j):
+        return [i for i in range(n) if i % len(paces[s]) == j]
+
+    def ready_f(s, b, i):
+        return ended_f.get((s - 1, b, i)) if s else 0.0
+
+    def ready_b(s, b, j):
+        if s == stages[-1]:
+            return 0.0
+        of = {(s + 1, b, i % len(paces[s + 1])) for i in taken(s, j)}
+        return max(ended_b[key] for key in of) if of <= ended_b.keys() else None
+
+    def options(s):
+        done = sum(op.kind == "B" for op in orders[s])
+        begun = sum(op.kind == "F" for op in orders[s])
+        b, i = divmod(begun, n)
+        if b < most and (i or b - done < pipeline.limits[s]) and ready_f(s, b, i) is not None:
+            yield max(ready_f(s, b, i), free[s][i % len(free[s])]), 1, s, Op("F", b, i)
+        shares = [ready_b(s, done, j) for j in range(len(free[s]))]
+        if begun >= n * (done + 1) and None not in shares:
+            yield max(*shares, *free[s]), 0, s, Op("B", done)
+
+    while any(Op("U", mini_batches - 1) not in ops for ops in orders):
+        _, _, s, op = min((option for s in stages for option in options(s)), key=lambda o: o[:3])
+        orders[s].append(op)
+        b, i = op.mini_batch, op.micro_batch
+        if op.kind == "F":
+            j = i % len(free[s])
+            free[s][j] = max(ready_f(s, b, i), free[s][j]) + pipeline.forward_s[s] * paces[s][j]
+            ended_f[s, b, i] = free[s][j]
+            continue
+        for j in range(len(free[s])):
+            takes_s = pipeline.backward_s[s] * paces[s][j] * len(taken(s, j))
+            free[s][j] = max(ready_b(s, b, j), free[s][j]) + takes_s
+            ended_b[s, b, j] = free[s][j]
+        orders[s].append(Op("U", b))
+        free[s] = [max(free[s]) + pipeline.update_s[s]] * len(free[s])
+    return Schedule(
+        tuple(tuple(op for op in ops if op.mini_batch < mini_batches) for ops in orders)
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
+from random import Random
 
 import pytest
-from helpers.by_hand.nf1b import list_schedule
+from helpers.by_hand.nf1b import list_schedule, list_schedule_of_replicas
 from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
 from helpers.by_hand.versions import version_use
 from helpers.drawn.pipelines import pipelines
@@ -336,6 +337,38 @@ def test_nf1b_breaks_ties_by_its_rule(pipeline, mini_batches, zero):
         ),
     )
     assert make_schedule(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+
+
+def chain_of_replicas(seed):
+    """Stages with one or two replicas, which aren't equally fast."""
+    draw = Random(seed)
+    replicas = draw.choice([(1, 2), (2, 1), (2, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1)])
+    stages = len(replicas)
+    links = []
+    for s, (r1, r2) in enumerate(pairwise(replicas)):
+        ways = sorted({(i % r1, i % r2) for i in range(2)})
+        routes = (Route(i, j, 0, 0, 0, ("there", s, i, j), ("back", s, i, j)) for i, j in ways)
+        links.append(Link(s, s + 1, 0.0, 0.0, 0.0, routes=tuple(routes)))
+    paces = [
+        draw.sample([1.0, draw.choice([0.25, 0.5, 0.75])], 2) if r == 2 else [1.0] for r in replicas
+    ]
+    return replace(
+        unit_pipeline("timeprest", stages, draw.choice([2, 4]), [1] * stages),
+        forward_s=tuple(draw.choice([1.0, 2.0, 3.0]) for _ in replicas),
+        backward_s=tuple(draw.choice([1.0, 2.0, 3.0]) for _ in replicas),
+        update_s=tuple(draw.choice([0.0, 0.5]) for _ in replicas),
+        links=tuple(links),
+        limits=tuple(max(1, stages - s + draw.choice([0, 0, 1])) for s in range(stages)),
+        paces=tuple(map(tuple, paces)),
+    )
+
+
+@pytest.mark.parametrize("seeds", [range(20), range(20, 40)])
+def test_nf1b_follows_its_rule_with_replicas_of_different_pace(seeds):
+    """A forward waits for its own replica, a backward for the last of them."""
+    for seed in seeds:
+        pipeline = chain_of_replicas(seed)
+        assert make_schedule(pipeline, 6) == list_schedule_of_replicas(pipeline, 6), seed
 
 
 def test_rounding_breaks_no_ties():

@@ -186,6 +186,34 @@ def test_a_sender_waits_where_it_is_asked_to():
     source.throttle(2)
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(2, 1), (20, 3), (100, 10)])
+def test_a_sender_waits_for_messages_and_not_for_their_parts(rows, parts):
+    """Of a message in several slots, each comes back: it is one message that was taken."""
+    c = route()
+    source, target = both(c, timeout_s=0.1, varying=True)
+    (outbox,) = source._outboxes.values()
+    sent = [torch.full((rows, 3), float(k)) for k in range(3)]
+    assert len(outbox._layout[0].parts(sent[0])) == parts
+    for tensor in sent:
+        source.send(c, FORWARD, tensor)
+    for left, tensor in zip((3, 2, 1), sent, strict=True):
+        source.throttle(left)
+        with pytest.raises(PeerError, match="stage 1: nothing came"):
+            source.throttle(left - 1)
+        assert torch.equal(target.receive(c, FORWARD), tensor)
+    source.throttle(0)
+    # Part by part: it is taken with its last.
+    (inbox,) = target._inboxes.values()
+    source.send(c, FORWARD, sent[0])
+    for left in range(parts - 1, -1, -1):
+        inbox.wait(inbox._layout[0].key, 5.0)
+        inbox._give_back(0, inbox._come[0].popleft())
+        if left:
+            with pytest.raises(PeerError, match="stage 1: nothing came"):
+                source.throttle(0)
+    source.throttle(0)
+
+
 def test_a_record_that_the_thread_takes_is_not_waited_for(monkeypatch):
     """Just after the sender has looked, and just before it waits."""
     c = route(shape=LARGE)

@@ -101,6 +101,20 @@ def test_a_scheduler_may_ask_for_the_runs_length(mlp_profile, tmp_path):
     assert [record.lr for record in summary.epochs] == pytest.approx(rates)
 
 
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_run_that_grew_has_its_new_rate_from_the_first_update_on(shape, mlp_profile, tmp_path):
+    """The rate that its checkpoint has is of the shorter run: 0 at its end."""
+    plan, where = plan_of(mlp_profile), tmp_path / "run"
+    how = {"epochs": 1, "lr_schedule": shape, "warmup": 1}
+    for steps, path in ((5, tmp_path / "whole"), (4, where)):
+        run(plan, settings_of("MLPTask", steps=steps, **how), path, inline=True)
+    before = load_weights(where)
+    resume(where, steps=5, inline=True)
+    whole, grown = (read_epochs(path / "metrics.jsonl") for path in (tmp_path / "whole", where))
+    assert grown[-1].lr == whole[-1].lr > 0
+    assert any(not torch.equal(w, before[name]) for name, w in load_weights(where).items())
+
+
 WRONG = {
     "OddStep": r'scheduler_step is \'epochs\'; it must be "update" or "epoch"',
     "OddTotals": r"scheduler asks for 'epochs': besides the optimizer it is given steps and",

@@ -49,6 +49,18 @@ class FourthIsEmpty(NothingCounts):
     empty = (7, 8)
 
 
+class ThirdIsEmpty(NothingCounts):
+    """In the first of the second two."""
+
+    empty = (5, 6)
+
+
+class FirstIsEmpty(NothingCounts):
+    """In the very first one."""
+
+    empty = (1, 2)
+
+
 class TwiceOnALaterStage(TiedShort):
     """Its last two layers have the same weight; mini-batches have unlike ones."""
 
@@ -147,19 +159,37 @@ def test_a_mini_batch_in_which_nothing_counts(variant, mlp_profile, tmp_path):
     assert all(weight.isfinite().all() for weight in load_weights(tmp_path / "warn").values())
 
 
-@pytest.mark.parametrize("update_every", [1, 2])
+@pytest.mark.parametrize(
+    ("task", "update_every"), [("FourthIsEmpty", 1), ("FourthIsEmpty", 2), ("ThirdIsEmpty", 2)]
+)
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "pipedream-2bw"])
-def test_with_skip_all_stages_leave_its_update_out(variant, update_every, mlp_profile, tmp_path):
+def test_with_skip_all_stages_leave_its_update_out(
+    variant, task, update_every, mlp_profile, tmp_path
+):
     """Momentum would move the weights without a gradient, too."""
     plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2, update_every=update_every)
     ends = {}
     for steps in (4 - update_every, 4):
-        how = RunSettings(task=here("FourthIsEmpty"), steps=steps, on_nan="skip", evaluate=False)
+        how = RunSettings(task=here(task), steps=steps, on_nan="skip", evaluate=False)
         run(plan, how, tmp_path / str(steps), inline=True)
         ends[steps] = load_weights(tmp_path / str(steps))
     before, after = ends.values()
     for name, weight in before.items():
         assert torch.equal(after[name], weight), name
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+@pytest.mark.parametrize("variant", ["gpipe", "timeprest"])
+def test_the_next_update_is_made_again(variant, update_every, mlp_profile, tmp_path):
+    """One is left out, and no more of them."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2, update_every=update_every)
+    first = resolve(here("FirstIsEmpty")).model(0).state_dict()
+    for updates in (1, 2):
+        steps = updates * update_every
+        how = RunSettings(task=here("FirstIsEmpty"), steps=steps, on_nan="skip", evaluate=False)
+        run(plan, how, tmp_path / str(steps), inline=True)
+        ends = load_weights(tmp_path / str(steps))
+        assert all(torch.equal(ends[name], w) == (updates == 1) for name, w in first.items())
 
 
 def test_split_backwards_of_a_weight_that_is_used_twice(tmp_path):
