@@ -21,6 +21,7 @@ from .costs.memory import (
     boundary_buffers,
     holdings,
     together,
+    with_reserved,
 )
 from .costs.stage_costs import (
     RECEIVES_AHEAD,
@@ -249,8 +250,11 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         samples_per_s=ratio(question.mini_batch, period_s),
         speedup=ratio(question.one_device_s, period_s),
         sequence_distance=sequence_distance(steady),
-        stages=tuple(predicted),
-        devices=tuple(_predict_devices(pipeline, needs, held, predicted, steady, again, ties)),
+        stages=tuple(with_reserved(stage, question.profile) for stage in predicted),
+        devices=tuple(
+            with_reserved(device, question.profile)
+            for device in _predict_devices(pipeline, needs, held, predicted, steady, again, ties)
+        ),
     )
     moments = tuple(each.moments for each in held)
     return Evaluation(stages, micro_batches, pipeline, transfers, prediction, moments)

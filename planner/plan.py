@@ -59,6 +59,8 @@ class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     threads: Threads
     dtype: str
     autocast: str | None = None
+    reserved_bytes: TotalBytes | msgspec.UnsetType = msgspec.UNSET
+    reserved_share: Factor | msgspec.UnsetType = msgspec.UNSET
     varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
     """Where mini-batches differ in the shapes of inputs: those that were profiled, for one."""
 
@@ -124,8 +126,7 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     holds: StageBytes | None = None
     """What memory follows from as the schedule goes on; None in plans of before it was written."""
     accounted: MemoryByKind | None = None
-    """The peak of what a run accounts for, without the scratch memory inside operations: it may be
-    at another moment than that of `memory`. None in plans of before it was written."""
+    """What a run accounts for at its own peak, without scratch memory; None in older plans."""
 
     @property
     def accounted_memory(self) -> MemoryByKind:
@@ -172,8 +173,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     speedup: Predicted
     """Over one device that runs whole mini-batches."""
     sequence_distance: Count | None = None
-    """v: mini-batches from one to the next of the same sequence of updates, the largest in the
-    steady state (`steady_state.sequence_distance`); None in plans of before it was counted."""
+    """v, the largest in the steady state (`steady_state.sequence_distance`); None in older ones."""
     loading_s: Predicted | msgspec.UnsetType = msgspec.UNSET
     """To load a mini-batch: no period is shorter. Not there where the profile doesn't say it."""
     stages: tuple[StagePrediction, ...]

@@ -275,6 +275,11 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     loading_s_per_sample: Seconds | msgspec.UnsetType = msgspec.UNSET
     """Between two samples of the training data, by loaders that do nothing else; not there where
     the data are in memory, or it wasn't measured."""
+    reserved_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
+    """Of a GPU, taken by each process besides its tensors: CUDA's context, loaded kernels,
+    workspaces of its libraries. Not there where it wasn't measured."""
+    reserved_share: Factor | msgspec.UnsetType = msgspec.UNSET
+    """What torch's allocator has besides, for each byte of tensors at their peak."""
     varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
     """Not there where the inputs of all mini-batches that were looked at have the same shapes."""
     assumptions: tuple[str, ...] = ()

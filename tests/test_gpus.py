@@ -15,6 +15,7 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.measuring.process_settings import settings_put_back
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.pinned_memory import CudaCopier
@@ -58,7 +59,7 @@ def test_inline_on_a_gpu_is_inline_on_the_cpu(variant, mlp_profile, mlp_target, 
         settings = RunSettings(task=mlp_target, steps=6, device=device)
         summary = run(plan, settings, tmp_path / device, inline=True)
     assert all(report.device == "cuda:0" for report in summary.stages)
-    assert all(report.device_peak_bytes > 0 for report in summary.stages)
+    assert all(0 < r.device_peak_bytes < r.device_used_bytes for r in summary.stages)
     assert_close(tmp_path / "cuda", tmp_path / "cpu")
 
 
@@ -272,6 +273,26 @@ def test_gradients_in_float16_whose_squares_overflow_are_finite():
     tensors[0].fill_(float("nan"))
     assert late()
     assert not finiteness(tensors)()
+
+
+@pytest.mark.processes
+@one_gpu
+def test_what_a_process_takes_besides_tensors_is_profiled():
+    target = resolve("digits")
+    platform = platform_of("cuda")
+    found = [
+        measure(target, batch_size=64, micro_batch_sizes=[64], seconds=0, platform=platform)
+        for _ in range(2)
+    ]
+    for profile in found:
+        # A context alone has some hundred MiB.
+        assert 100 * 2**20 < profile.reserved_bytes < 3 * 2**30
+        assert 0 <= profile.reserved_share < 1
+    least, most = sorted(profile.reserved_bytes for profile in found)
+    assert most < 1.2 * least
+    plan = plan_for(found[0], "timeprest")
+    for stage in plan.predicted.stages:
+        assert stage.memory_bytes > found[0].reserved_bytes + stage.accounted_memory.total
 
 
 @one_gpu

@@ -114,6 +114,11 @@ def _print_trust(console: Console, profile: Profile) -> None:
             f"loading takes {format_seconds(each_s)} for a sample, "
             f"{format_seconds(each_s * profile.batch_size)} for {profile.batch_size} of them"
         )
+    if profile.reserved_bytes is not msgspec.UNSET:
+        console.print(
+            f"besides tensors each process takes {format_bytes(profile.reserved_bytes)} of its "
+            f"GPU, and its allocator {profile.reserved_share or 0.0:.0%} of what they take"
+        )
     if profile.varying is not msgspec.UNSET:
         console.print(f"mini-batches differ in shape: {_varying(profile.varying)}")
     for assumption in profile.assumptions:

@@ -81,11 +81,13 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
         return []
     where = ", ".join(
         f"stage {_which(plan, report)} on {report.device} "
-        f"(peak {format_bytes(report.device_peak_bytes or 0)})"
+        f"(peak {format_bytes(report.device_peak_bytes or 0)}, of the GPU in use "
+        f"{format_bytes(report.device_used_bytes or 0)})"
         for report in gpus
     )
     how = f"; messages by {gpus[0].transport}" * bool(gpus[0].transport)
-    lines = [Text(f"{where}{how}. This peak is torch's, of all tensors of the process")]
+    what = "is torch's, of all tensors of the process; in use is what all processes have at the end"
+    lines = [Text(f"{where}{how}. This peak {what}")]
     reasons = {report.not_by_ipc for report in gpus} - {""}
     lines += [Text(f"messages don't go from GPU to GPU by CUDA IPC: {why}") for why in reasons]
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -283,10 +284,22 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
         said += " ↻: activations are computed again"
         some = any(stage.recomputed for stage in plan.stages)
         said += "; ↻ n: those of n layers alone." if some else "."
+    if plan.profile.reserved_bytes:
+        most = max(map(partial(_reserved, plan), held))
+        said += (
+            f" workspace: with up to {format_bytes(most)} that each process takes of its GPU "
+            "besides tensors."
+        )
     if any(len(stage.devices) > 1 for stage in plan.stages):
         said += " (n) after devices: so many replicas; memory is each one's."
     more = folded(plan, every=every).note
     return Text(f"{said} {more}".rstrip(), style="dim")
+
+
+def _reserved(plan: Plan, held: StagePrediction | DevicePrediction) -> int:
+    """Bytes of what a process holds that are no tensors' (`memory.with_reserved`)."""
+    fixed_bytes, share = plan.profile.reserved_bytes or 0, plan.profile.reserved_share or 0.0
+    return held.memory_bytes - round((held.memory_bytes - fixed_bytes) / (1.0 + share))
 
 
 def by_kind(held: StagePrediction | DevicePrediction) -> dict[str, int]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from ...profiles.files import TotalBytes
+from ...profiles.profile import Profile
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, B, F, Op, U, in_rows
 from ..systems.variants import Variant
 from ..systems.versions import VersionWalk
@@ -356,6 +357,29 @@ class StageBytes(
     def accounted_peak(self, found: Holdings) -> MemoryByKind:
         """The same without working sets, which a run can't see."""
         return msgspec.structs.replace(self, workspace=0).peak(found)
+
+
+P = TypeVar("P", bound=msgspec.Struct)
+"""What is predicted of a stage or a device."""
+
+
+def with_reserved(found: P, profile: Profile) -> P:
+    """What a process holds with what it takes of its GPU besides tensors. That is as little seen in
+    a run's account as the working set, and counts there."""
+    if profile.reserved_bytes is msgspec.UNSET:
+        return found
+    memory: MemoryByKind = found.memory  # type: ignore[attr-defined]
+    more = profile.reserved_bytes + round((profile.reserved_share or 0.0) * memory.total)
+    memory = msgspec.structs.replace(memory, workspace_bytes=memory.workspace_bytes + more)
+    return msgspec.structs.replace(found, memory=memory, memory_bytes=memory.total)
+
+
+def room_bytes(memory_bytes: int | None, profile: Profile) -> int | None:
+    """What a device's memory has for tensors; None: no limit."""
+    if memory_bytes is None or profile.reserved_bytes is msgspec.UNSET:
+        return memory_bytes
+    left = memory_bytes - profile.reserved_bytes
+    return max(int(left / (1.0 + (profile.reserved_share or 0.0))), 1)
 
 
 def together(parts: Iterable[MemoryByKind]) -> MemoryByKind:

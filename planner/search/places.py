@@ -15,6 +15,7 @@ import numpy as np
 
 from ..cluster.cluster import Cluster, Device, Network
 from ..cluster.contention import AllReduceTimes
+from ..costs.memory import room_bytes
 from ..costs.stage_costs import weights_s_per_byte
 from ..evaluate import Question
 from ..partition.dp.identical_devices import IdenticalPlaces
@@ -154,7 +155,7 @@ class PlaceMaker:
                 units = min(in_flight.micro_batches(0), units)
             return Place(
                 speed=device.speed,
-                memory_bytes=float(device.memory_bytes or np.inf),
+                memory_bytes=float(room_bytes(device.memory_bytes, question.profile) or np.inf),
                 sync_s=fixed_s,
                 sync_s_per_byte=per_byte,
                 lower_scale=slower / links_below(r),
@@ -191,7 +192,8 @@ class PlaceMaker:
             mine = range(count - k, count - k + r)
             behind = -(-k // r) - 1
             devices = [cluster.devices[d] for d in (mine[:1] if cluster.uniform else mine)]
-            limits = [float(d.memory_bytes) for d in devices if d.memory_bytes is not None]
+            rooms = (room_bytes(d.memory_bytes, question.profile) for d in devices)
+            limits = [float(room) for room in rooms if room is not None]
             if variant.backward_unit == "micro":
                 units = min(in_flight.micro_batches(behind), self.micro_batches / r)
             else:

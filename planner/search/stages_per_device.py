@@ -26,6 +26,7 @@ import numpy as np
 from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
+from ..costs.memory import room_bytes
 from ..costs.recomputation import Selection, of_stage
 from ..costs.tied_parameters import gradient_links, misplaced, not_behind
 from ..evaluate import Evaluation, Question
@@ -372,7 +373,8 @@ class PlacedSearch:
         devices, fastest = cluster.devices, cluster.fastest_bytes_per_s
         speeds = [devices[d].speed for d in branch.devices]
         counted = self._count(branch.micro_batches, recompute=branch.recompute)
-        room = [devices[d].memory_bytes for d in branch.devices]
+        profile = self.search.question.profile
+        room = [room_bytes(devices[d].memory_bytes, profile) for d in branch.devices]
 
         def pace(a: int, b: int) -> float:
             link = cluster.link(branch.devices[a], branch.devices[b])

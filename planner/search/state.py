@@ -11,6 +11,7 @@ import msgspec
 
 from ...profiles.errors import ScheduleError
 from ...profiles.units import format_seconds
+from ..costs.memory import room_bytes
 from ..costs.recomputation import fewest, of_stage
 from ..evaluate import Evaluation, Question, better, evaluate, lay_out
 from ..partition.dp.blocks import Blocks
@@ -463,7 +464,8 @@ class SearchState:
     def _keeping_more(self, found: Evaluation) -> tuple[PlanStage, ...]:
         devices, stages = self.question.cluster.devices, list(found.stages)
         for s, stage in enumerate(found.stages):
-            limits = [devices[d].memory_bytes for d in stage.devices]
+            profile = self.question.profile
+            limits = [room_bytes(devices[d].memory_bytes, profile) for d in stage.devices]
             limit = min((m for m in limits if m is not None), default=None)
             if not stage.recompute or limit is None:
                 continue

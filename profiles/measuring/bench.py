@@ -15,7 +15,7 @@ from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..target import Target
 from ..tracing.graph import GraphBody
-from .platforms import Clock, CudaMeter, LiveBytes, Platform
+from .platforms import Clock, CudaMeter, LiveBytes, Platform, Reserved
 from .saved_bytes import MicroBatchCase, count_saved
 from .step import Phase, PiecewiseStep, Probe, roots_of
 
@@ -91,6 +91,7 @@ class Bench:
         self.traced = self.cases[-1].traced
         self.sizes = tuple(case.size for case in cases)
         self.names = [layer.name for layer in self.traced.layers]
+        self.reserved: Reserved | None = None
         self._turn = False
 
     @property
@@ -107,6 +108,9 @@ class Bench:
                 self._count_workspace(case)
             if not self.platform.computed:
                 self._time(clock, seconds, error)
+                self._forget_gradients()
+                largest = self.cases[-1]
+                self.reserved = self.platform.reserved(lambda: self._time_whole(largest, clock))
                 return
             # Computed times are the same every time.
             self._round(clock, keep=True, done=0.0)

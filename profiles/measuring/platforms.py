@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import select
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +115,101 @@ class CudaClock(Clock):
         return float(start.elapsed_time(end)) * 1e-3
 
 
+# What a GPU's processes take besides their tensors -----------------------------------------------
+
+
+class Reserved(NamedTuple):
+    """Memory of a GPU besides tensors.
+
+    Attributes:
+        nbytes: of each process: CUDA's context, kernels, workspaces of libraries.
+        share: of the allocator, for each byte of tensors.
+    """
+
+    nbytes: int
+    share: float
+
+
+_AT_FIRST: dict[int, int] = {}
+"""By GPU: what others had, and this process's context, before anything was computed."""
+
+_STEPS = 3
+_BARE_S = 120.0
+_GRAINS_BYTES = 64 * 2**20
+"""Torch's allocator takes memory in pieces of up to 20 MiB: so much is no share of tensors."""
+
+_BARE = """
+import sys, torch
+x = torch.ones((), device="cuda", requires_grad=True)
+(x * x).backward()
+torch.cuda.synchronize()
+print(torch.cuda.memory_reserved(), flush=True)
+sys.stdin.read()
+"""
+"""A process that has a context on a GPU, and as good as nothing else, until it is let go."""
+
+
+def _outside_torch() -> int:
+    """Bytes of the GPU at hand that this process's tensors have nothing to do with."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def _reserved(device: torch.device, step: Callable[[], object]) -> Reserved | None:
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(_STEPS):
+            step()
+        torch.cuda.synchronize()
+        most = torch.cuda.max_memory_allocated()
+        beside = torch.cuda.max_memory_reserved() - most
+        bare = _bare_context()
+        if bare is None:
+            return None
+        grown = _outside_torch() - _AT_FIRST.get(torch.cuda.current_device(), _outside_torch())
+        before = torch.cuda.memory_allocated()
+        # They are tensors to the allocator, and none of the model's.
+        torch._C._cuda_clearCublasWorkspaces()
+        workspaces = before - torch.cuda.memory_allocated()
+        grains = min(beside, _GRAINS_BYTES)
+        nbytes = bare + max(grown, 0) + workspaces + grains
+        return Reserved(nbytes, (beside - grains) / most if most else 0.0)
+
+
+def _bare_context() -> int | None:
+    """What a context takes of the GPU at hand, seen from here while another process makes one."""
+    free, _ = torch.cuda.mem_get_info()
+    visible = {"CUDA_VISIBLE_DEVICES": _visible()}
+    with subprocess.Popen(
+        [sys.executable, "-c", _BARE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **visible},
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        line = b""
+        try:
+            ready, _, _ = select.select([child.stdout], [], [], _BARE_S)
+            line = child.stdout.readline() if ready else b""
+            left, _ = torch.cuda.mem_get_info()
+        finally:
+            child.stdin.close()
+            if not line:
+                child.kill()
+    # Of the two, the tensors of the other one aren't the context's.
+    return max(free - left - int(line), 0) if line.strip().isdigit() else None
+
+
+def _visible() -> str:
+    """The GPU at hand, as another process sees it as its only one."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    current = torch.cuda.current_device()
+    return own.split(",")[current].strip() if own else str(current)
+
+
 # Platforms --------------------------------------------------------------------------------------
 
 META = "meta"
@@ -180,6 +279,17 @@ class Platform:
         else:
             with LiveBytes() as live:
                 yield live
+
+    def reserved(self, step: Callable[[], object]) -> Reserved | None:
+        """What a process takes of a GPU besides its tensors, when all that runs there has run.
+
+        Args:
+            step: of training, on the largest micro-batch.
+
+        Returns:
+            None on any other device, and where it can't be measured.
+        """
+        return _reserved(self.device, step) if self.device.type == "cuda" else None
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """What forwards run under."""
@@ -266,6 +376,7 @@ def platform_of(device: str, spec: str | None = None, autocast: str | None = Non
         raise UserError("--device cuda: there is no CUDA device here; take --device cpu")
     if device == "cuda":
         wake(torch.device(device))
+        _AT_FIRST.setdefault(torch.cuda.current_device(), _outside_torch())
     return Platform(device, torch.device(device), None, dtype)
 
 

@@ -60,7 +60,7 @@ def assemble(
     shared = shared_parameters(traced, rewritten)
     tied = sorted({*tied_layers(traced, rewritten), *bound})
     parameter = next(bench.model.parameters())
-    platform = bench.platform
+    platform, reserved = bench.platform, bench.reserved
     return Profile(
         target=bench.target.name,
         fingerprint=graph_fingerprint,
@@ -95,6 +95,8 @@ def assemble(
             for case in bench.cases
         ),
         varying=msgspec.UNSET if varying is None else varying,
+        reserved_bytes=msgspec.UNSET if reserved is None else reserved.nbytes,
+        reserved_share=msgspec.UNSET if reserved is None else round(reserved.share, 4),
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
         assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench.names, by_values)),
     )

@@ -239,6 +239,17 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+def used_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU that all processes have now, as its driver counts them; None: on the CPU.
+
+    Torch gives nothing back while it runs: that is the peak, where no other process had more.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 # Mixed precision --------------------------------------------------------------------------------
 
 

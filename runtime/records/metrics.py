@@ -228,6 +228,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why they didn't go from GPU to GPU by CUDA IPC, where that was to be tried."""
     device_peak_bytes: int | None = None
     """Of all tensors on its GPU: of the whole process too; None: on the CPU."""
+    device_used_bytes: int | None = None
+    """Of its GPU at the end, by all processes, libraries and contexts included."""
     versions_held: int
     version_differences: dict[int, int]
     """How many backwards saw each difference."""

@@ -26,7 +26,7 @@ from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..communication.posts import Post, Sequenced, posts
 from ..prepare.data import Segment
-from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state
+from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state, used_bytes
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
@@ -474,6 +474,7 @@ class Course:
                     transport=runner.transport,
                     not_by_ipc=runner.not_by_ipc,
                     device_peak_bytes=peak_bytes(runner.device),
+                    device_used_bytes=used_bytes(runner.device),
                     versions_held=runner.stage.account.most_versions,
                     version_differences=summed_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
