@@ -111,6 +111,7 @@ class Bench:
                 self._forget_gradients()
                 largest = self.cases[-1]
                 self.reserved = self.platform.reserved(lambda: self._time_whole(largest, clock))
+                self._forget_gradients()
                 return
             # Computed times are the same every time.
             self._round(clock, keep=True, done=0.0)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,7 @@ def _reserved(device: torch.device, step: Callable[[], object]) -> Reserved | No
         return Reserved(nbytes, (beside - grains) / most if most else 0.0)
 
 
+@cache
 def _bare_context() -> int | None:
     """What a context takes of the GPU at hand, seen from here while another process makes one."""
     free, _ = torch.cuda.mem_get_info()

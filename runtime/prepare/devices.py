@@ -164,7 +164,8 @@ def _name_device(graph: fx.Graph, device: torch.device) -> bool:
 def put(value: Any, device: torch.device) -> Any:
     """The same nest of containers with its tensors on a device; anything else is left as it is."""
     if isinstance(value, Tensor):
-        if device.type == "cuda" and value.device == CPU and value.numel() > 1:
+        pinned = value.device == CPU and value.layout == torch.strided and value.numel() > 1
+        if device.type == "cuda" and pinned:
             # From other memory the copy, and the host with it, waits for what the device has to do.
             value = value.pin_memory()
         return value.to(device, non_blocking=True)

@@ -16,7 +16,7 @@ from ..prepare.clock import number
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Replica
-from .optimizer import clip, own_part, squared_norm, trained
+from .optimizer import clip, own_part, squared_norm, total_norm, trained
 
 if TYPE_CHECKING:
     from .stage import Stage
@@ -137,16 +137,18 @@ class StageGradients:
         # A parameter with copies on several stages counts once.
         elsewhere = self._copies(t for t in self._tied if not t.counts_in(self._replica.stage))
         counted = [p for p in own if id(p) not in elsewhere]
-        squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
-        if self._prepared.pipeline.variant.flushes:
-            if not self._replica.leads:
-                squared.zero_()
-            summing = self._all_reduce.start(ALL_WORKERS, [squared])
-            yield
-            summing.wait()
-            self.norm = math.sqrt(float(squared))
-        else:
+        if not self._prepared.pipeline.variant.flushes:
             pieces = self._prepared.model.pieces
             every = [p for piece in pieces for p in piece.module.parameters()]
-            most = own_part(most, trained(own), trained(every))
-        clip(own, math.sqrt(float(squared)), most)
+            on_gpu = self._stage.device.type == "cuda"
+            norm = total_norm(counted) if on_gpu else math.sqrt(squared_norm(counted))
+            clip(own, norm, own_part(most, trained(own), trained(every)))
+            return
+        squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
+        if not self._replica.leads:
+            squared.zero_()
+        summing = self._all_reduce.start(ALL_WORKERS, [squared])
+        yield
+        summing.wait()
+        self.norm = math.sqrt(float(squared))
+        clip(own, self.norm, most)

@@ -155,24 +155,36 @@ _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
+def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The norm of all gradients there are."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The squared norm of all gradients there are."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return float(torch.nn.utils.get_total_norm(grads)) ** 2 if grads else 0.0
+    """Its square; a GPU's is waited for."""
+    return float(total_norm(parameters)) ** 2
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: float, most: float) -> None:
+def clip(parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, most: float) -> None:
     """Scale gradients in place, so that what has this norm has `most` at most.
 
     As torch.nn.utils.clip_grad_norm_ does it, which also scales by NaN where the norm is NaN.
     Its other half, clip_grads_with_norm_, goes by a reciprocal: in float64 an ulp from this.
+
+    Args:
+        norm: a tensor's number isn't looked at, so nobody waits for it.
     """
     scale = most / (norm + _EPSILON)
-    if scale >= 1:
+    if isinstance(scale, torch.Tensor):
+        scale = scale.clamp(max=1.0)
+    elif scale >= 1:
         return
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(scale)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if isinstance(scale, torch.Tensor) and all(g.layout == torch.strided for g in grads):
+        torch._foreach_mul_(grads, scale)
+        return
+    for grad in grads:
+        grad.mul_(scale)
 
 
 def trained(parameters: Iterable[nn.Parameter]) -> int:

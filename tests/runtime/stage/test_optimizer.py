@@ -36,6 +36,7 @@ from timeprest.runtime.stage.optimizer import (
     make_optimizer,
     own_part,
     squared_norm,
+    total_norm,
 )
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -207,8 +208,9 @@ def test_asynchronous_stages_clip_their_own_parts(variant, n, mlp_profile, tmp_p
     compare(tmp_path / "one", train(target, clip_norm=CLIP))
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, float("nan")])
-def test_one_stage_clips_as_torch_does(scale):
+def test_one_stage_clips_as_torch_does(scale, late):
     generator = torch.Generator().manual_seed(0)
     mine, theirs = (
         [torch.nn.Parameter(torch.zeros(3, k, dtype=torch.float64)) for k in (1, 4, 0)]
@@ -217,7 +219,7 @@ def test_one_stage_clips_as_torch_does(scale):
     for a, b in zip(mine[:2], theirs[:2], strict=True):
         a.grad = scale * torch.randn(a.shape, generator=generator, dtype=torch.float64)
         b.grad = a.grad.clone()
-    clip(mine, math.sqrt(squared_norm(mine)), 0.5)
+    clip(mine, total_norm(mine) if late else math.sqrt(squared_norm(mine)), 0.5)
     torch.nn.utils.clip_grad_norm_(theirs, 0.5)
     for a, b in zip(mine[:2], theirs[:2], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=0, equal_nan=True)
