@@ -34,6 +34,7 @@ from .checkpoint.start import (
     settings_to_resume,
     source,
 )
+from .checkpoint.trial import try_optimizers
 from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
@@ -168,14 +169,13 @@ def _run(
         check_logs(where, settings, [replica for worker in here for replica in worker.replicas])
     prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
+    lines = try_optimizers(prepared)
     if settings.resumed:
         check_unfinished(prepared, where)
     if settings.start_from is not None and not settings.resume_at:
-        left = check_start(prepared, Path(settings.start_from))
-        if tells and left:
-            some = shorten(", ".join(left), 120, placeholder=" …")
-            line = f"--from {settings.start_from}: the model has no weights of these names: {some}"
-            warnings.warn(line, TaskWarning, stacklevel=2)
+        lines += check_start(prepared, Path(settings.start_from))
+    for line in lines if tells else ():
+        warnings.warn(line, TaskWarning, stacklevel=2)
     if rendezvous is not None:
         rendezvous.gather("ready")
     where.make()

@@ -14,6 +14,7 @@ from ..autograd.optimizer_step import fuse
 from ..errors import TargetError
 from ..profile import OptimizerCost
 from ..tasks.hooks import call_hook
+from ..tasks.optimizers import state_bytes
 from .device_specs import DeviceSpec
 from .platforms import Clock
 
@@ -45,7 +46,7 @@ def measure_optimizer(
     per_byte = max((whole_s - small_s) / span, 0.0) if span > 0 else 0.0
     return OptimizerCost(
         name=type(optimizer).__name__,
-        state_bytes_per_parameter_byte=round(_state_bytes(optimizer) / _bytes(trained), 6),
+        state_bytes_per_parameter_byte=round(state_bytes(optimizer) / _bytes(trained), 6),
         update_fixed_s=round(max(small_s - per_byte * _bytes(small), 0.0), 9),
         update_s_per_byte=per_byte,
     )
@@ -53,12 +54,6 @@ def measure_optimizer(
 
 def _stand_in(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of state that is as large as its parameter; not of counts of steps."""
-    state = (value for values in optimizer.state.values() for value in values.values())
-    return _bytes(value for value in state if isinstance(value, Tensor) and value.dim())
 
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
@@ -123,7 +118,7 @@ def optimizer_roofline(
             raise TargetError(
                 f"optimizer: can't be stepped over one parameter: {reason}"
             ) from error
-    ratio = _state_bytes(optimizer) / _bytes([parameter])
+    ratio = state_bytes(optimizer) / _bytes([parameter])
     return OptimizerCost(
         name=type(optimizer).__name__,
         state_bytes_per_parameter_byte=round(ratio, 6),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from ..errors import TargetError
+from ..errors import RunError, TargetError, TimeprestError
 from .hooks import call_hook, described, needed_arguments
 from .task import Task
 
@@ -18,6 +21,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 ParameterGroups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them: "params" and, where they differ, options."""
 
+_LIBRARIES = ("torch", "timeprest")
 _SHOWN_NAMES = 3
 
 
@@ -69,7 +73,7 @@ def _check_groups(groups: ParameterGroups, trained: Named) -> None:
 
 def task_optimizer(
     hook: Callable[[Any], Any], given: Iterable[Any], named: Named, owner: str
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """What the task's `optimizer` makes of a stage's parameters.
 
     Args:
@@ -82,12 +86,12 @@ def task_optimizer(
             one that leaves out a trainable parameter or holds one that isn't the owner's.
     """
     given = list(given)
-    hint = _of_empty_groups(given, owner)
+    hint = of_empty_groups(given, owner)
     try:
         found = call_hook("optimizer", hook, given)
     except TargetError as error:
         raise TargetError(f"{error}{hint}") from error
-    if not isinstance(found, torch.optim.Optimizer):
+    if not isinstance(found, Optimizer):
         raise TargetError(
             f"the task's optimizer gave {described(found)}; return one of torch.optim's, made "
             "over the parameters that it is given"
@@ -99,6 +103,7 @@ def task_optimizer(
             "anew; return another one, such as SGD or AdamW"
         )
     held = {id(p): p for group in found.param_groups for p in group["params"]}
+    train_mode(found)
     own = {id(p) for _, p in named}
     trained = [(name, p) for name, p in named if p.requires_grad]
     missing = [name for name, p in trained if id(p) not in held]
@@ -128,15 +133,94 @@ def task_optimizer(
     return found
 
 
-def _of_empty_groups(given: Sequence[Any], owner: str) -> str:
+def of_empty_groups(groups: Sequence[Any], owner: str) -> str:
     """For messages of optimizers that may not take them."""
-    empty = [k for k, part in enumerate(given) if isinstance(part, dict) and not part["params"]]
+    empty = [k for k, one in enumerate(groups) if isinstance(one, dict) and not one["params"]]
     return (
         f" (group {empty[0]} of the parameters has nothing on {owner} and is empty there, so that "
         "all keep their places; torch's own optimizers take such groups)"
         if empty
         else ""
     )
+
+
+# What an optimizer has besides `state` -----------------------------------------------------------
+
+
+def has_modes(optimizer: Optimizer | None) -> bool:
+    """Whether its parameters are for training only between its train() and its eval(), as those of
+    the schedule-free kind are."""
+    modes = (getattr(optimizer, name, None) for name in ("eval", "train"))
+    return optimizer is not None and all(map(callable, modes))
+
+
+def train_mode(optimizer: Optimizer, kind: type[TimeprestError] = TargetError) -> None:
+    """Call its train(), where it has modes. Raises `kind` naming the hook."""
+    if has_modes(optimizer):
+        call_hook("optimizer", optimizer.train, doing="train()", kind=kind)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def for_use(optimizer: Optimizer | None) -> Iterator[None]:
+    """Its parameters are those to evaluate and to keep: what its eval() makes of them, where it has
+    modes. After that they are again, bit for bit and in the same memory, what is trained.
+
+    Raises RunError naming the hook.
+    """
+    if optimizer is None or not has_modes(optimizer):
+        yield
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [(p, p.data, p.detach().clone()) for p in parameters]
+    call_hook("optimizer", optimizer.eval, doing="eval()", kind=RunError)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        train_mode(optimizer, RunError)
+        for p, memory, numbers in trained:
+            p.data = memory.copy_(numbers)
+
+
+def is_librarys(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's or ours."""
+    return type(optimizer).__module__.split(".")[0] in _LIBRARIES
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Whether what it keeps goes by its state_dict() and load_state_dict(): what it keeps for each
+    parameter isn't all, or isn't of use without its groups' options."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    besides = any(id(key) not in parameters for key in optimizer.state)
+    return writes_own_state(optimizer) or besides or has_modes(optimizer)
+
+
+def writes_own_state(optimizer: Optimizer) -> bool:
+    """Whether these methods are its own, or have hooks."""
+    names = ("state_dict", "load_state_dict")
+    hooks = (f"_optimizer_{name}_{when}_hooks" for name in names for when in ("pre", "post"))
+    return any(getattr(optimizer, name, None) for name in hooks) or any(
+        name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(Optimizer, name)
+        for name in names
+    )
+
+
+def steps_otherwise(optimizer: Optimizer) -> str | None:
+    """The class of torch's that it is derived from, where it has a step of its own beside that
+    one's."""
+    kinds = type(optimizer).__mro__
+    torchs: type[Optimizer] = next(
+        (k for k in kinds if k.__module__.startswith("torch.optim.")), Optimizer
+    )
+    # Torch wraps each class's `step` when the first of its objects is made.
+    own, others = inspect.unwrap(type(optimizer).step), inspect.unwrap(torchs.step)
+    return None if torchs is Optimizer or own is others else torchs.__name__
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """What it keeps, in tensors as large as their parameters; not counts of steps."""
+    kept = optimizer.state_dict() if has_own_state(optimizer) else [*optimizer.state.values()]
+    found = {id(t): t for t in tree_leaves(kept) if isinstance(t, Tensor) and t.dim()}
+    return sum(t.numel() * t.element_size() for t in found.values())
 
 
 def _counted(parameters: int) -> str:

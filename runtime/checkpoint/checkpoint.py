@@ -27,6 +27,7 @@ from torch import Tensor
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, TimeprestError, UserError
 from ...profiles.files import TaggedFile, check_regular, read_file, write_bytes, write_file
+from ...profiles.tasks.optimizers import for_use
 from ..communication.channel import PeerError
 from ..prepare.data import Segment
 from ..prepare.workers import Replica
@@ -193,7 +194,8 @@ class Saved:
         return found
 
     def kept(self) -> dict[str, tuple[str, Any]]:
-        """Per parameter, by the model's name for it, the optimizer's class and what it keeps.
+        """Per parameter, by the model's name for it, the optimizer's class and what it keeps; of
+        one with a state_dict of its own, nothing.
 
         Raises FileError.
         """
@@ -206,10 +208,19 @@ class Saved:
             if match is None:
                 continue
             state, tensors = self.worker_state(match[1]), self.tensors(f"{name[:-5]}.safetensors")
-            if state.optimizer is not None:
+            if state.optimizer is not None and state.kept is not None:
                 for parameter, kept in unpack(state.kept, tensors).items():
                     found[parameter] = (state.optimizer, kept)
         return found
+
+    def with_own_state(self) -> str | None:
+        """The class of an optimizer in it that has a state_dict of its own. Raises FileError."""
+        for name in self.info.files:
+            if re.fullmatch(r"state/stage\d+\.json", name) and (self.path / name).exists():
+                state = self.worker_state(Path(name).stem)
+                if state.own is not None:
+                    return state.optimizer
+        return None
 
     def verify(self) -> None:
         """Raises FileError that names the first file that is missing or broken."""
@@ -343,7 +354,8 @@ class CheckpointWriter:
                 f"state/{replica.file}.safetensors": tensor_bytes(tensors),
             }
             if replica.leads:
-                weights = tensor_bytes(runner.state(), runner.tied_names())
+                with for_use(runner.stage.optimizer):
+                    weights = tensor_bytes(runner.state(), runner.tied_names())
                 contents[f"weights/{replica.file}.safetensors"] = weights
             parts = {}
             for name, content in contents.items():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...profiles.tasks.optimizers import is_librarys, writes_own_state
 from ...profiles.tracing.random_states import GENERATORS
 from ...profiles.tracing.remembered import OF_EVERY_MODULE, mark
 from ..stage.stage import Stage
@@ -20,8 +21,6 @@ from ..weights.outside import OutsideRules
 
 _BY_SCHEDULERS = "_opt_called"
 """What torch's schedulers give an optimizer."""
-
-_OF_LIBRARIES = ("torch", "timeprest")
 
 
 def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
@@ -34,7 +33,8 @@ def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
         for path, module in _modules(stage.module, seen):
             found |= _of(f"the model's {path}." if path else "the model's ", module, own)
         optimizer = stage.optimizer
-        if optimizer is not None and type(optimizer).__module__.split(".")[0] not in _OF_LIBRARIES:
+        # What one with methods of its own keeps there was tried before the run (`trial`).
+        if not (optimizer is None or is_librarys(optimizer) or writes_own_state(optimizer)):
             every = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0))
             usual = frozenset((*every, _BY_SCHEDULERS))
             own |= {id(p) for group in optimizer.param_groups for p in group["params"]}

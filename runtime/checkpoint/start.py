@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 import msgspec
 from torch import Tensor, nn
@@ -30,7 +31,14 @@ from .checkpoint import (
     plan_checksum,
     settings_checksum,
 )
-from .worker_state import WorkerState, frozen_parameters, give_kept, restore, unpack
+from .worker_state import (
+    WorkerState,
+    frozen_parameters,
+    give_kept,
+    known_parameters,
+    restore,
+    unpack,
+)
 
 
 def check_settings(settings: RunSettings) -> RunSettings:
@@ -279,7 +287,8 @@ def start_from(runner: StageRunner, path: Path) -> None:
     if saved is not None and stage.optimizer is not None:
         own = type(stage.optimizer).__name__
         kept = saved.kept()
-        give_kept(stage, {name: state for name, (kind, state) in kept.items() if kind == own})
+        mine = {name: state for name, (kind, state) in kept.items() if kind == own}
+        give_kept(stage.optimizer, known_parameters(stage), mine)
 
 
 def source(path: Path, at: int | None = None, option: str = "--from {path}") -> Saved | None:
@@ -338,15 +347,25 @@ def check_start(prepared: Prepared, path: Path) -> list[str]:
         path: as for `start_from`.
 
     Returns:
-        Names of weights that the model has no use for.
+        Warnings: of weights that the model has no use for, and of what an optimizer kept that
+        doesn't go along.
     """
-    weights, named, _ = _weights_of(path)
+    weights, named, saved = _weights_of(path)
     model = prepared.model
     known = {*model.names, *model.names.values(), *model.unused}
     for piece in model.pieces:
         known |= piece.module.state_dict().keys()
         _matched(piece.module, model.names, weights, named)
-    return [name for name in weights if name not in known]
+    lines = []
+    if left := [name for name in weights if name not in known]:
+        some = shorten(", ".join(left), 120, placeholder=" …")
+        lines.append(f"--from {path}: the model has no weights of these names: {some}")
+    if saved is not None and (own := saved.with_own_state()):
+        lines.append(
+            f"--from {path}: what its optimizer, a {own}, keeps in a state_dict of its own stays "
+            "behind: the new run's begins anew on the weights"
+        )
+    return lines
 
 
 def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:

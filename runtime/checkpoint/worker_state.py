@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...profiles.errors import TargetError
 from ...profiles.files import TaggedFile
+from ...profiles.tasks.hooks import call_hook
+from ...profiles.tasks.optimizers import has_modes, has_own_state, train_mode
 from ...profiles.tracing.call import mark_of
 from ..prepare.devices import put
 from ..prepare.tied_parameters import model_parameters
@@ -89,6 +92,7 @@ _KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 
 FORMAT = "timeprest-worker-state/1"
 _RANDOM, _BUFFERS, _FROZEN, _DRIFT = "random", "buffers/", "frozen/", "drift/"
+_TRAINED = "trained/"
 _STEP = "step"
 
 
@@ -106,6 +110,8 @@ class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """What it keeps for each parameter."""
     groups: Any = None
     """Its groups' options, the parameters left out."""
+    own: Any = None
+    """Instead of both, what its state_dict() gives, where it keeps more."""
     scheduler: Any = None
     last_gradients: Any = None
     """Kept for predictions where the optimizer has no state."""
@@ -145,27 +151,16 @@ def capture(
     if stage.rules is not None:
         for key, means in stage.rules.kept.items():
             tensors |= {_kept_as(key) + names[p]: mean for p, mean in means.items()}
-    kept, groups = None, None
-    if optimizer is not None:
-        by_name = {names.get(p, ""): state for p, state in optimizer.state.items()}
-        if "" in by_name:
-            raise TargetError(
-                f"a checkpoint can't hold what {type(optimizer).__name__} keeps besides the state "
-                "of each parameter. Train without checkpoints (--checkpoint-every 0)"
-            )
-        kept = pack(dict(sorted(by_name.items())), tensors, "optimizer")
-        options = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        groups = pack(options, tensors, "groups")
+    if has_modes(optimizer):
+        # The weights of a checkpoint are for use.
+        tensors |= {_TRAINED + name: p.detach() for p, name in names.items()}
+    parts = {} if optimizer is None else keep(optimizer, names, tensors)
     last = {} if stage.predictor is None else stage.predictor.last
     return (
         WorkerState(
             updates=stage.weights.latest,
             optimizer=None if optimizer is None else type(optimizer).__name__,
-            kept=kept,
-            groups=groups,
+            **parts,
             scheduler=pack(_of_scheduler(stage.scheduler), tensors, "scheduler"),
             last_gradients=pack({names[p]: g for p, g in last.items()}, tensors, "last gradients"),
             sums=sums,
@@ -174,6 +169,54 @@ def capture(
         ),
         tensors,
     )
+
+
+def keep(
+    optimizer: Optimizer, names: Mapping[Any, str], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """What an optimizer has to be given to go on, as fields of a `WorkerState`; tensors are added
+    to `tensors`.
+
+    Args:
+        names: the model's, of its parameters.
+
+    Raises TargetError where it can't be written, or the optimizer's own state_dict() fails.
+    """
+    if has_own_state(optimizer):
+        own = call_hook("optimizer", optimizer.state_dict, doing="state_dict()")
+        return {"own": pack(own, tensors, "optimizer")}
+    by_name = {names[p]: state for p, state in optimizer.state.items()}
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "kept": pack(dict(sorted(by_name.items())), tensors, "optimizer"),
+        "groups": pack(options, tensors, "groups"),
+    }
+
+
+def give_back(
+    optimizer: Optimizer,
+    named: Mapping[str, nn.Parameter],
+    state: WorkerState,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Give an optimizer over the same parameters what another one of its class kept (`keep`).
+
+    Raises KeyError or ValueError for what isn't its, TargetError where its own
+    load_state_dict() fails.
+    """
+    if state.own is not None:
+        own = unpack(state.own, tensors)
+        call_hook("optimizer", optimizer.load_state_dict, own, doing="load_state_dict()")
+        train_mode(optimizer)
+        return
+    options = unpack(state.groups, tensors)
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        group.update(saved)
+    # Where steps are counted depends on the options.
+    give_kept(optimizer, named, unpack(state.kept, tensors))
 
 
 def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -194,15 +237,17 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
             buffers[name.removeprefix(_BUFFERS)].copy_(tensor)
         elif name.startswith(_FROZEN):
             frozen[name.removeprefix(_FROZEN)].copy_(tensor)
-    for versions in (stage.weights, *(tied.versions for tied in stage.ties.updated)):
+    every = (stage.weights, *(tied.versions for tied in stage.ties.updated))
+    for versions in every:
         versions.latest = state.updates
     named = known_parameters(stage)
     if stage.optimizer is not None:
-        options = unpack(state.groups, tensors)
-        for group, saved in zip(stage.optimizer.param_groups, options, strict=True):
-            group.update(saved)
-        # Where steps are counted depends on the options.
-        give_kept(stage, unpack(state.kept, tensors))
+        give_back(stage.optimizer, named, state, tensors)
+        for versions in every:
+            versions.keep_memory()
+    for name, p in named.items():
+        if _TRAINED + name in tensors:
+            p.detach().copy_(tensors[_TRAINED + name])
     if stage.scheduler is not None:
         stage.scheduler.restore(unpack(state.scheduler, tensors))
     if stage.rules is not None:
@@ -221,35 +266,36 @@ def _kept_as(key: str) -> str:
     return f"{_DRIFT}{key}/" if key else _DRIFT
 
 
-def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
-    """Give the stage's optimizer what one kept for each parameter, by the model's names for them.
+def give_kept(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], kept: Mapping[str, Any]
+) -> None:
+    """Give an optimizer what one kept for each parameter, by the model's names for them.
 
     Parameters that it doesn't have are left out. What its options ask for, and that one's didn't,
     begins at 0, as torch's own optimizers begin it together with the rest.
     """
-    assert stage.optimizer is not None
     on_device = {
         p
-        for group in stage.optimizer.param_groups
+        for group in optimizer.param_groups
         if group.get("capturable") or group.get("fused")
         for p in group["params"]
     }
-    for name, p in known_parameters(stage).items():
+    for name, p in named.items():
         if name in kept:
-            stage.optimizer.state[p] = {
+            optimizer.state[p] = {
                 # Torch counts steps on the CPU, but for optimizers that run on the device alone.
                 key: value if key == _STEP and p not in on_device else put(value, p.device)
                 for key, value in kept[name].items()
             }
-    for group in stage.optimizer.param_groups:
+    for group in optimizer.param_groups:
         asked = [
             key
             for key, (kind, option) in _BY_OPTION.items()
-            if isinstance(stage.optimizer, kind) and group.get(option)
+            if isinstance(optimizer, kind) and group.get(option)
         ]
         for p in group["params"]:
-            for key in asked if stage.optimizer.state.get(p) else ():
-                stage.optimizer.state[p].setdefault(key, torch.zeros_like(p))
+            for key in asked if optimizer.state.get(p) else ():
+                optimizer.state[p].setdefault(key, torch.zeros_like(p))
 
 
 _BY_OPTION = {

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from ...planner.costs.memory import MemoryByKind
 from ...planner.plan import Plan
 from ...planner.recordings.recording import MEMORY_KINDS
+from ...profiles.tasks.optimizers import state_bytes
 from ...profiles.units import format_bytes
 from ..prepare.devices import dense_bytes
 from ..prepare.workers import Replica
+
+_LOOKS = 100
+"""Moments at which state is looked for elsewhere than in an optimizer's `state`."""
 
 
 class MemoryAccount:
@@ -39,6 +43,8 @@ class MemoryAccount:
         self._gradients = 0
         self.aside_bytes = 0
         self._state = self._stated = 0
+        # It may be where only the optimizer's own methods look, or there may be none.
+        self._looks = _LOOKS
         self._weights = sum(dense_bytes(t) for t in (*parameters, *alike))
         self.peak: MemoryByKind | None = None
         self.now: MemoryByKind | None = None
@@ -106,20 +112,12 @@ class MemoryAccount:
 
     def _count_state(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Of a parameter it comes with its first gradient, and doesn't grow after that."""
-        if optimizer is None or not optimizer.state:
+        if optimizer is None or not (optimizer.state or self._looks):
             return
         if not self._state or len(optimizer.state) != self._stated:
+            self._looks = max(self._looks - 1, 0)
             self._stated = len(optimizer.state)
-            self._state = _state_bytes(optimizer)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        dense_bytes(value)
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor) and value.dim()
-    )
+            self._state = state_bytes(optimizer)
 
 
 # A worker that runs out of memory ---------------------------------------------------------------

@@ -31,7 +31,14 @@ from ...profiles.tasks.hooks import (
     totals_asked,
 )
 from ...profiles.tasks.objects import misspelt_hooks
-from ...profiles.tasks.optimizers import Named, ParameterGroups, task_groups, task_optimizer
+from ...profiles.tasks.optimizers import (
+    Named,
+    ParameterGroups,
+    of_empty_groups,
+    steps_otherwise,
+    task_groups,
+    task_optimizer,
+)
 from ...profiles.tasks.task import Task
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
@@ -139,7 +146,11 @@ def make_optimizer(
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Make an update. Raises RunError naming the hook."""
-    call_hook("optimizer", optimizer.step, doing="step()", kind=RunError)
+    try:
+        call_hook("optimizer", optimizer.step, doing="step()", kind=RunError)
+    except RunError as error:
+        hint = of_empty_groups(optimizer.param_groups, "this stage")
+        raise RunError(f"{error}{hint}") from error
 
 
 def _by_dimensions(group: Mapping[str, Any]) -> ParameterGroups:
@@ -495,6 +506,9 @@ def hook_warnings(prepared: Prepared) -> list[str]:
                 counts = sorted({len(found.param_groups) for found in made if found is not None})
                 if scheduler and len(counts) > 1:
                     lines.append(_OTHER_GROUPS.format(least=counts[0], most=counts[-1]))
+            by_rule = prepared.pipeline.variant.prediction or settings.stagewise_momentum
+            if optimizer is not None and (kind := steps_otherwise(optimizer)) and by_rule:
+                lines.append(_OTHER_STEP.format(own=type(optimizer).__name__, kind=kind))
         line = _gradient_hooks(prepared)
     return lines if line is None else [*lines, line]
 
@@ -503,6 +517,13 @@ _OTHER_GROUPS = (
     "the task's optimizer has {least} parameter groups on one stage and {most} on another: a "
     "schedule that goes by their places has other ones' rates; make them in parameter_groups, "
     "where they keep their places on every stage (docs/tasks.md)"
+)
+
+
+_OTHER_STEP = (
+    "weights are predicted, or momentum set, by the rule of {kind}, and the task's optimizer, a "
+    "{own}, has a step() of its own: where that makes other steps they are wrong; take {kind}, or "
+    "a system that predicts nothing"
 )
 
 

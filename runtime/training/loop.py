@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -19,6 +19,7 @@ from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import updates_last, whole_sequence
 from ...planner.systems.operations import FORWARD, UPDATE, Op, Schedule
 from ...profiles.errors import FileError, RunError
+from ...profiles.tasks.optimizers import for_use
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import keep_gradients
 from ..checkpoint.start import restore_worker, rewind_logs
@@ -130,7 +131,8 @@ def train(
     reports = course.reports()
     for runner, report in zip(runners, reports, strict=True):
         if runner.replica.leads:
-            where.save_weights(runner.number, runner.state(), runner.tied_names())
+            with for_use(runner.stage.optimizer):
+                where.save_weights(runner.number, runner.state(), runner.tied_names())
         where.write_report(runner.replica, report)
     return reports
 
@@ -393,7 +395,10 @@ class Course:
         Where workers have several stages, each stage is a micro-batch behind the one before it, so
         that all of them compute at once. What evaluating draws at random leaves training as it is.
         """
-        with random_kept(self.runners[0].device):
+        with random_kept(self.runners[0].device), ExitStack() as stack:
+            for runner in self.runners:
+                if runner.replica.leads:
+                    stack.enter_context(for_use(runner.stage.optimizer))
             return self._evaluate_all()
 
     def _evaluate_all(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ from torch import nn
 from ...planner.plan import Plan
 from ...profiles.errors import UserError
 from ...profiles.measuring.process_settings import settings_put_back
+from ...profiles.tasks.optimizers import for_use
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared, prepare
 from ..records.progress import Observer, read_losses
@@ -225,7 +226,9 @@ def _training_of(where: RunDir, prepared: Prepared) -> TrainingResults:
 
 
 def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> TrainingResults:
-    state = {name: tensor.cpu() for name, tensor in plain.model.state_dict().items()}
+    with for_use(plain.optimizer):
+        found = plain.model.state_dict().items()
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in found}
     return TrainingResults(plain.losses, [folder], state, _updates(prepared))
 
 

@@ -105,6 +105,7 @@ class WeightVersions:
         self.saved: dict[int, int] = {}
         self._older: dict[int, list[Tensor]] = {}
         self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
+        self._memory = [p.detach() for p in self.parameters]
         self._unpack_from: list[Tensor] = []
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         # Micro-batches of a backward ask for the same ones.
@@ -129,6 +130,13 @@ class WeightVersions:
         # What has it isn't a copy in another precision.
         self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
+    def keep_memory(self) -> None:
+        """Put parameters whose memory was exchanged back into their own, with the numbers that they
+        have now: what autograd saves of them is told by it."""
+        for p, own in zip(self.parameters, self._memory, strict=True):
+            if p.data_ptr() != own.data_ptr():
+                p.data = own.copy_(p.detach())
+
     # Keeping versions --------------------------------------------------------------------
 
     def keep_latest(self) -> None:
@@ -143,6 +151,7 @@ class WeightVersions:
 
     def advance(self, needed: set[int]) -> None:
         """The update is done: the parameters hold the next version; drop what isn't needed."""
+        self.keep_memory()
         self.latest += 1
         self.drop(needed)
 

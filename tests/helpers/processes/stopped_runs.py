@@ -56,6 +56,7 @@ def assert_same(one, other, at=12):
     )
     assert losses == other_losses
     assert numbers == other_numbers
+    assert tensors
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, others[name]), name
