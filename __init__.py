@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
+    from .profiles.onnx.model import onnx
     from .profiles.profile import Profile
     from .profiles.zoo.hf import hugging_face
     from .runtime.records.callbacks import Callback, EarlyStopping, Stop
@@ -51,6 +52,7 @@ _HOME = {
     "export": "api",
     "links": "api",
     "hugging_face": "profiles.zoo.hf",
+    "onnx": "profiles.onnx.model",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
@@ -76,6 +78,7 @@ __all__ = [
     "export",
     "hugging_face",
     "links",
+    "onnx",
     "plan",
     "plans",
     "plugin",

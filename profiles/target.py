@@ -238,7 +238,8 @@ def parse_input(text: str) -> InputSpec:
 
 TASK_NEEDED = (
     "training needs data, a loss and an optimizer too; write a task whose model() makes this model "
-    "(docs/tasks.md), and profile that, or name it with tp-run --task"
+    "(docs/tasks.md; model = timeprest.onnx(FILE) for an ONNX file), and profile that, or name it "
+    "with tp-run --task"
 )
 """What to do about a model that is to be trained."""
 

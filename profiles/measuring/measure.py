@@ -136,7 +136,8 @@ def measure(
     # The importer of ONNX files works on the constants' values.
     model = platform.build(lambda: target.model(seed), first=target.front_end == "onnx")
     model.train()
-    if not any(p.requires_grad for p in model.parameters()):
+    # A model alone may have none: it can be planned all the same.
+    if target.task is not None and not any(p.requires_grad for p in model.parameters()):
         raise TargetError(f"{target.name}: the model has no parameter to train")
     with platform.working():
         placed = {size: _placed(platform, *found) for size, found in calls.items()}
@@ -334,6 +335,10 @@ def _warn(line: str) -> None:
 def _optimizer(bench: Bench) -> OptimizerCost:
     task = bench.target.task
     make = None
+    if not any(p.requires_grad for p in bench.model.parameters()):
+        return OptimizerCost(
+            name="none", state_bytes_per_parameter_byte=0, update_fixed_s=0, update_s_per_byte=0
+        )
     if task is not None:
         trained = [(n, p) for n, p in bench.model.named_parameters() if p.requires_grad]
         known = {id(p): name for name, p in trained}

@@ -59,7 +59,8 @@ def assemble(
     rewritten = first.saved.rewritten
     shared = shared_parameters(traced, rewritten)
     tied = sorted({*tied_layers(traced, rewritten), *bound})
-    parameter = next(bench.model.parameters())
+    floats = (t for t in first.inputs if t.is_floating_point())
+    dtypes = (t.dtype for t in (*bench.model.parameters(), *floats))
     platform, reserved = bench.platform, bench.reserved
     return Profile(
         target=bench.target.name,
@@ -69,7 +70,7 @@ def assemble(
         granularity=traced.granularity,
         device=platform.name,
         threads=threads,
-        dtype=_name(parameter.dtype),
+        dtype=_name(next(dtypes, torch.get_default_dtype())),
         autocast=_name(platform.autocast) if platform.autocast else None,
         torch_version=torch.__version__.split("+")[0],
         batch_size=bench.batch_size,

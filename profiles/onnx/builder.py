@@ -10,7 +10,7 @@ import logging
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -48,9 +48,11 @@ class GraphBuilder:
         batch: the batch size in the file, 1 where it is free.
         fixed: whether the file fixes it.
         values: what the ONNX names stand for; at first the inputs and the constants.
+        weights: names of what `Constant` nodes make that may be trained.
     """
 
-    def __init__(self, file: OnnxFile) -> None:
+    def __init__(self, file: OnnxFile, weights: Collection[str] = ()) -> None:
+        self.weights = weights
         self.file, self.batch, self.fixed = file, file.batch or 1, file.batch is not None
         batch = self.batch
         probe = PROBE_BATCH if batch != PROBE_BATCH else OTHER_PROBE_BATCH
@@ -81,7 +83,7 @@ class GraphBuilder:
 
     def constant(self, name: str, tensor: Tensor, trainable: bool) -> Constant:
         """A constant under an ONNX name; only float tensors with dimensions can be trained."""
-        return Constant(tensor, trainable and _can_train(tensor), self.uses[name] > 1, name)
+        return Constant(tensor, trainable and can_train(tensor), self.uses[name] > 1, name)
 
     def operand(self, name: str) -> Operand:
         """What an operator takes by an ONNX name.
@@ -321,7 +323,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _can_train(tensor: Tensor) -> bool:
+def can_train(tensor: Tensor) -> bool:
     """Whether it may be a weight: a float tensor with dimensions, and no mask."""
     if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.numel() == 0:
         return False

@@ -33,8 +33,12 @@ _DTYPES = {
 }
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
 
-Size: TypeAlias = "int | str | None"
-"""A dimension as the file has it: a size, the name of a free one, or a free one without a name."""
+Size: TypeAlias = "int | str"
+"""A dimension as the file has it: a size, or the name of a free one. One without a name has one of
+its own, as ``x[2]``: two of them needn't be equal."""
+
+_NAMELESS = frozenset({"", "?", "*", "-1", "None", "unknown"})
+"""What exporters write for any free dimension."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,11 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
 
     Raises:
         FileError: it is missing, broken, too large, no ONNX, or its external data is missing.
-        TargetError: `onnx` isn't installed, the graph holds what can't be imported, or an input
+        TargetError: the graph holds what can't be imported, or an input
             has a free dimension without a size.
     """
-    onnx = _package(path)
+    import onnx
+
     model = _load(Path(path), onnx)
     graph = model.graph
     if graph.sparse_initializer:
@@ -117,7 +122,8 @@ def open_inputs(path: str | Path) -> dict[str, tuple[Size, ...]]:
 
     Raises FileError and TargetError as `read_file` does.
     """
-    onnx = _package(path)
+    import onnx
+
     values = _input_values(str(path), _load(Path(path), onnx, weights=False).graph)
     return {value.name: _dims_and_dtype(str(path), value)[0][1:] for value in values}
 
@@ -153,17 +159,6 @@ def sizes_in(
 def dtype_of(number: int) -> torch.dtype | None:
     """The torch dtype for ONNX's number of a tensor type; None where there is none."""
     return _DTYPES.get(number)
-
-
-def _package(path: str | Path) -> ModuleType:
-    try:
-        import onnx
-    except ImportError as error:
-        raise TargetError(
-            f"{path}: reading ONNX needs the onnx package: in the checkout, "
-            "pip install -e '.[onnx]'"
-        ) from error
-    return onnx
 
 
 def _input_values(path: str, graph: Any) -> list[Any]:
@@ -312,15 +307,12 @@ def _inputs(
     def known(name: str, k: int, size: Size) -> int:
         if isinstance(size, int):
             return size
-        if size is None:
-            raise TargetError(
-                f"{path}: dimension {k} of input {name!r} is free and has no name; export the "
-                "model with a size for it, or a name"
-            )
         if size not in sizes:
+            what = "it" if size == _own_name(name, k) else repr(size)
             raise TargetError(
-                f"{path}: dimension {k} of input {name!r} is free: give a size for {size!r}, with "
-                f"the shape of one sample for each input, like {shown[name]}"
+                f"{path}: dimension {k} of input {name!r} is free: give a size for {what}, with "
+                f"the shape of one sample for each input, like {shown[name]}; "
+                "of timeprest.onnx they are its `inputs`"
             )
         return sizes[size]
 
@@ -347,13 +339,19 @@ def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[Size, ...], torch.dtyp
             f"{path}: input {value.name!r} has no shape; export the model with its input shapes"
         )
     dims: list[Size] = []
-    for dim in kind.shape.dim:
+    for k, dim in enumerate(kind.shape.dim, 1):
         # Some exporters write -1 for a free dimension.
         if dim.HasField("dim_value") and dim.dim_value >= 0:
             dims.append(int(dim.dim_value))
         else:
-            dims.append(dim.dim_param or None)
+            nameless = dim.dim_param in _NAMELESS
+            dims.append(_own_name(value.name, k) if nameless else dim.dim_param)
     return tuple(dims), dtype
+
+
+def _own_name(name: str, k: int) -> str:
+    """Of an input's k-th dimension, counted from 1, where the file has none."""
+    return f"{name}[{k}]"
 
 
 def _batch_size(path: str, inputs: Mapping[str, Sequence[Size]]) -> int | None:

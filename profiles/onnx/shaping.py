@@ -232,7 +232,8 @@ def constant(op: Operation) -> Operand:
         raise op.fail("has no value of a kind that can be imported")
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
-    return op.builder.constant(op.node.outputs[0], value, trainable=False)
+    name = op.node.outputs[0]
+    return op.builder.constant(name, value, trainable=name in op.builder.weights)
 
 
 def constant_of_shape(op: Operation) -> Operand:

@@ -100,6 +100,11 @@ def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
     return TracedModel(GraphBody(model, graph), layers, "onnx", granularity)
 
 
+def is_imported(model: nn.Module) -> bool:
+    """Whether it is the graph of an ONNX file."""
+    return isinstance(model, fx.GraphModule) and any("onnx" in n.meta for n in model.graph.nodes)
+
+
 # All front ends, tried in order -----------------------------------------------------------------
 
 TRACE_SAMPLES = 2
@@ -148,6 +153,8 @@ def trace(
             with which one doesn't.
     """
     check_granularity(model, granularity)
+    if front_end is None and is_imported(model):
+        front_end = "onnx"
     order: Sequence[str] = (front_end,) if front_end else _ORDER
     if call.varying is not None:
         # A graph of one shape is of no use.

@@ -216,6 +216,7 @@ def test_public_names():
         "export",
         "hugging_face",
         "links",
+        "onnx",
         "plan",
         "plans",
         "plugin",

@@ -116,4 +116,17 @@ def test_negative_dimensions_are_free(tmp_path):
     path = save(tmp_path, [("Relu", ["x"], "y")], {"x": [-1, 6]})
     assert resolve(path).model()(torch.ones(3, 6)).shape == (3, 6)
     path = save(tmp_path, [("Relu", ["x"], "y")], {"x": ["N", -1, 6]})
-    assert "dimension 2 of input 'x' is free and has no name" in refused(path)
+    assert "dimension 2 of input 'x' is free: give a size for it, with" in refused(path)
+    assert shapes(path, "5x6") == [(2, 5, 6)]
+
+
+@pytest.mark.parametrize("nameless", ["?", -1, "*", None])
+def test_dimensions_without_a_name_are_each_its_own(nameless, tmp_path):
+    """As exporters write images of any size: neither one size, nor the batch's."""
+    inputs = {"x": [nameless, 3, nameless, nameless], "z": [nameless, 3, nameless, 1]}
+    path = save(tmp_path, [("Add", ["x", "z"], "y")], inputs)
+    assert "dimension 3 of input 'x' is free: give a size for it, with" in refused(path)
+    assert "like --input x=3x16x16:DTYPE" in refused(path)
+    assert shapes(path, "3x8x6", "3x8x1") == [(2, 3, 8, 6), (2, 3, 8, 1)]
+    target = resolve(path, [parse_input("x=3x8x6"), parse_input("z=3x8x1")])
+    assert target.call(5)[0].of(target.model()).shape == (5, 3, 8, 6)
