@@ -14,6 +14,7 @@ from .builder import Handler, Operation
 from .file import OnnxNode
 from .layers import LAYERS
 from .modules import Resize
+from .recurrent import RECURRENT
 from .shaping import SHAPING
 from .values import Constant, Dynamic, Operand, Setting
 
@@ -266,6 +267,7 @@ OPERATORS: dict[str, Handler] = {
     **LAYERS,
     **SHAPING,
     **RESIZING,
+    **RECURRENT,
     "Abs": elementwise(torch.abs),
     "Add": arithmetic(torch.add),
     "And": elementwise(torch.logical_and),
