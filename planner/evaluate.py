@@ -20,6 +20,7 @@ from .costs.memory import (
     StageBytes,
     boundary_buffers,
     holdings,
+    stepping_bytes,
     together,
     with_reserved,
 )
@@ -395,6 +396,7 @@ def _bytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
         optimizer=question.state_bytes(cost),
+        stepping=stepping_bytes(question.profile, cost.parameter_bytes),
         scratch=cost.parameter_bytes * copies_beside(pipeline, s),
         kept=kept,
         rebuilt=unit * (cost.kept_bytes if whole else cost.rebuilt_bytes),

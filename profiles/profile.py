@@ -180,6 +180,8 @@ class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     name: str
     state_bytes_per_parameter_byte: Factor
+    scratch_bytes_per_parameter_byte: Factor | msgspec.UnsetType = msgspec.UNSET
+    """What a step has of memory besides, while it runs; not there where it wasn't measured."""
     update_fixed_s: Seconds
     update_s_per_byte: Seconds
 

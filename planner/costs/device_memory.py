@@ -14,7 +14,7 @@ from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 from ..systems.variants import Variant
 from ..systems.versions import SharedWalk, VersionWalk
-from .memory import WORKING, HoldingsWalk, MemoryByKind, Moment, StageBytes, together
+from .memory import HoldingsWalk, MemoryByKind, Moment, StageBytes, together
 from .tied_parameters import DeviceTie
 
 
@@ -189,7 +189,7 @@ def device_peaks(
         of_ties, after = ties.step(s, op)
         held -= total(s, between[s]) + sum(total(k, between[k]) for k in of_ties)
         now = held + total(s, meanwhile) + sum(total(k, m) for k, m in of_ties.items())
-        unseen = needs[s].workspace if meanwhile.kind in WORKING else 0
+        unseen = needs[s].working(meanwhile.kind)
         for k, nbytes in enumerate((now, now - unseen)):
             if nbytes > most[k]:
                 most[k], moments[k] = nbytes, {**between, s: meanwhile, **of_ties}

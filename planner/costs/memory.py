@@ -324,6 +324,14 @@ class StageBytes(
     """Largest working set of any layer."""
     postponed: TotalBytes = 0
     """Gradients that wait with each micro-batch for its weight part."""
+    stepping: TotalBytes | msgspec.UnsetType = msgspec.UNSET
+    """What an optimizer's step takes besides, while it runs."""
+
+    def working(self, kind: str | None) -> int:
+        """Of an operation, what it takes while it runs, and a run can't see."""
+        if kind in WORKING:
+            return self.workspace
+        return (self.stepping or 0) if kind == UPDATE else 0
 
     def total(self, moment: Moment) -> int:
         """Bytes held at a moment."""
@@ -332,7 +340,7 @@ class StageBytes(
         total += self.scratch + kept * self.kept + postponed * self.postponed + self.messages
         if kind == BACKWARD:
             total += self.rebuilt + self.gradients
-        return total + self.workspace if kind in WORKING else total
+        return total + self.working(kind)
 
     def by_kind(self, moment: Moment) -> MemoryByKind:
         """The same, by kind."""
@@ -347,7 +355,7 @@ class StageBytes(
                 kept * self.kept + postponed * self.postponed + (self.rebuilt if backward else 0)
             ),
             boundary_bytes=self.messages + (self.gradients if backward else 0),
-            workspace_bytes=self.workspace if kind in WORKING else 0,
+            workspace_bytes=self.working(kind),
         )
 
     def peak(self, found: Holdings) -> MemoryByKind:
@@ -356,7 +364,7 @@ class StageBytes(
 
     def accounted_peak(self, found: Holdings) -> MemoryByKind:
         """The same without working sets, which a run can't see."""
-        return msgspec.structs.replace(self, workspace=0).peak(found)
+        return msgspec.structs.replace(self, workspace=0, stepping=msgspec.UNSET).peak(found)
 
 
 P = TypeVar("P", bound=msgspec.Struct)
@@ -372,6 +380,12 @@ def with_reserved(found: P, profile: Profile) -> P:
     more = profile.reserved_bytes + round((profile.reserved_share or 0.0) * memory.total)
     memory = msgspec.structs.replace(memory, workspace_bytes=memory.workspace_bytes + more)
     return msgspec.structs.replace(found, memory=memory, memory_bytes=memory.total)
+
+
+def stepping_bytes(profile: Profile, parameter_bytes: int) -> int | msgspec.UnsetType:
+    """What an optimizer's step over these parameters takes besides; not there if not measured."""
+    factor = profile.optimizer.scratch_bytes_per_parameter_byte
+    return factor if factor is msgspec.UNSET else round(parameter_bytes * factor)
 
 
 def room_bytes(memory_bytes: int | None, profile: Profile) -> int | None:

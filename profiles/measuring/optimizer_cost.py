@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -40,6 +41,7 @@ def measure_optimizer(
         key=lambda group: _bytes(group) or float("inf"),
         default=trained,
     )
+    scratch = _scratch(make, trained)
     optimizer, whole_s = _time_step(make, trained, clock)
     _, small_s = _time_step(make, small or trained, clock)
     span = _bytes(trained) - _bytes(small)
@@ -47,6 +49,7 @@ def measure_optimizer(
     return OptimizerCost(
         name=type(optimizer).__name__,
         state_bytes_per_parameter_byte=round(state_bytes(optimizer) / _bytes(trained), 6),
+        scratch_bytes_per_parameter_byte=scratch,
         update_fixed_s=round(max(small_s - per_byte * _bytes(small), 0.0), 9),
         update_s_per_byte=per_byte,
     )
@@ -58,6 +61,28 @@ def _stand_in(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _scratch(
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+    parameters: Sequence[nn.Parameter],
+) -> float | msgspec.UnsetType:
+    """Bytes that a step takes besides for each of parameters, where these are on a GPU: torch's
+    optimizers go over many at once there, term by term."""
+    if not all(p.is_cuda for p in parameters):
+        return msgspec.UNSET
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer = make(list(parameters))
+    for _ in range(2):
+        # The first one makes its state.
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call_hook("optimizer", optimizer.step, doing="step()")
+    most = torch.cuda.max_memory_allocated() - before
+    for p in parameters:
+        p.grad = None
+    return round(most / _bytes(parameters), 4)
 
 
 def _time_step(

@@ -7,6 +7,7 @@ from helpers.by_hand.profiles import chain
 from helpers.plans import lone_stages
 from msgspec.structs import replace
 from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.memory import Moment
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import Plan
 from timeprest.planner.search.solve import solve
@@ -77,3 +78,20 @@ def test_profiles_say_it_where_it_was_measured(tmp_path):
         profile.save(path)
         assert ("reserved_bytes" in path.read_text()) is says
         assert Profile.load(path) == profile
+
+
+@pytest.mark.parametrize("placement", [(), (0, 1, 0)])
+def test_an_optimizers_step_takes_more_while_it_runs(placement):
+    """More than all else does, here: its moment is the peak."""
+    steps = replace(BARE.optimizer, scratch_bytes_per_parameter_byte=3.0)
+    bare = evaluated(BARE, placement)
+    found = evaluated(replace(BARE, optimizer=steps), placement)
+    for before, stage in zip(bare.stages, found.stages, strict=True):
+        assert stage.accounted_memory == before.accounted_memory
+        assert stage.memory.workspace_bytes == 3 * stage.parameter_bytes
+        assert stage.memory.activations_bytes == 0
+        assert stage.memory_bytes > before.memory_bytes
+        assert stage.holds.total(Moment("F", 1, 0, 1)) == before.holds.total(Moment("F", 1, 0, 1))
+    for before, device in zip(bare.devices, found.devices, strict=True):
+        assert device.accounted == before.accounted
+        assert device.memory_bytes > before.memory_bytes
