@@ -29,6 +29,9 @@ from .slots import Box, Part, aligned
 HANDLE_BYTES = 64
 """Of a handle of memory, and of an event's."""
 
+_BLOCK_BYTES = 2 * 2**20
+"""What the driver hands out smaller memory of."""
+
 _PEER_ACCESS = 1
 """cuIpcOpenMemHandle: have this GPU reach the other's memory."""
 
@@ -69,9 +72,10 @@ class _Driver:
         self._call("cuCtxSetCurrent", self._context)
 
     def allocate(self, nbytes: int) -> int:
-        """Address of new memory."""
+        """Address of new memory, in blocks of its own: a handle shares whole ones."""
         address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        whole = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
         return address.value
 
     def free(self, address: int) -> None:

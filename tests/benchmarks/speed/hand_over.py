@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from datetime import timedelta
 
 import torch
@@ -105,6 +106,15 @@ def work(rank: int, folder: str) -> None:
         "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    try:
+        _measure_all(rank, store)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    dist.destroy_process_group()
+
+
+def _measure_all(rank: int, store: dist.Store) -> None:  # type: ignore[name-defined]
     for nbytes in SIZES:
         line = [f"{nbytes / 2**20:9.3f} MiB"]
         for way in ("ipc", "pinned"):
@@ -114,7 +124,6 @@ def work(rank: int, folder: str) -> None:
             )
         if rank == 0:
             print("   ".join(line), flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
