@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,10 +23,17 @@ import torch
 import torch.distributed as dist
 
 from ...planner.cluster.link_fit import LinkPoint, error_of_median
+from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import UserError
 from ...profiles.files import write_bytes
 from ...profiles.units import format_bytes
-from ..communication.channel import PeerError
+from ..communication import cuda_ipc
+from ..communication.channel import PeerError, ProcessChannels
+from ..communication.shared_memory import connect
+from ..communication.signed_store import SignedStore
+from ..communication.transport import IPC, IPC_AND_NCCL
+from ..prepare.devices import device_of, gpu_count
+from ..prepare.messages import MessageRoute, message_series
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous
 from ..records.growing_file import GrowingFile
@@ -43,6 +50,7 @@ from .links import (
     Progress,
     backend_of,
     check_gpus,
+    link_routes,
 )
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
@@ -115,8 +123,14 @@ class TimedOperation:
         )
 
 
-def lead(process: Process, processes: int, settings: LinkSettings, progress: Progress) -> LinkTimes:
-    """Measure everything; for process 0."""
+def lead(
+    process: Process,
+    processes: int,
+    settings: LinkSettings,
+    progress: Progress,
+    backend: str,
+) -> LinkTimes:
+    """Measure everything; for process 0. `backend`: what messages go by."""
     pairs = range(processes - 1)
     shares = {pair: settings.cap_s / len(pairs) for pair in pairs} | {ALL_REDUCE: settings.cap_s}
     cells = [
@@ -131,7 +145,7 @@ def lead(process: Process, processes: int, settings: LinkSettings, progress: Pro
     found = LinkTimes(
         processes=processes,
         device=settings.device,
-        backend=backend_of(settings.device),
+        backend=backend,
         pairs=tuple(points[pair] for pair in pairs),
         all_reduce=points[ALL_REDUCE],
     )
@@ -182,7 +196,8 @@ def measure_here(
     machines = _names(found)
     far = len(set(machines)) > 1
     fields = {"message_bytes": MESSAGE_BYTES, "timeout_s": FAR_TIMEOUT_S if far else TIMEOUT_S}
-    times = _take_part(rendezvous, LinkSettings(device=device, **{**fields, **more}), progress)
+    settings = LinkSettings(device=device, **{**fields, **more})
+    times = _take_part(rendezvous, settings, progress, machines)
     if times is None or not far:
         return times
     return msgspec.structs.replace(times, machines=machines)
@@ -216,27 +231,71 @@ def _work(where: LinkDir, rendezvous: Rendezvous) -> None:
 
 
 def _take_part(
-    rendezvous: Rendezvous, settings: LinkSettings, progress: Progress = lambda *_: None
+    rendezvous: Rendezvous,
+    settings: LinkSettings,
+    progress: Progress = lambda *_: None,
+    machines: Sequence[str] = (),
 ) -> LinkTimes | None:
+    """`machines`: of each process; none: all are on one."""
     launched = rendezvous.launched
     torch.set_num_threads(1)
-    _join_group(settings.device, rendezvous)
-    process = Process(rendezvous.rank, launched.local_rank, settings.device, settings.timeout_s)
+    device = device_of(settings.device, launched.local_rank, gpu_count())
+    store = _join_group(settings.device, device, rendezvous)
+    backend, by_size, channels = backend_of(settings.device), {}, None
+    if settings.device == "cuda":
+        near = [
+            pair
+            for pair in range(launched.world_size - 1)
+            if not machines or machines[pair] == machines[pair + 1]
+        ]
+        by_size = link_routes(near, settings.message_bytes)
+        channels = _by_ipc(rendezvous.rank, by_size, device, store, launched.world_size)
+        if channels is not None:
+            backend = IPC if len(near) == launched.world_size - 1 else IPC_AND_NCCL
+    process = Process(rendezvous.rank, device, settings.timeout_s, by_size, channels)
     if rendezvous.rank == 0:
-        return lead(process, launched.world_size, settings, progress)
+        return lead(process, launched.world_size, settings, progress, backend)
     process.follow()
     return None
 
 
-def _join_group(device: str, rendezvous: Rendezvous) -> None:
-    """Join the process group. Raises PeerError when the others don't come in time."""
+def _by_ipc(
+    rank: int,
+    by_size: Mapping[int, Mapping[int, MessageRoute]],
+    device: torch.device,
+    store: SignedStore,
+    processes: int,
+) -> ProcessChannels | None:
+    """Channels as stages of one host have; None: these can't have them, on some process."""
+    peers = [pair + (pair == rank) for pair in by_size if rank in (pair, pair + 1)]
+    why_not = cuda_ipc.why_not(rank, peers, device, store, TIMEOUT_S)
+    if why_not or not by_size:
+        return None
+    routes = [route for of_pair in by_size.values() for route in of_pair.values()]
+    names = [f"process {other}" for other in range(processes)]
+    ends = cuda_ipc.GpuMemory(device)
+    channels = connect(rank, names, routes, store, timeout_s=TIMEOUT_S, ends=ends)
+    channels.open(
+        [
+            message_series(kind, [[route]], sys.maxsize)
+            for route in routes
+            for kind in (FORWARD, BACKWARD)
+            if route.ends(kind)[1] == rank
+        ]
+    )
+    return channels
+
+
+def _join_group(kind: str, device: torch.device, rendezvous: Rendezvous) -> SignedStore:
+    """Join the process group, and give its store. Raises PeerError when the others don't come in
+    time."""
     rank, world_size = rendezvous.rank, rendezvous.launched.world_size
     use_interface(rendezvous.launched)
     backend = "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(rendezvous.launched.local_rank)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
         # What the processes tell each other stays on the CPU.
-        backend = f"cpu:gloo,cuda:{backend_of(device)}"
+        backend = f"cpu:gloo,cuda:{backend_of(kind)}"
     store = rendezvous.store.below("links")
     timeout = timedelta(seconds=LOADING_S + LOADING_S_PER_PROCESS * world_size)
     try:
@@ -245,6 +304,7 @@ def _join_group(device: str, rendezvous: Rendezvous) -> None:
         )
     except RuntimeError as error:
         raise PeerError(f"process {rank}: the workers didn't find each other: {error}") from error
+    return store
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +18,14 @@ from msgspec import Meta
 from torch import Tensor
 
 from ...planner.cluster.link_fit import LinkPoint
+from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError, UserError
 from ...profiles.files import write_bytes
-from ..communication.channel import PeerError, why_lost
+from ...profiles.tracing.shapes import ValueSpec
+from ..communication.channel import PeerError, ProcessChannels, why_lost
+from ..prepare.devices import gpu_count
+from ..prepare.messages import MessageRoute
+from ..prepare.workers import Replica
 from ..processes.launcher import run_workers
 from ..records.growing_file import new_lines
 from ..records.run_dir import RunDir
@@ -60,6 +65,7 @@ class LinkTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     Attributes:
         pairs: for processes (0, 1), (1, 2), …: half a round trip for each message size.
+        backend: what messages went by, and sums.
         all_reduce: a sum over all processes, for the same sizes.
         machines: name of each process's; empty: all are on one.
     """
@@ -96,6 +102,24 @@ def backend_of(device: str) -> str:
     return {"cpu": "gloo", "cuda": "nccl"}[device]
 
 
+def link_routes(
+    pairs: Iterable[int], message_bytes: Iterable[int]
+) -> dict[int, dict[int, MessageRoute]]:
+    """Of each pair, a route for messages of each size: those measured, and a tiny one's."""
+    found: dict[int, dict[int, MessageRoute]] = {}
+    number = 0
+    for pair in pairs:
+        ends = (Replica(pair, pair, pair), Replica(pair + 1, pair + 1, pair + 1))
+        for nbytes in (_TINY_BYTES, *message_bytes):
+            spec = ValueSpec(f"{nbytes} bytes", "tensor", (nbytes // 4,), torch.float32, True)
+            route = MessageRoute(number, spec, *ends, (0,), 1)
+            found.setdefault(pair, {})[nbytes], number = route, number + 1
+    return found
+
+
+_TINY_BYTES = 4
+
+
 def check_request(processes: int, device: str) -> None:
     """Raise UserError where such a measurement can't be made on this machine."""
     if not 2 <= processes <= MAX_PROCESSES:
@@ -108,7 +132,7 @@ def check_request(processes: int, device: str) -> None:
 
 def check_gpus(processes: int) -> None:
     """Raise UserError unless this machine has a GPU for each."""
-    found = torch.cuda.device_count()
+    found = gpu_count()
     if found < processes:
         raise UserError(
             f"device cuda: {processes} processes need a GPU each, and there are {found}; "
@@ -130,7 +154,7 @@ def measure_links(
     Args:
         processes: how many are started; process k talks to process k + 1.
         device: "cpu" (gloo, as between hosts; stages on one host have shared memory) or "cuda"
-            (NCCL, a GPU for each process).
+            (CUDA IPC, as stages on one host have; sums by NCCL; a GPU for each process).
         message_bytes: message sizes.
         cap_s: time for one size, for all pairs together, and as much for its all-reduce.
         timeout_s: longest wait for another process, once all have started.
@@ -190,12 +214,26 @@ class Process:
     doesn't answer.
     """
 
-    def __init__(self, rank: int, local_rank: int, device: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        by_size: Mapping[int, Mapping[int, MessageRoute]] | None = None,
+        channels: ProcessChannels | None = None,
+    ) -> None:
+        """
+        Args:
+            by_size: of the pairs whose messages go through `channels`, their routes by bytes of a
+                message; those of the others go by torch.distributed.
+        """
         self.rank = rank
-        self.on_gpu = device == "cuda"
-        self.device = torch.device("cuda", local_rank) if self.on_gpu else torch.device("cpu")
+        self.device = device
+        self.on_gpu = device.type == "cuda"
         self.timeout = timedelta(seconds=timeout_s)
         self._outgoing: dict[int, Tensor] = {}
+        self._by_size = by_size or {}
+        self._channels = channels
 
     def follow(self) -> None:
         """Do what process 0 says, until it ends the measurement."""
@@ -258,6 +296,15 @@ class Process:
         """Send, and receive as much: half of each round trip."""
         peer = self.rank + 1
         times = []
+        if self._channels is not None and self.rank in self._by_size:
+            for outgoing in self._messages(message_bytes, repetitions):
+                route = self._by_size[self.rank][outgoing.nbytes]
+                begin = time.perf_counter()
+                self._channels.send(route, FORWARD, outgoing)
+                self._channels.receive(route, BACKWARD)
+                self._finish()
+                times.append((time.perf_counter() - begin) / 2)
+            return times[1:]
         with self._talking_to(f"process {peer}"):
             for outgoing in self._messages(message_bytes, repetitions):
                 incoming = torch.empty_like(outgoing)
@@ -277,6 +324,13 @@ class Process:
     def _pong(self, message_bytes: int, repetitions: int) -> None:
         """Receive, and send as much back."""
         peer = self.rank - 1
+        if self._channels is not None and peer in self._by_size:
+            for outgoing in self._messages(message_bytes, repetitions):
+                route = self._by_size[peer][outgoing.nbytes]
+                self._channels.receive(route, FORWARD)
+                self._channels.send(route, BACKWARD, outgoing[None])
+            self._finish()
+            return
         with self._talking_to(f"process {peer}"):
             messages = list(self._messages(message_bytes, repetitions))
             receive = dist.irecv(torch.empty_like(messages[0]), peer)

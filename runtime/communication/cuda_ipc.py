@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...profiles.errors import RunError
 from .shared_memory import SlotEnds
+from .signed_store import SignedStore
 from .slots import Box, Part, aligned
 
 HANDLE_BYTES = 64
@@ -277,6 +278,7 @@ def _received(connection: socket.socket, count: int) -> bytes:
 # Whether it can be had --------------------------------------------------------------------------
 
 _PATTERN = 4096
+_REACHED = "reached"
 
 
 class _Probe:
@@ -309,12 +311,12 @@ def why_not(
     rank: int,
     targets: Sequence[int],
     device: torch.device,
-    store: dist.Store,  # type: ignore[name-defined]
+    store: SignedStore,
     timeout_s: float,
 ) -> str:
-    """Why this worker can't reach others' memory, or they its own; empty: they can.
+    """Why some worker can't reach another one's memory; empty: all can.
 
-    All workers ask together.
+    All workers ask together, and all get the same answer.
 
     Args:
         targets: ranks of those that it sends to.
@@ -337,10 +339,11 @@ def why_not(
         except (RuntimeError, CudaIpcError) as error:
             reason = reason or " ".join(str(error).split())[:200]
     # Nobody gives back what another one may still reach for.
-    store.set(f"cuda ipc/{rank}/done", b"1")
-    others = [f"cuda ipc/{other}/done" for other in range(dist.get_world_size())]
-    store.wait(others, timedelta(seconds=timeout_s))
+    store.set(f"cuda ipc/{rank}/reached", reason or _REACHED)
+    keys = [f"cuda ipc/{other}/reached" for other in range(dist.get_world_size())]
+    store.wait(keys, timedelta(seconds=timeout_s))
     if probe is not None:
         torch.cuda.synchronize(device)
         probe.driver.free(probe.address)
-    return reason
+    reasons = [bytes(store.get(key)).decode() for key in keys]
+    return next((found for found in reasons if found != _REACHED), "")

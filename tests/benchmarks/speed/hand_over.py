@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.tracing.shapes import ValueSpec
 from timeprest.runtime.communication import cuda_ipc
@@ -25,8 +24,10 @@ from timeprest.runtime.communication.channel import ProcessChannels
 from timeprest.runtime.communication.gloo import GlooChannels
 from timeprest.runtime.communication.pinned_memory import CudaCopier, PinnedMemoryChannels
 from timeprest.runtime.communication.shared_memory import connect
+from timeprest.runtime.communication.signed_store import Secret, SignedStore
 from timeprest.runtime.prepare.messages import MessageRoute, message_series
 from timeprest.runtime.prepare.workers import Replica
+from torch.multiprocessing.spawn import spawn
 
 SIZES = (2**14, 2**18, 2**20, 2**23, 2**26)
 COUNT = 40
@@ -39,11 +40,11 @@ def route(nbytes: int) -> MessageRoute:
     return MessageRoute(0, spec, Replica(0, 0, 0), Replica(1, 1, 1), (0,), 1)
 
 
-def channels(way: str, c: MessageRoute, rank: int, store: dist.Store) -> ProcessChannels:  # type: ignore[name-defined]
+def channels(way: str, c: MessageRoute, rank: int, store: SignedStore) -> ProcessChannels:
     """Of this worker."""
     names, device = ("stage 0", "stage 1"), torch.device("cuda", 0)
     if way == "ipc":
-        prefixed = dist.PrefixStore(f"ipc {c.nbytes(FORWARD)}", store)  # type: ignore[attr-defined]
+        prefixed = store.below(f"ipc {c.nbytes(FORWARD)}")
         why = cuda_ipc.why_not(rank, [1 - rank], device, prefixed, BOUND_S)
         if why:
             raise RuntimeError(why)
@@ -53,7 +54,7 @@ def channels(way: str, c: MessageRoute, rank: int, store: dist.Store) -> Process
     return PinnedMemoryChannels(GlooChannels(names, BOUND_S, None, copier.room), copier, BOUND_S)
 
 
-def measure(way: str, nbytes: int, rank: int, store: dist.Store) -> tuple[float, float]:  # type: ignore[name-defined]
+def measure(way: str, nbytes: int, rank: int, store: SignedStore) -> tuple[float, float]:
     """Seconds of a message in a stream, and of one there and back."""
     c = route(nbytes)
     own = channels(way, c, rank, store)
@@ -105,7 +106,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    store = SignedStore(dist.FileStore(f"{folder}/store", 2), Secret(b"ours"))  # type: ignore[attr-defined]
     try:
         _measure_all(rank, store)
     except BaseException:
@@ -114,7 +115,7 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _measure_all(rank: int, store: dist.Store) -> None:  # type: ignore[name-defined]
+def _measure_all(rank: int, store: SignedStore) -> None:
     for nbytes in SIZES:
         line = [f"{nbytes / 2**20:9.3f} MiB"]
         for way in ("ipc", "pinned"):
@@ -130,4 +131,4 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("there is no GPU")
     with tempfile.TemporaryDirectory() as made:
-        mp.spawn(work, (made,), nprocs=2)
+        spawn(work, (made,), nprocs=2)
