@@ -25,10 +25,13 @@ from .errors import FileError, UserError
 # Limits of the numbers in files and options -----------------------------------------------------
 # Far above what any model or cluster has, and far below where sums and products cease to be finite.
 
-MAX_FILE_BYTES = 256 * 2**20
-"""A file larger than this isn't read: 256 MiB."""
-MAX_TOML_BYTES = 4 * 2**20
-"""TOML takes a hundred times as long to read."""
+MAX_FILE_BYTES = 64 * 2**20
+"""A file larger than this isn't read: 64 MiB; some kinds of files have less (`TaggedFile.most`)."""
+MAX_VALUES = 4 * 2**20
+"""In a file of JSON, or a table: each takes some tens of bytes in memory, however short it is."""
+MAX_TOML_BYTES = 2**20
+MAX_TOML_DOTS, MAX_TOML_KEYS = 1000, 100_000
+"""Of a line, where a key takes memory by the square of its parts; of a file, 1 KB each."""
 MAX_LOG_BYTES = 2**31
 """A run writes logs line by line; larger ones aren't read: 2 GiB."""
 MAX_BYTES = 2**50
@@ -81,6 +84,8 @@ class TaggedFile(
 ):
     """A file of ours; its `tag` is the name of its format."""
 
+    most: ClassVar[int] = 32 * 2**20
+    """Bytes of a file."""
     older: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
     """Formats that are still read, and what makes an object of this one of theirs; raises
     FileError where it can't."""
@@ -138,33 +143,43 @@ def read_file(path: str | Path, kind: type[T]) -> T:
             that is unknown, missing or out of range; the message names the file and field.
     """
     path = Path(path)
-    text = read_limited(path, _how_to_make(kind))
+    text = read_json(path, _how_to_make(kind), most=kind.most)
     try:
-        found = msgspec.json.decode(text)
+        have = msgspec.json.decode(text, type=_OwnWords).format or None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        have = None
         if _noun(kind) == "profile" and path.suffix.lower() == ".csv":
             made = f"tp-profile {path} --batch-size N -o FILE"
             raise FileError(f"{path}: a table becomes a profile by {made}") from None
-        raise FileError(f"{path}: not valid JSON: {error}") from None
+        if not isinstance(error, msgspec.ValidationError):
+            raise FileError(f"{path}: not valid JSON: {error}") from None
     wanted = kind.__struct_config__.tag
-    have = found.get("format") if isinstance(found, dict) else None
-    if isinstance(have, str) and have in kind.older:
-        try:
-            kind.older[have](found)
-        except FileError as error:
-            raise FileError(f"{path}: {error}") from None
-        found["format"] = have = wanted
-    if have != wanted:
-        shown = f"its format is {have!r}" if isinstance(have, str) else "it has no format name"
+    if have != wanted and have not in kind.older:
+        shown = f"its format is {have!r}" if have else "it has no format name"
         raise FileError(
             f"{path}: not a {_noun(kind)} file: {shown}, expected {wanted!r}; {_how_to_make(kind)}"
         )
-    if _LONG_NUMBER.search(text):
-        _check_digits(path, found, "$")
     try:
+        if have == wanted and not _LONG_NUMBER.search(text):
+            return msgspec.json.decode(text, type=kind)
+        found = msgspec.json.decode(text)
+        if have is not None and have != wanted:
+            kind.older[have](found)
+            found["format"] = wanted
+        _check_digits(found, "$")
         return msgspec.convert(found, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FileError) as error:
         raise FileError(f"{path}: {error}") from None
+
+
+def read_json(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
+    """As `read_limited`, of a file of JSON or a table: of `MAX_VALUES` values at most."""
+    text = read_limited(path, hint, most=most)
+    # What begins a value, or comes between two; in a table a line, too.
+    count = sum(map(text.count, (b",", b"[", b"{"))) + text.count(b"\n") * (b"{" not in text)
+    if count > MAX_VALUES:
+        raise FileError(f"{path}: has more than {MAX_VALUES >> 20} million values; not read")
+    return text
 
 
 def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
@@ -177,10 +192,10 @@ def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     """
     check_regular(path, hint)
     with _or_told(path, "read"), path.open("rb") as file:
-        # One byte more than may be: some files, like those of /proc, don't tell their size.
-        too_large = os.fstat(file.fileno()).st_size > most
-        text = b"" if too_large else file.read(most + 1)
-    if too_large or len(text) > most:
+        # Reading takes as much memory as is asked for; files as in /proc tell no size.
+        size = os.fstat(file.fileno()).st_size
+        text = file.read(size or min(most, 1 << 20)) if size <= most else b""
+    if size > most:
         raise FileError(f"{path}: larger than {most >> 20} MiB; not read")
     return text
 
@@ -200,9 +215,9 @@ def _or_told(path: Path, done: str) -> Iterator[None]:
     """Raise FileError where a file can't be `done`, "read" or "written", or can't have its name."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise FileError(f"{path}: can't be {done}: {reason or error}") from None
+        raise FileError(f"{path}: can't be {done}: {reason or str(error) or 'no memory'}") from None
 
 
 def read_lines(path: Path, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -215,13 +230,7 @@ def read_lines(path: Path, size: int | None = None) -> Iterator[tuple[int, dict[
 
     Raises FileError as `read_limited`; for what is no such line, with its number.
     """
-    if not os.path.lexists(path):
-        return
-    text = read_limited(path, "", most=MAX_LOG_BYTES)
-    lines = text[:size].splitlines()
-    if size is None and lines and text[-1:] != b"\n" and lines[-1].startswith(b"{"):
-        del lines[-1]
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(raw_lines(path, size), start=1):
         try:
             found = msgspec.json.decode(line)
             if not isinstance(found, dict):
@@ -231,9 +240,29 @@ def read_lines(path: Path, size: int | None = None) -> Iterator[tuple[int, dict[
         yield number, found
 
 
+def raw_lines(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """The same lines as they are, one at a time. Raises FileError."""
+    if not os.path.lexists(path):
+        return
+    check_regular(path)
+    left = MAX_LOG_BYTES if size is None else size
+    with _or_told(path, "read"), path.open("rb") as file:
+        while line := file.readline(min(left, MAX_FILE_BYTES)):
+            left -= len(line)
+            if line[-1:] != b"\n" and len(line) == MAX_FILE_BYTES:
+                raise FileError(f"{path}: has a line of more than {len(line) >> 20} MiB")
+            if line[-1:] == b"\n" or size is not None or line[:1] != b"{":
+                yield line.rstrip(b"\r\n")
+    if size is None and not left:
+        raise FileError(f"{path}: larger than {MAX_LOG_BYTES >> 30} GiB; not read")
+
+
 def read_toml(path: Path, hint: str) -> dict[str, Any]:
-    """The tables of a TOML file of 4 MiB at most. Raises FileError like `read_limited`."""
+    """The tables of a TOML file of 1 MiB at most. Raises FileError like `read_limited`."""
     text = read_limited(path, hint, most=MAX_TOML_BYTES)
+    most = max(line.count(b".") for line in text.split(b"\n"))
+    if most > MAX_TOML_DOTS or text.count(b".") + text.count(b"=") > MAX_TOML_KEYS:
+        raise FileError(f"{path}: has too many keys, or a key of too many parts; not read")
     try:
         found: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -258,15 +287,15 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def _check_digits(path: Path, value: Any, where: str) -> None:
-    """Whole numbers have no limit in JSON, and can't all become floats."""
+def _check_digits(value: Any, where: str) -> None:
+    """Whole numbers have no limit in JSON, and can't all become floats. Raises FileError."""
     if isinstance(value, int) and abs(value) > MAX_PREDICTED:
-        raise FileError(f"{path}: number out of range - at `{where}`")
+        raise FileError(f"number out of range - at `{where}`")
     if isinstance(value, (dict, list)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             step = f".{key}" if isinstance(value, dict) else f"[{key}]"
-            _check_digits(path, item, where + step)
+            _check_digits(item, where + step)
 
 
 def write_file(path: str | Path, value: msgspec.Struct) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from .errors import FileError
 from .files import (
     MAX_COUNT,
     MAX_FACTOR,
+    MAX_FILE_BYTES,
     MIN_SECONDS,
     Bytes,
     BytesPerSample,
@@ -234,6 +235,8 @@ def import_graphs_with(load: Callable[[], Callable[..., Profile]]) -> None:
 
 class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """A measured model. Layers are in topological order."""
+
+    most: ClassVar = MAX_FILE_BYTES
 
     target: str
     fingerprint: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from os import PathLike, fspath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -47,6 +47,8 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A run's settings; workers read them from the run directory."""
+
+    most: ClassVar = 2**20
 
     task: str
     """Target of the task: `digits`, `file.py:task`."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ...profiles.errors import FileError, PlanError
-from ...profiles.files import Count, Factor, Predicted, TaggedFile, Tally, read_file, write_bytes
+from ...profiles.files import (
+    MAX_FILE_BYTES,
+    Count,
+    Factor,
+    Predicted,
+    TaggedFile,
+    Tally,
+    read_file,
+    write_bytes,
+)
 from ..cluster.cluster import Cluster
 from ..plan import Plan, ProfileReference
 from ..systems.variants import variant_named
@@ -142,6 +151,8 @@ class StudiedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A study's file: all that its table and page are made of."""
+
+    most: ClassVar = MAX_FILE_BYTES
 
     question: StudyQuestion
     arms: tuple[StudyArm, ...]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..errors import FileError, TargetError
-from ..files import read_limited
+from ..files import read_json
 from ..profile import Profile
 from .pipedream import import_pipedream, pipedream_workload
 from .piper import import_piper, piper_workload
@@ -98,7 +98,7 @@ _WORKLOADS: dict[str, Callable[[str, Any], Workload]] = {
 
 def _recognise(path: Path) -> tuple[str, str | bytes]:
     """Of which kind a file is, and its text; bytes where that is JSON."""
-    text = read_limited(path, _KINDS)
+    text = read_json(path, _KINDS)
     table = path.suffix.lower() == _TABLE
     if table or text.lstrip()[:1] not in (b"{", b"["):
         try:

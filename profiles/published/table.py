@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FileError, TargetError, UserError
-from ..files import read_limited
+from ..files import read_json
 from ..profile import Profile
 from ..units import parse_bytes, parse_seconds
 from .cost_graph import (
@@ -230,7 +230,7 @@ def _row(at: str, cells: Sequence[str], columns: dict[str, tuple[int, str]]) -> 
 
 def read_edges(where: str, names: Sequence[str]) -> list[TableEdge]:
     """The edges between layers of these names. Raises FileError naming the line."""
-    text = _decoded(where, read_limited(Path(where), "expected a table (CSV) of edges"))
+    text = _decoded(where, read_json(Path(where), "expected a table (CSV) of edges"))
     position = {name: k for k, name in enumerate(names)}
     lines = _records(where, text)
     at, header = next(lines, (where, []))

@@ -23,7 +23,7 @@ from ...planner.recordings.recording import (
 )
 from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
 from ...profiles.errors import FileError, ScheduleError
-from ...profiles.files import MAX_LOG_BYTES, read_limited
+from ...profiles.files import raw_lines
 from ..prepare.workers import Replica, Worker, all_replicas, workers_of
 from ..settings import STEADY
 from .operation_log import WARM, record_named
@@ -217,12 +217,9 @@ def _read(where: RunDir, replica: Replica) -> list[tuple[Op, Line]]:
     for path in (where.operations(replica), where.recorded(replica)):
         if not os.path.lexists(path):
             continue
-        text = read_limited(path, "", most=MAX_LOG_BYTES)
-        # Of a run under way, the last line may be written in part.
-        lines = text[: text.rfind(b"\n") + 1].splitlines()
         decoder = msgspec.json.Decoder(Line)
         found = []
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(raw_lines(path), start=1):
             try:
                 decoded = decoder.decode(line)
                 _, op = parse_op(decoded.op)

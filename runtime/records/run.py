@@ -64,7 +64,7 @@ class Run(Shown):
     @property
     def summary(self) -> RunSummary | None:
         """The end of the run; None before that."""
-        from ...profiles.files import read_limited
+        from ...profiles.files import read_json
         from .metrics import RunSummary, decode
         from .run_dir import RunDir
 
@@ -72,7 +72,7 @@ class Run(Shown):
         if not path.exists():
             return None
         try:
-            return decode(read_limited(path, ""), RunSummary)
+            return decode(read_json(path, ""), RunSummary)
         except (ValueError, RecursionError) as error:
             raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
 

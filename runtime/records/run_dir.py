@@ -21,7 +21,7 @@ from ...profiles.files import (
     check_regular,
     holds_settings,
     read_file,
-    read_limited,
+    read_json,
     write_bytes,
     write_file,
 )
@@ -205,7 +205,7 @@ class RunDir:
         for replica in replicas:
             path = self._report(replica)
             try:
-                found.append(decode(read_limited(path, ""), StageReport))
+                found.append(decode(read_json(path, ""), StageReport))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise FileError(f"{path}: can't be read: {error}") from None
         return found

@@ -104,7 +104,7 @@ def read_status(path: Path) -> WorkerStatus | None:
     """A worker's status; None where there is none, or it can't be read."""
     for _ in range(3):
         try:
-            return msgspec.json.decode(read_limited(path, ""), type=WorkerStatus)
+            return msgspec.json.decode(read_limited(path, "", most=2 * _BYTES), type=WorkerStatus)
         except FileError:
             return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -17,7 +17,6 @@ from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.files import (
-    MAX_FILE_BYTES,
     MAX_TOML_BYTES,
     Kind,
     check_output,
@@ -30,6 +29,7 @@ from timeprest.profiles.files import (
 from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_memory, parse_seconds
+from timeprest.runtime.settings import RunSettings
 
 
 @pytest.fixture
@@ -330,12 +330,13 @@ def test_a_model_that_changes_its_dtype_is_reckoned_for_a_device_that_isnt_there
 def test_files_too_large_and_those_without_an_end_are_not_read(tmp_path):
     large = tmp_path / "large.json"
     large.touch()
-    os.truncate(large, MAX_FILE_BYTES + 1)
-    with pytest.raises(FileError, match=r"large\.json: larger than 256 MiB; not read"):
-        read_file(large, Plan)
+    for kind, most in ((Profile, 64), (Plan, 32), (RunSettings, 1)):
+        os.truncate(large, most * 2**20 + 1)
+        with pytest.raises(FileError, match=rf"large\.json: larger than {most} MiB; not read"):
+            read_file(large, kind)
     os.truncate(large, MAX_TOML_BYTES + 1)
     for read in (read_cluster, lambda path: read_toml(path, "")):
-        with pytest.raises(FileError, match="larger than 4 MiB"):
+        with pytest.raises(FileError, match="larger than 1 MiB"):
             read(large)
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)

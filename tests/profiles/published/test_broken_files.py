@@ -131,7 +131,7 @@ def test_files_of_another_kind(tmp_path):
     assert "every node is a backward node" in complaint(write(tmp_path, "w.json", workload))
     large = write(tmp_path, "large.txt", "")
     os.truncate(large, 2**28 + 1)
-    assert "larger than 256 MiB" in complaint(large)
+    assert "larger than 64 MiB" in complaint(large)
     pipe = tmp_path / "pipe.txt"
     os.mkfifo(pipe)
     assert "isn't a file" in complaint(pipe)

@@ -1,0 +1,79 @@
+"""What reading a file takes of memory, however it is made."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from timeprest.planner.plan import Plan
+from timeprest.profiles.errors import FileError
+from timeprest.profiles.files import read_file, read_limited, read_lines, read_toml
+
+
+def of_toml(text):
+    return lambda path: path.write_text(text), lambda path: read_toml(path, "")
+
+
+def of_json(text, kind=Plan):
+    return lambda path: path.write_text(text), lambda path: read_file(path, kind)
+
+
+LISTS = "[],"
+"""Each takes 3 bytes in a file, and 64 in memory."""
+
+PLAN = '{"format": "timeprest-plan/2", '
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (of_toml("a" + ".a" * 20_000 + " = 1"), "too many keys, or a key of too many parts; not"),
+        (of_toml("".join(f"[q{k}{'.a' * 500}]\n" for k in range(1000))), "has too many keys"),
+        (of_toml("".join(f"q{k}=[]\n" for k in range(100_001))), "has too many keys"),
+        (of_toml(f"a = {'[' * 50_000}"), "not valid TOML: maximum recursion depth"),
+        (of_toml(f"a = {'{a=' * 50_000}"), "not valid TOML: maximum recursion depth"),
+        (of_json(f"{PLAN}{'[' * 10**6}"), "not valid JSON"),
+        (of_json(PLAN + '"a":{' * 10**6), "not valid JSON"),
+        (of_json(f"[{LISTS * 4_000_000}1]"), "has more than 4 million values; not read"),
+        (of_json(f'{PLAN}"stages": [{LISTS * 2_000_000}1]}}'), r"Expected `object`, .*\.stages\[0"),
+        (of_json(f'{PLAN}"other": [{LISTS * 2_000_000}1]}}'), "unknown field `other`"),
+    ],
+)
+def test_small_files_take_no_more_than_some_memory(made, message, tmp_path):
+    """However they are made: an allocator's thousand times the file, and none above 200 MB."""
+    write, read = made
+    write(tmp_path / "file")
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match=message) as caught:
+            read(tmp_path / "file")
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_small_file_is_read_where_there_is_little_memory(tmp_path):
+    """And lines of a large one: a gigabyte was asked for, however little there was to read."""
+    small, log = tmp_path / "small.json", tmp_path / "log.jsonl"
+    small.write_text("{}")
+    log.write_text('{"a": 1}\n' * 100_000)
+    tracemalloc.start()
+    try:
+        assert read_limited(small, "") == b"{}"
+        assert sum(line["a"] for _, line in read_lines(log)) == 100_000
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_there_is_no_memory_for_is_said_in_a_line(tmp_path, monkeypatch):
+    def none(*_):
+        raise MemoryError
+
+    (tmp_path / "plan.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", none)
+        with pytest.raises(FileError, match=r"plan\.json: can't be read: no memory"):
+            read_limited(tmp_path / "plan.json", "")
