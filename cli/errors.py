@@ -105,8 +105,16 @@ def errors_as_lines(function: F) -> F:
             # The reader of our output (head, less) has had enough.
             _give_up(sys.stdout)
             sys.exit(0)
-        except Exception:
-            raise
+        except Exception as error:
+            from ..runtime.processes.failures import limit_reached
+
+            words = "no memory is left" if isinstance(error, MemoryError) else str(error)
+            limit = limit_reached(words)
+            if not limit:
+                raise
+            with suppress(OSError):
+                complain(f"{' '.join(words.split())[:200]}{limit}")
+            sys.exit(1)
         except BaseException as error:
             # sys.exit() in the user's model would end the command without a word.
             from ..profiles.tasks.hooks import describe_error, from_users_code

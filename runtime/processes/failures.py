@@ -64,6 +64,14 @@ def last_words(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:200]
 
 
+def limit_reached(words: str) -> str:
+    """What it means that the system has no more threads or processes; empty: it doesn't say so."""
+    said = ("start new thread", "Resource temporarily", "Cannot allocate", "no memory is left")
+    if not any(each in words for each in said):
+        return ""
+    return "; this user's processes, threads or memory have come to a limit (ulimit -a shows them)"
+
+
 SETTLE_S = 1.0
 """What the others get to come to their waits for a worker that has failed. Shorter than what they
 leave it to say why (`rendezvous.GRACE_S`)."""

@@ -23,7 +23,7 @@ from ..records.progress import Observer, Tail
 from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
-from .failures import circumstances, how_it_ended, last_words, settled
+from .failures import circumstances, how_it_ended, last_words, limit_reached, settled
 from .rendezvous import GRACE_S, Failure, LocalStore, MayGoOn
 from .secret import SECRET_VARIABLE
 from .start import WORKER, WorkerProcess, start_process
@@ -243,8 +243,9 @@ def _of_its_end(
     """
     code, rank = min((code, rank) for rank, code in enumerate(codes) if code)
     around = circumstances(settled(lambda: read_statuses(where.statuses), rank), rank)
+    last = last_words(_log(logs, rank, "stderr"))
+    around += limit_reached(last)
     printed = f". Its output is in {logs}"
     if not kept:
-        last = last_words(_log(logs, rank, "stderr"))
         printed = last and f". Its last words: {last}"
     return Failure(f"{labels[rank]} {how_it_ended(code)}{around}{printed}")

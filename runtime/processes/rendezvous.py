@@ -32,7 +32,7 @@ from ..communication.channel import PeerError
 from ..communication.signed_store import ForeignEntryError, Secret, SignedStore
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals
-from .failures import Statuses, blame, circumstances, is_gone, settled, stopped_ranks
+from .failures import Statuses, blame, circumstances, is_gone, limit_reached, settled, stopped_ranks
 from .secret import SECRET_VARIABLE, new_secret, take_secret
 
 ARRIVAL_S = 120.0
@@ -559,15 +559,21 @@ def _serve(address: str, port: int) -> dist.TCPStore:  # type: ignore[name-defin
         raise UserError(
             f"rank 0 can't listen at {address}:{port} (MASTER_ADDR, MASTER_PORT): {error.strerror}"
         ) from None
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        listening.getsockname()[1],
-        None,
-        True,
-        timedelta(seconds=ARRIVAL_S),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            listening.getsockname()[1],
+            None,
+            True,
+            timedelta(seconds=ARRIVAL_S),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    except RuntimeError as error:
+        words = " ".join(str(error).split())
+        raise RunError(
+            f"the store at which workers meet can't be started: {words[:200]}{limit_reached(words)}"
+        ) from None
 
 
 def _decode(beat: bytes) -> WorkerStatus:

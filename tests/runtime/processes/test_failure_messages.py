@@ -8,13 +8,19 @@ import time
 
 import msgspec
 import pytest
+from timeprest.cli.errors import errors_as_lines
+from timeprest.profiles.errors import RunError
+from timeprest.runtime.processes import rendezvous
 from timeprest.runtime.processes.failures import (
     blame,
     circumstances,
     culprit,
+    limit_reached,
     settled,
     stopped_ranks,
 )
+from timeprest.runtime.processes.launcher import _of_its_end
+from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.records.status import StatusFile, WorkerStatus, read_statuses
 
 
@@ -145,3 +151,44 @@ def test_status_files_say_what_was_told_last(tmp_path):
     (tmp_path / "stage1.json").write_text("{")
     assert list(read_statuses(tmp_path)) == [0]
     assert stopped_ranks(found) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["can't start new thread", "[Errno 11] Resource temporarily unavailable", "no memory is left"],
+)
+def test_a_limit_of_the_system_is_named_as_one(words):
+    found = limit_reached(f"RuntimeError: {words}")
+    assert found.startswith("; this user's processes, threads or memory have come to a limit")
+    assert limit_reached("RuntimeError: a bug") == ""
+
+
+def test_a_worker_that_could_start_no_thread_is_said_to_have_come_to_a_limit(tmp_path):
+    (tmp_path / "rank0.stderr").write_text("Traceback\nRuntimeError: can't start new thread\n")
+    failure = _of_its_end([1], ["stage 0"], RunDir(tmp_path), tmp_path, kept=True)
+    assert "stage 0 ended with exit code 1; this user's processes" in failure.message
+    assert str(tmp_path) in failure.message
+
+
+def test_a_store_that_can_start_no_thread_is_one_line(monkeypatch):
+    def none(*_, **__):
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", none)
+    with pytest.raises(RunError, match=r"can't be started: Resource temporarily unavailable; this"):
+        rendezvous.LocalStore()
+
+
+def test_a_command_that_comes_to_a_limit_ends_in_a_line(capsys):
+    def command(error):
+        raise error
+
+    no_process = BlockingIOError(11, "Resource temporarily unavailable")
+    for error in (MemoryError(), RuntimeError("can't start new thread"), no_process):
+        with pytest.raises(SystemExit) as caught:
+            errors_as_lines(command)(error)
+        assert caught.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "have come to a limit (ulimit -a shows them)" in line
+    with pytest.raises(RuntimeError, match="a bug"):
+        errors_as_lines(command)(RuntimeError("a bug"))
