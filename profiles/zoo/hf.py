@@ -1,12 +1,14 @@
 """Hugging Face models as tasks: ``hf:NAME[,key=value...]``, ``hf:FOLDER[,key=value...]``.
 
 The loss is the model's own, made of its scores and labels outside the model, as a sum over what
-counts and how much that is: so a mini-batch's is the same however it is cut into micro-batches.
+counts and how much that is: so a mini-batch's is the same however it is cut into micro-batches (but
+for the balance of experts, where a config asks for that).
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 
-from ..errors import TargetError
+from ..errors import TargetError, TaskWarning
 from ..tasks.task import Split, read_loss
 from ..units import texts
 from .hf_data import HuggingFaceSamples, Lengths, lengths_of, rows_of, splits_of
 from .hf_model import (
+    LENGTH,
     LONGEST,
     MAX_LENGTH,
     NAMES,
@@ -33,8 +36,10 @@ from .hf_model import (
     quiet,
     read,
     request_of,
+    skeleton,
 )
 from .hf_padding import UnpaddedSamples
+from .hf_small import explained
 from .hf_synthetic import synthetic_samples
 from .synthetic import (
     IGNORED,
@@ -94,7 +99,15 @@ class HuggingFaceTask:
         return found, Lengths(0, 0) if image else lengths_of(request, found)
 
     def loss(self, output: Any, target: Any) -> Any:
-        return self._criterion(logits(output), target)
+        found = self._criterion(logits(output), target)
+        balance = output.get("aux_loss") if hasattr(output, "keys") else None
+        if balance is None:
+            return found
+        balance = balance * self._request.balance
+        if not isinstance(found, tuple):
+            return found + balance
+        total, count = found
+        return total + balance * count, count
 
     def metrics(self, output: Any, target: Any) -> dict[str, Any]:
         if self._correct is None:
@@ -260,44 +273,82 @@ def _right_labels(scores: Tensor, labels: Tensor) -> Tensor:
 
 # Models that aren't tested ----------------------------------------------------------------------
 
-_NEAR = 1e-3
+_NEAR = 1e-5
+_LARGE, _TOO_LARGE = 10**8, 10**9
+"""Parameters of models that aren't tried as they are where a small one can be, and that no name
+stands for; and of those that aren't tried at all."""
 
 
 def _look(request: Request) -> None:
-    """Try a model that isn't tested, at its smallest, or else at the user's own sizes.
+    """Try a model: as it was asked for, unless it is large; else a small one of its kind.
 
     Raises TargetError where it doesn't take the samples made for it, or its own loss is another
     than ours.
     """
-    if request.model in NAMES:
+    if request.balance:
+        warnings.warn(
+            f"{request.target}: the balance of its experts (aux_loss, {request.balance:g} of it) "
+            "is that of each micro-batch, for it can't be had of a mini-batch in parts",
+            TaskWarning,
+            stacklevel=3,
+        )
+    tested = request.model in NAMES
+    if tested and not request.given:
         return
-    small = read(request.target, f"{request.model},head={request.family}")
-    # Sizes may have to fit each other in ways that our small ones don't.
-    own_sizes = replace(request, data="", padding=MAX_LENGTH, weights=False)
+    parameters = _parameters(request)
+    if parameters > _LARGE and not (tested or request.folder or request.given):
+        raise no_model(
+            request.target,
+            "no small sizes are known for this model, and with its own it has "
+            f"{parameters:,} parameters: give its sizes",
+        )
+    length = min(request.length or LENGTH, request.positions or LENGTH)
+    own = replace(request, data="", padding=MAX_LENGTH, weights=False, frozen=(), length=length)
+    if parameters > _LARGE and tested:
+        return
     reasons: list[str] = []
-    for tried in (small, own_sizes):
+    tries = [own]
+    if parameters > _LARGE:
+        # Sizes may have to fit each other in ways that our small ones don't.
         try:
-            own, ours = _losses(tried)
+            tries.insert(0, read(request.target, f"{request.model},head={request.family}"))
+        except TargetError as refusal:
+            reasons.append(str(refusal))
+        tries = [tried for tried in tries if _parameters(tried) <= _TOO_LARGE]
+        if not tries:
+            return
+    for tried in tries:
+        try:
+            wanted, found = _losses(tried)
         except Exception as error:  # any model of the library may run here
-            reasons.append(" ".join(str(error).split()))
+            reasons.append(explained(error, tried.config, tried.given))
         else:
             break
     else:
         reason = "; and with its own sizes: ".join(dict.fromkeys(reasons))
-        raise no_model(request.target, f"a small model of this kind fails: {reason}")
-    if not abs(own - ours) <= _NEAR * max(abs(own), 1):
+        raise TargetError(f"{request.target}: the model fails on samples made for it: {reason}")
+    if not abs(wanted - found) <= _NEAR * max(abs(wanted), 1):
         raise no_model(
             request.target,
-            f"this model's own loss isn't plain cross-entropy: of one batch {own:.4g}, not "
-            f"{ours:.4g}",
+            f"this model's own loss isn't plain cross-entropy: of one batch {wanted:.6g}, not "
+            f"{found:.6g}",
         )
+
+
+def _parameters(request: Request) -> int:
+    """How many numbers it has; 0 where it can't be made, which shows when it is tried."""
+    try:
+        return sum(p.numel() for p in skeleton(request).parameters())
+    except Exception:  # the library's, for sizes that don't go together
+        return 0
 
 
 def _losses(request: Request) -> tuple[float, float]:
     """The model's own loss of two samples made for it, and ours. Whatever it raises comes out."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
         task = HuggingFaceTask(request)
         inputs, target = default_collate([task.data("train")[k] for k in range(2)])
+        target = _as_the_problem_has_them(request, target)
         if request.family == "causal":
             # As models shift labels, they have none for what would follow the last token.
             target[:, -1] = IGNORED
@@ -305,6 +356,17 @@ def _losses(request: Request) -> tuple[float, float]:
         output = model(**inputs)
         ours = float(read_loss(task.loss(output, target)).mean)
         return float(_own_loss(model, request, inputs, target)), ours
+
+
+def _as_the_problem_has_them(request: Request, target: Tensor) -> Tensor:
+    """Labels of synthetic samples, which are classes, for other kinds of problem."""
+    if request.family not in ("image", "classification"):
+        return target
+    if request.problem == "regression":
+        return target[:, None].expand(-1, request.config.num_labels).float().squeeze(1)
+    if request.problem == "multi_label_classification":
+        return functional.one_hot(target, request.config.num_labels).float()
+    return target
 
 
 def _own_loss(model: nn.Module, request: Request, inputs: Any, target: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from ..errors import TargetError
 from .arguments import LIMITS, pairs
+from .hf_small import SMALL, for_each_layer, small_sizes, special_ids
 
 # Heads, and which models have them --------------------------------------------------------------
 
@@ -56,41 +58,11 @@ NAMES = (
     *("gpt2", "bert", "vit", "resnet", "llama", "t5", "qwen2", "mistral", "gemma", "phi", "opt"),
 )
 """Models that are tested; others are tried."""
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 100,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 10,
-}
-"""Defaults for every config that has a number by this name, or one that stands for it."""
-_WINDOWS: dict[str, Any] = {
-    "patch_size": 2,
-    "window_size": 4,
-    "embed_dim": 32,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-}
-SMALLER: dict[str, dict[str, Any]] = {
-    "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]},
-    "t5": {"d_ff": 128},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    # Each stage halves the sides, which must be whole windows.
-    "swin": _WINDOWS,
-    "swinv2": _WINDOWS,
-}
-"""Further defaults of one model."""
 LENGTH = 16
 """Of synthetic samples."""
 TEXT_LENGTH = 128
 """Of samples that are cut from text, unless the model has fewer positions."""
 IMAGE_SIZE = 32
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FIXED = {
     "model_type",
     "transformers_version",
@@ -130,6 +102,7 @@ class Request:
         tokenizer: a folder; empty: there is none; "bytes".
         padding: LONGEST or MAX_LENGTH.
         frozen: patterns of parameters' names, or of modules that have them: these aren't trained.
+        given: keys of the config that the target sets.
     """
 
     target: str
@@ -145,6 +118,7 @@ class Request:
     tokenizer: str = ""
     padding: str = MAX_LENGTH
     frozen: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
 
     @property
     def vocabulary(self) -> int:
@@ -161,6 +135,12 @@ class Request:
         """A special token id of the config by its name; 0 where the model has none."""
         found = getattr(self.config, name, None)
         return found if isinstance(found, int) and found > 0 else 0
+
+    @property
+    def balance(self) -> float:
+        """By how much the balance of experts counts in the loss; 0: there is none in the result."""
+        there = getattr(self.config, "output_router_logits", False)
+        return float(getattr(self.config, "router_aux_loss_coef", 0) or 0) if there else 0.0
 
     @property
     def problem(self) -> str:
@@ -223,13 +203,13 @@ def read(target: str, argument: str) -> Request:
     if folder:
         config = _changed(target, plain, given)
     else:
-        fresh = _defaults(target, model, plain, family, length, settings, given)
-        config = _make(target, model, {**fresh, **given})
+        fresh = _defaults(target, plain, family, length, settings, given)
+        config = _made_small(target, plain, fresh, given)
+    _take_first_class(target, config, family)
     size = 0
     if family == "image":
         _whole(target, "num_labels", str(config.num_labels))
-        side = str(getattr(config, "image_size", texts.get("image_size", IMAGE_SIZE)))
-        size = _whole(target, "image_size", side)
+        size = _side(target, config, texts.get("image_size"))
     else:
         _check_tokens(target, config, length)
     own = _own_family(plain) if folder else family
@@ -247,6 +227,7 @@ def read(target: str, argument: str) -> Request:
         tokenizer=settings["tokenizer"] or own_tokenizer(folder),
         padding=padding,
         frozen=patterns(settings["frozen"]),
+        given=tuple(given),
     )
 
 
@@ -322,7 +303,24 @@ def vocabulary_of(target: str, tokenizer: str) -> int:
 
 def class_of(request: Request) -> Any:
     """The class that its head makes of its config."""
-    return request.maker._model_mapping[type(request.config)]
+    found = request.maker._model_mapping[type(request.config)]
+    known = {kind.__name__: kind for kind in found} if isinstance(found, tuple) else {}
+    return known[request.config.architectures[0]] if known else found
+
+
+def _take_first_class(target: str, config: Any, family: str) -> None:
+    """Say in the config which class it is for, where there are several for its head."""
+    names = _names_in(getattr(_tables(target), HEADS[family].table)[config.model_type])
+    if len(names) > 1 and not set(names) & set(config.architectures or ()):
+        config.architectures = [names[0]]
+
+
+def _side(target: str, config: Any, given: str | None) -> int:
+    """Side of images in pixels. Raises TargetError for what isn't square."""
+    found = getattr(config, "image_size", given or IMAGE_SIZE)
+    if isinstance(found, (list, tuple)) and len(set(found)) == 1:
+        found = found[0]
+    return _whole(target, "image_size", str(found))
 
 
 def skeleton(request: Request) -> nn.Module:
@@ -347,9 +345,10 @@ def request_of(config: Any, head: str, length: int | None, padding: str = "") ->
         raise TargetError(f"{target}: isn't a config of transformers")
     config = _without_cache(copy.deepcopy(config))
     family = _family(target, config.model_type, config, head)
+    _take_first_class(target, config, family)
     padding = _padding(target, padding, family)
     if family == "image":
-        size = _whole(target, "image_size", str(getattr(config, "image_size", IMAGE_SIZE)))
+        size = _side(target, config, None)
         return Request(target, config.model_type, family, config, None, size)
     _check_tokens(target, config, length)
     return Request(target, config.model_type, family, config, length, 0, padding=padding)
@@ -375,7 +374,8 @@ def _some(known: set[str]) -> list[str]:
 
 def _make(target: str, model: str, values: dict[str, Any]) -> Any:
     try:
-        config = library(target).CONFIG_MAPPING[model](**values)
+        with quiet():
+            config = library(target).CONFIG_MAPPING[model](**values)
     except Exception as error:  # the library checks values in many ways
         reason = " ".join(str(error).split())
         raise TargetError(f"{target}: the model's config doesn't take this: {reason}") from None
@@ -407,10 +407,14 @@ def _from_folder(target: str, name: str) -> Any:
         if path.is_dir():
             reason = " ".join(str(error).split())
             raise TargetError(f"{target}: {name}/config.json can't be read: {reason}") from None
+        known = {n for head in HEADS.values() for n in getattr(_tables(target), head.table)}
+        near = [other for other in sorted(known) if other.startswith(name.lower())]
+        near += get_close_matches(name.lower(), sorted(known), 3)
         raise no_model(
             target,
-            f"there is no model {name!r} among transformers' configs, no folder of this name, and "
-            "nothing in its cache (nothing is downloaded)",
+            f"there is no model {name!r} among transformers' configs"
+            + (f" (it has {', '.join(dict.fromkeys(near[:6]))})" if near else "")
+            + ", no folder of this name, and nothing in its cache (nothing is downloaded)",
         ) from None
     return _without_cache(config)
 
@@ -472,7 +476,18 @@ def _family(target: str, model: str, config: Any, asked: str) -> str:
     for name in ("seq2seq", "masked", "causal", "image"):
         if name in can and config.is_encoder_decoder == (name == "seq2seq"):
             return name
-    raise no_model(target, f"{model} is neither a language model nor an image classifier")
+    others = [
+        name.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES").replace("_", " ").lower()
+        for name, table in vars(tables).items()
+        if name.startswith("MODEL_FOR_") and name.endswith("_NAMES") and model in table
+    ]
+    others = [other for other in others if other not in ("image", "causal lm")]
+    raise no_model(
+        target,
+        f"{model} is neither a language model nor an image classifier"
+        + (f" (transformers has it for {', '.join(others[:3])})" if others else "")
+        + ": write a task for it (docs/tasks.md)",
+    )
 
 
 def _own_family(config: Any) -> str:
@@ -491,7 +506,6 @@ def _names_in(value: Any) -> tuple[str, ...]:
 
 def _defaults(
     target: str,
-    model: str,
     plain: Any,
     family: str,
     length: int | None,
@@ -500,42 +514,46 @@ def _defaults(
 ) -> dict[str, Any]:
     """A small config, its keys under the config's own names."""
     length = length or (TEXT_LENGTH if settings["data"] else LENGTH)
-    # Some models count positions from behind the padding id: hence a few more.
-    wanted = {**SMALL, "max_position_embeddings": max(64, length + 8)}
+    vocabulary = SMALL["vocab_size"]
     if settings["data"] and family != "image":
-        wanted["vocab_size"] = vocabulary_of(target, settings["tokenizer"])
-    # A key by the same name may mean another thing, such as a list with a value for each stage.
-    found = {
-        plain.attribute_map.get(key, key): value
-        for key, value in wanted.items()
-        if isinstance(getattr(plain, key, None), int) and not _derived(plain, key)
-    }
-    heads = given.get(plain.attribute_map.get("num_attention_heads", "num_attention_heads"))
-    if isinstance(heads, int) and heads % SMALL["num_key_value_heads"]:
-        found = {k: heads if k == "num_key_value_heads" else v for k, v in found.items()}
-    vocabulary = given.get("vocab_size", wanted["vocab_size"])
-    for key in SPECIAL_IDS:
-        special = getattr(plain, key, None)
-        if isinstance(vocabulary, int) and isinstance(special, int) and special >= vocabulary:
-            found[key] = 0
-    if family == "classification" and getattr(plain, "pad_token_id", None) is None:
-        # By it, models that read from left to right find a text's last token.
-        found["pad_token_id"] = 0
-    if family == "seq2seq" and getattr(plain, "decoder_start_token_id", None) is None:
-        found["decoder_start_token_id"] = getattr(plain, "pad_token_id", None) or 0
-    return {**found, **SMALLER.get(model, {})}
+        vocabulary = vocabulary_of(target, settings["tokenizer"])
+    # Some models count positions from behind the padding id: hence a few more.
+    found = small_sizes(plain, given, vocabulary=vocabulary, positions=max(64, length + 8))
+    return {**found, **dict(special_ids(plain, family, given.get("vocab_size", vocabulary)))}
 
 
-def _derived(config: Any, key: str) -> bool:
-    """Whether a config reckons a number out by itself, and it can't be set."""
-    found = getattr(type(config), key, None)
-    return isinstance(found, property) and found.fset is None
+def _made_small(target: str, plain: Any, fresh: dict[str, Any], given: dict[str, Any]) -> Any:
+    """A config of what the user gave, and as much else as goes with it of small sizes.
+
+    Raises TargetError where it takes what was given with none of them.
+    """
+    model = plain.model_type
+    layers = given.get("num_hidden_layers", SMALL["num_hidden_layers"])
+    by_layer = for_each_layer(plain, layers) if isinstance(layers, int) else {}
+    tried = [fresh, {**fresh, **by_layer}]
+    tried += [{k: v for k, v in fresh.items() if k != key} for key in fresh]
+    refusals: list[TargetError] = []
+    for some in [*tried, {}]:
+        try:
+            return _make(target, model, {**some, **given})
+        except TargetError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 def _check_tokens(target: str, config: Any, length: int | None) -> None:
     """Raise TargetError for sizes that can't be."""
     low, _ = LIMITS["vocabulary"]
     vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None:
+        text = getattr(config, "text_config", None)
+        alone = getattr(text, "model_type", "")
+        known = alone in getattr(_tables(target), HEADS["causal"].table)
+        raise TargetError(
+            f"{target}: the config of {config.model_type} has no vocab_size of its own, for it is "
+            f"made of several models: "
+            + (f"its language model alone is hf:{alone}" if known else "write a task for it")
+        )
     if not isinstance(vocabulary, int) or vocabulary < low:
         raise TargetError(f"{target}: vocab_size={vocabulary}: must be {low} or more")
     positions = getattr(config, "max_position_embeddings", None)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
-from timeprest.profiles.errors import RunError, TargetError
+from timeprest.profiles.errors import RunError, TargetError, TaskWarning
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.samples import fetch
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo.hf import hugging_face
+from timeprest.profiles.zoo.hf_model import read, skeleton
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from torch.utils.data import default_collate
@@ -123,16 +124,87 @@ def test_another_loss_than_cross_entropy_is_refused(monkeypatch):
     assert "own loss isn't plain cross-entropy" in refusal("roberta")
 
 
-def test_a_model_is_tried_at_its_own_sizes_where_small_ones_do_not_fit(monkeypatch):
+def test_a_dropped_balance_of_experts_is_no_rounding(monkeypatch):
+    argument = "mixtral,output_router_logits=true"
+    with pytest.warns(TaskWarning, match="the balance of its experts .* each micro-batch"):
+        task = hugging_face(argument)
+    model = task.model().eval().requires_grad_(False)
+    inputs, target = first_batch(task)
+    target[:, -1] = -100
+    labels = torch.cat([torch.full((4, 1), -100), target[:, :-1]], 1)
+    own = model(**inputs, labels=labels).loss
+    assert float(read_loss(task.loss(model(**inputs), target)).mean) == pytest.approx(float(own))
+    monkeypatch.setattr("timeprest.profiles.zoo.hf_model.Request.balance", 0.0)
+    assert "own loss isn't plain cross-entropy" in refusal(argument)
+
+
+# Sizes ------------------------------------------------------------------------------------------
+
+FAMILIES = [
+    *("bart", "mbart", "marian", "deepseek_v2", "deepseek_v3", "qwen2_moe", "gptj", "gpt_neo"),
+    *("convnext", "segformer", "pvt_v2", "deit", "swinv2", "mamba2", "mobilebert", "xglm", "dots1"),
+    *("prophetnet", "funnel", "nemotron", "clip"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_small_is_small_by_whatever_names(family):
+    request = read(f"hf:{family}", family)
+    model = skeleton(request)
+    assert sum(p.numel() for p in model.parameters()) < 1e6
+    lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    # Networks in stages have 4 or so; experts are 4.
+    assert max(map(len, lists), default=0) <= 4
+
+
+def test_sizes_that_were_not_given_fit_those_that_were():
+    for argument, head in (("gpt_neo,num_layers=3", 16), ("llama,num_attention_heads=8", 8)):
+        config = hugging_face(argument).model().config
+        assert getattr(config, "head_dim", None) in (None, head)
+    layers = hugging_face("gpt_neo,num_layers=3").model().config.attention_layers
+    assert layers == ["global", "local", "global"]
+    assert hugging_face("swin,window_size=3").model().config.depths == [2, 2]
+
+
+def test_a_model_is_tried_at_its_own_sizes_and_not_at_ours(tmp_path, monkeypatch):
+    """So that none is refused for sizes that nobody asked for."""
+
+    def none(*_, **__):
+        raise TargetError("small sizes were asked for")
+
     sizes = {"image_size": 16, "patch_size": 1, "embed_dim": 16, "depths": [1, 1]}
-    config = transformers.SwinConfig(**sizes, num_heads=[2, 2], window_size=4, num_labels=3)
-    for name in ("swin", "swin,window_size=4", "swinv2,image_size=16,window_size=2"):
-        assert hugging_face(name).model().config.depths == [2, 2]
-    monkeypatch.setattr("timeprest.profiles.zoo.hf_model.SMALLER", {})
-    found = refusal("swin,window_size=3")
-    assert re.search("a small model of this kind fails: .*; and with its own sizes: ", found)
-    inputs, _ = first_batch(hugging_face(config))
-    assert inputs["pixel_values"].shape == (4, 3, 16, 16)
+    configs = [
+        transformers.SwinConfig(**sizes, num_heads=[2, 2], window_size=4, num_labels=3),
+        transformers.GPTNeoConfig(
+            num_layers=1, hidden_size=16, num_heads=2, vocab_size=40, intermediate_size=32,
+            max_position_embeddings=32, attention_types=[[["global"], 1]], bos_token_id=0,
+            eos_token_id=0,
+        ),
+    ]  # fmt: skip
+    monkeypatch.setattr("timeprest.profiles.zoo.hf_model.small_sizes", none)
+    for k, config in enumerate(configs):
+        config.save_pretrained(tmp_path / str(k))
+        for given in (config, str(tmp_path / str(k))):
+            assert first_batch(hugging_face(given))
+    assert "small sizes were asked for" in refusal("swin")
+
+
+def test_what_is_too_large_to_be_tried_is_tried_small(monkeypatch):
+    tried = []
+
+    def losses(request):
+        tried.append(request.config.hidden_size)
+        return 1.0, 1.0
+
+    monkeypatch.setattr("timeprest.profiles.zoo.hf._losses", losses)
+    asked = "roberta,hidden_size=128"
+    for large, too_large, sizes in [(1e8, 1e9, [128]), (1e4, 1e9, [64]), (1e4, 2e4, [])]:
+        monkeypatch.setattr("timeprest.profiles.zoo.hf._LARGE", large)
+        monkeypatch.setattr("timeprest.profiles.zoo.hf._TOO_LARGE", too_large)
+        tried.clear()
+        hugging_face(asked)
+        assert tried == sizes
+    assert "no small sizes are known for this model, and with its own it has" in refusal("roberta")
 
 
 # Configs and folders ----------------------------------------------------------------------------
