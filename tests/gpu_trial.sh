@@ -28,7 +28,7 @@ said "$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noh
 ran set-up $?
 
 if [[ $phases == *" suite "* ]]; then
-    env "${own[@]}" timeout 170 python3 -m pytest tests/test_gpus.py -n 8 --dist worksteal -q --timeout 50 -p no:cacheprovider > "$out/suite" 2>&1
+    env "${own[@]}" timeout 200 python3 -m pytest tests/test_gpus.py -n 8 --dist worksteal -q --timeout 50 -p no:cacheprovider > "$out/suite" 2>&1
     code=$?
     grep -E '^(FAILED|ERROR)' "$out/suite" | cut -c1-170 | head -40
     said "suite: $(tail -n 1 "$out/suite")"
@@ -36,21 +36,34 @@ if [[ $phases == *" suite "* ]]; then
 fi
 
 if [[ $phases == *" links "* ]]; then
-    timeout 60 python3 -m timeprest.tests.benchmarks.speed.hand_over > "$out/links" 2>&1
+    timeout 50 python3 -m timeprest.tests.benchmarks.speed.hand_over > "$out/links" 2>&1
     code=$?
-    said "$(tail -n 6 "$out/links")"
+    said "$(grep MiB "$out/links" || tail -n 4 "$out/links")"
+    env "${own[@]}" timeout 40 python3 -c 'from timeprest.cli import tp_profile; tp_profile()' --links --device cuda -q \
+        -o "$site/cluster.toml" >> "$out/links" 2>&1
+    said "tp-profile --links: $(grep -E 'bandwidth|latency' "$site/cluster.toml" | tr '\n' ' ' || tail -n 2 "$out/links")"
     ran links $code
 fi
 
-race() {
-    timeout "$3" python3 -m timeprest.tests.benchmarks.speed --device cuda --noisy --no-search --rounds 1 --patience 0 \
-        --profile-seconds 4 --models "$1" --contestants "$2" --at-most "$3" --work "$site/$1" --results "$site/$1.json" \
-        --page "$site/$1.md" > "$out/race-$1" 2>&1
+if [[ $phases == *" memory "* ]]; then
+    timeout 100 python3 -m timeprest.tests.benchmarks.speed.gpu_memory "$site/memory" > "$out/memory" 2>&1
     code=$?
-    said "$(grep -E '^[a-z0-9_]+ .*(ms a mini-batch|failed|left out)' "$out/race-$1" | cut -c1-150)"
+    said "$(grep GiB "$out/memory" || tail -n 4 "$out/memory")"
+    ran memory $code
+fi
+
+race() {
+    timeout "$3" python3 -m timeprest.tests.benchmarks.speed --device cuda --noisy --no-search --rounds "${4:-1}" \
+        --patience 0 --profile-seconds 3 --models "$1" --contestants "$2" --at-most "$3" --work "$site/$1" \
+        --results "$site/$1.json" --page "$site/$1.md" > "$out/race-$1" 2>&1
+    code=$?
+    said "$(grep -E '^[a-z0-9_]+ .*(ms a mini-batch|failed|left out)' "$out/race-$1" | cut -d';' -f1 | cut -c1-150)"
     ran "race $1" $code
 }
 
 if [[ $phases == *" races "* ]]; then
-    race gpt_wide one-thread,alone,tdp-1f1b,timeprest 110
+    race gpt_wide "one-thread,alone,tdp-1f1b@4,timeprest,timeprest=tdp-1f1b@4,pipedream-flush=tdp-1f1b@4" 100
+    race vgg16_large "one-thread,alone,tdp-1f1b@4,timeprest,pipedream-flush=tdp-1f1b@4" 60
+    race resnet50 "one-thread,alone,tdp-1f1b@4,timeprest@1,timeprest@4,pipedream-flush=tdp-1f1b@4" 80
 fi
+said "$((SECONDS - begun)) s"

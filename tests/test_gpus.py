@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.measuring.process_settings import settings_put_back
@@ -142,6 +144,26 @@ def test_replicas_sum_by_nccl(replicas, way, mlp_profile, mlp_target, tmp_path):
         pytest.skip(f"needs {sum(replicas)} GPUs, and there are {GPUS}")
     plan = plan_for(mlp_profile, "timeprest", len(replicas), replicas=replicas)
     check_processes(plan, mlp_target, tmp_path, way, 1e-9, steps=6)
+
+
+@pytest.mark.processes
+@one_gpu
+@pytest.mark.parametrize("way", ["ipc", "gloo", "nccl"])
+@pytest.mark.parametrize("trap", ["exit:0", "SIGKILL:1", "raise:1", "SIGSTOP:1"])
+def test_all_end_soon_when_one_dies(trap, way, mlp_profile, tmp_path, monkeypatch):
+    """Though the others' GPU has messages of it to wait for."""
+    if way == "nccl" and GPUS < 2:
+        pytest.skip(f"needs two GPUs, and there are {GPUS}")
+    monkeypatch.chdir(tmp_path)
+    Path("trap.txt").write_text(f"{trap}:0.1")
+    task = f"{TESTS / 'tasks/failing_tasks.py'}:TrapTask"
+    settings = RunSettings(
+        task=task, steps=40, evaluate=False, timeout_s=4, device="cuda", transport=way
+    )
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=f"stage {trap[-1]}"):
+        run(plan_for(mlp_profile, "timeprest"), settings, tmp_path / "run")
+    assert time.monotonic() - begin < 45
 
 
 @pytest.mark.processes
