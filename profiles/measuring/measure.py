@@ -18,6 +18,7 @@ from ..tasks.hooks import (
     RunLength,
     before_training,
     call_hook,
+    check_reads,
     describe_error,
     stand_in,
     task_scheduler,
@@ -148,6 +149,8 @@ def measure(
             sizes, left_out = _without_ones(target, model, placed, sizes)
         if progress is not None:
             progress("finding the graph", 0, 1)
+        if not platform.computed:
+            _try_reads(target, model, placed[TRACE_SAMPLES], platform)
         traced = trace(
             model,
             target.name,
@@ -228,6 +231,21 @@ def _try(target: Target, call: Callable[[], Any]) -> None:
         raise
     except Exception as failure:  # whatever the user's model raises
         raise _failed(target, failure) from failure
+
+
+def _try_reads(
+    target: Target, model: nn.Module, given: tuple[Call, Any], platform: Platform
+) -> None:
+    """Look whether the loss, or the figures beside it, read what isn't the model's result."""
+    if target.task is None:
+        return
+    figures = getattr(target.task, "metrics", None)
+    with platform.forward_context():
+        check_reads("loss", target.task.loss, model, *given)
+        if figures is not None:
+            model.eval()
+            check_reads("metrics", figures, model, *given)
+            model.train()
 
 
 def _failed(target: Target, failure: Exception, on: str = "its own inputs") -> TargetError:

@@ -9,14 +9,19 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_users
+from ..tracing.call import Call, unchanged
 from ..tracing.pieces import map_tensors
+from ..tracing.random_states import GENERATORS, seed_all, set_own_states, state_of
+from ..tracing.remembered import changes, kept_in, mark, places_of, scope_of
 from .task import Loss, Task, read_figure, read_loss
 
 
@@ -91,6 +96,137 @@ def check_depends(loss: Loss, output: Any) -> None:
             "the task's loss gives a number without a gradient: it must be computed from the "
             "model's output, without .item(), .detach() or no_grad()"
         )
+
+
+# What they read besides what they are given ------------------------------------------------------
+
+_ALIKE = 1e-6
+"""Of a figure, what rounding may do."""
+
+
+def check_reads(
+    name: str, hook: Callable[..., Any], model: nn.Module, call: Call, target: Any
+) -> None:
+    """Refuse a loss, or figures, that read what the model's forward leaves outside its result: a
+    number that a hook keeps, a list of a class. In a pipeline other forwards come between, or none
+    at all where the loss has a process of its own.
+
+    It is asked on one result, after forwards of its own samples and of others; under the modes
+    that the caller has on, with the same random numbers. What it keeps for itself is put back.
+    What fails by itself is passed over: others tell of it.
+
+    Args:
+        call, target: of a micro-batch.
+
+    Raises TargetError naming the hook, and what changed.
+    """
+    try:
+        with unchanged(model):
+            _check_reads(name, hook, model, call, target)
+    except TimeprestError:
+        raise
+    except Exception:  # the user's model
+        return
+
+
+def _check_reads(
+    name: str, hook: Callable[..., Any], model: nn.Module, call: Call, target: Any
+) -> None:
+    own = scope_of(hook)
+    kept = kept_in({"": getattr(hook, "__self__", None), **own}).values()
+    generators = [(g, state_of(g)) for g in own.values() if isinstance(g, GENERATORS)]
+    result: Any = None
+
+    def seed() -> None:
+        torch.manual_seed(0)
+        seed_all(0)
+
+    def asked() -> list[float] | str:
+        seed()
+        try:
+            with torch.set_grad_enabled(model.training):
+                return _figures_in(hook(map_tensors(_as_made, result), target))
+        except Exception as error:  # the user's code
+            return describe_error(error)
+
+    def put_back() -> None:
+        for one in kept:
+            one.put_back()
+        set_own_states(generators)
+
+    def left() -> dict[str, Any]:
+        return {k: mark(v) for k, v in places_of(model, [hook]).items()}
+
+    def after(given: Call) -> tuple[list[float] | str, dict[str, Any]]:
+        nonlocal result
+        put_back()
+        seed()
+        with unchanged(model):
+            with torch.no_grad():
+                made = given.of(model)
+            result, left_by = made if result is None else result, left()
+            return asked(), left_by
+
+    try:
+        # What looks before this one have left in a list is gone then, where the loss clears it.
+        after(call)
+        first, left_by_own = after(call)
+        other, left_by_others = after(call.of_first())
+        put_back()
+        left_by_none, without = left(), asked()
+        if _alike(first, other) and _alike(other, without):
+            return
+        again, _ = after(call)
+        # One that goes by its own numbers gives another each time it is asked.
+        if isinstance(first, str) or not (_alike(first, again) or _alike(other, without)):
+            return
+    finally:
+        put_back()
+    apart = not _alike(first, other)
+    odd, when = (other, "one of other samples") if apart else (without, "none")
+    names = changes(left_by_own, left_by_others if apart else left_by_none)
+    mine = [n for n in names if n in own] or names
+    where = f" ({shorten(', '.join(mine), 100, placeholder=' …')})" if mine else ""
+    here, there = _told(first, odd), _told(odd, first)
+    raise TargetError(
+        f"the task's {name}() reads what the model's forward leaves outside its result{where}: "
+        f"of one result it makes {here} after a forward of its samples, and {there} after {when}. "
+        "In a pipeline other forwards come between, or none does: have forward return it, and "
+        "take it from the output"
+    )
+
+
+def _as_made(tensor: Tensor) -> Tensor:
+    """A result's tensor as a loss gets it, which may change it in place."""
+    found = tensor.detach().clone()
+    return found.requires_grad_().clone() if found.is_floating_point() else found
+
+
+def _figures_in(found: Any) -> list[float]:
+    leaves = tree_leaves(found)
+    numbers = [x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in leaves]
+    return [float(x) for x in numbers if isinstance(x, (int, float))]
+
+
+def _alike(one: list[float] | str, other: list[float] | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return isinstance(one, str) and isinstance(other, str)
+    return len(one) == len(other) and all(map(_close, one, other))
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_ALIKE) or (math.isnan(a) and math.isnan(b))
+
+
+def _told(found: list[float] | str, beside: list[float] | str) -> str:
+    """Of figures, the first that isn't what it is beside."""
+    if isinstance(found, str):
+        return f"nothing ({found})"
+    there = beside if len(beside) == len(found) else []
+    apart = [
+        a for a, b in zip_longest(found, there) if not isinstance(b, float) or not _close(a, b)
+    ]
+    return f"{(apart or [math.nan])[0]:.6g}"
 
 
 def try_loss(task: Task, output: Any, target: Any) -> None:

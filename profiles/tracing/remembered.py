@@ -130,6 +130,11 @@ def mark_of_tensor(tensor: Tensor) -> Any:
         return shape
 
 
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the marks that aren't what they were."""
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+
 def marks(
     attributes: Mapping[str, Any], own: Collection[int] = (), *, gradients: bool = True
 ) -> dict[str, Any]:
@@ -236,6 +241,7 @@ def places_of(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Any]
     for path, module in model.named_modules():
         attributes = {k: v for k, v in vars(module).items() if k not in OF_EVERY_MODULE}
         found |= {f"{path}.{name}".lstrip("."): value for name, value in attributes.items()}
+        functions += filter(inspect.isroutine, attributes.values())
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             functions += hooks.values()
         kinds |= dict.fromkeys(kind for kind in type(module).__mro__ if not _of_library(kind))
@@ -243,12 +249,13 @@ def places_of(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Any]
         found |= _in_class(kind)
         functions += [value for value in vars(kind).values() if inspect.isfunction(value)]
     for function in functions:
-        found |= _in_scope(function)
+        found |= scope_of(function)
     return found
 
 
-def _of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _OF_LIBRARIES
+def _of_library(kind: Any) -> bool:
+    """Whether a class or function is of torch, ours or the like: what those keep is theirs."""
+    return str(getattr(kind, "__module__", None)).partition(".")[0] in _OF_LIBRARIES
 
 
 def _in_class(kind: type) -> dict[str, Any]:
@@ -259,12 +266,14 @@ def _in_class(kind: type) -> dict[str, Any]:
     }
 
 
-def _in_scope(function: Any) -> dict[str, Any]:
-    """What is in the closure and the globals that a function names, and in its own object."""
+def scope_of(function: Any) -> dict[str, Any]:
+    """By name, what is in a function's own object, its closure and the globals that it names."""
     found: dict[str, Any] = {}
     if isinstance(function, partial):
         found = {str(k): value for k, value in enumerate(function.args)} | function.keywords
-        return found | _in_scope(function.func)
+        return found | scope_of(function.func)
+    if _of_library(function if inspect.isroutine(function) else type(function)):
+        return {}
     # Of a method its object; or one of a class that can be called.
     found["self"] = getattr(function, "__self__", function)
     with suppress(TypeError, ValueError):

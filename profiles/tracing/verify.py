@@ -21,7 +21,7 @@ from ..errors import TraceError
 from .call import Call, numbers_unchanged, unchanged
 from .pieces import Built, take_apart
 from .random_states import seed_all
-from .remembered import dense, mark, marks, places_of
+from .remembered import changes, dense, mark, marks, places_of
 
 _WITHIN = 1e-3, 5e-2
 """Of a gradient, what may differ at once: in single and double precision, in half."""
@@ -121,8 +121,7 @@ def run(
         changed = any(not _same(buffers[0].get(name), value) for name, value in before.items())
         after = _numbers(model)
         # One that a class has begins as the module's own when it is first changed.
-        names = {**numbers, **after}
-        counted = tuple(name for name in names if numbers.get(name) != after.get(name))
+        counted = tuple(changes(numbers, after))
         if twice or changed or counted:
             with torch.no_grad():
                 second = _leaves(module, call)
@@ -131,7 +130,7 @@ def run(
 
 
 def _remembers(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    names = changes(before, now)
     kept = f" ({shorten(', '.join(names), 100, placeholder=' …')})" if names else ""
     return (
         f"the forward remembers something from one call to the next{kept}: the same samples give "

@@ -16,7 +16,7 @@ from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceErro
 from ...profiles.files import is_file
 from ...profiles.profile import IMPORTED, VaryingShapes
 from ...profiles.target import TASK_NEEDED, Target, resolve
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.hooks import check_reads, describe_error
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import unchanged
@@ -226,23 +226,23 @@ def trace_for_run(
     model.train()
     left, left_evaluated = _in_other_mode(model), frozenset[str]()
     tell("tracing the model and holding it against the plan")
-    arguments: tuple[str | None, ...] = ()
+    given, wanted = target.call(TRACE_SAMPLES)
 
     def traced(n: int, *, verify: bool = False) -> TracedModel:
-        nonlocal arguments
-        call = at_profiled(target.call(n)[0], made_from.varying)
-        arguments = call.names
+        call = given if n == TRACE_SAMPLES else target.call(n)[0]
         return trace(
             model,
             target.name,
-            call,
+            at_profiled(call, made_from.varying),
             front_end=made_from.front_end,
             granularity=made_from.granularity,
             verify=verify,
         )
 
-    inputs = at_profiled(target.call(TRACE_SAMPLES)[0], made_from.varying)
+    inputs = at_profiled(given, made_from.varying)
     first_forward(model, target.name, inputs, fake=fake)
+    if not fake:
+        check_reads("loss", task.loss, model, given, wanted)
     # Nothing was run for a profile of a device that wasn't there.
     first = traced(TRACE_SAMPLES, verify=not fake)
     found = fingerprint(first)
@@ -259,6 +259,9 @@ def trace_for_run(
     if evaluate:
         model.eval()
         left_evaluated = _in_other_mode(model)
+        figures = getattr(task, "metrics", None)
+        if figures is not None and not fake:
+            check_reads("metrics", figures, model, given, wanted)
         try:
             size = training[min(samples)].only_size or TRACE_SAMPLES
             evaluation = traced(size, verify=not fake)
@@ -285,7 +288,7 @@ def trace_for_run(
         training,
         evaluation,
         fake,
-        arguments,
+        given.names,
         made_from.varying,
         OtherModes(left, left_evaluated),
     )
