@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from .call import Call
-from .fx import functions_called
+from .fx import functions_called, transformers_opened
 from .graph import GraphBody, TracedModel, fetch_attribute, output_node
 from .layers import Home, group
 from .pieces import put_together, take_apart
@@ -55,7 +55,7 @@ def trace_export(
         for t, more in zip(call.tensors, varying, strict=True)
     )
     structures: list[Any] = []
-    with _silent(), functions_called():
+    with _silent(), functions_called(), transformers_opened():
         program = torch.export.export(
             _Flat(model, call, structures),
             (call.tensors,),

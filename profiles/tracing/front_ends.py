@@ -21,7 +21,7 @@ from .call import Call, settle, unchanged
 from .export import trace_export
 from .fx import homes, modules_called, trace_fx
 from .graph import GraphBody, TracedModel, fetch_attribute
-from .layers import LAYER, OP, Home, check_granularity, group, matches
+from .layers import LAYER, OP, Home, check_granularity, group, matches, without_effect
 from .random_states import own_states, same_own_states, same_states, states
 from .shapes import specs_and_result
 from .verify import Seen, compare, run
@@ -178,6 +178,14 @@ def trace(
         if not traced.layers:
             raise TraceError(
                 f"{target}: the traced model has no operation; there is nothing to cut"
+            )
+        for pattern in without_effect(traced.layers, granularity) if verify else ():
+            warnings.warn(
+                f"{target}: --granularity {pattern!r} changes nothing: no module that it matches "
+                "is called by itself (it is inside one that is a layer as a whole, or only its "
+                "weights are used)",
+                TaskWarning,
+                stacklevel=2,
             )
         told = tuple(f"{FRONT_ENDS[failure.name]}: {failure.reason}" for failure in failures)
         return replace(traced, refusals=told)

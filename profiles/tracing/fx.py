@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import TraceError
 from .call import Call
 from .graph import GraphBody, TracedModel, fetch_attribute
-from .layers import Home, group, matches
+from .layers import NETWORKS, Home, group, matches
 from .remembered import summed
 
 
@@ -36,6 +36,7 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole: bool = super().is_leaf_module(m, module_qualified_name)
+        whole = whole and not isinstance(m, NETWORKS)
         return whole or matches(module_qualified_name, self.granularity)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -61,7 +62,7 @@ class _Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         """Trace, knowing what is switched on outside."""
         self.modes = _modes()
-        with functions_called(self._operation):
+        with functions_called(self._operation), transformers_opened():
             return super().trace(root, concrete_args)
 
     def _operation(self, function: type[Function], arguments: Sequence[Any]) -> Any:
@@ -105,6 +106,133 @@ def modules_called() -> Iterator[set[int]]:
     finally:
         _called.remove(called)
         hook.remove()
+
+
+# Transformers of torch.nn: what their forwards do, without looking at shapes and masks. Masks go to
+# the attention as they are, which takes them in all their forms. Hints that one is causal are left
+# out unless given: they say nothing that the mask doesn't.
+
+
+def _transformer(
+    self: nn.Transformer,
+    src: Any,
+    tgt: Any,
+    src_mask: Any = None,
+    tgt_mask: Any = None,
+    memory_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    tgt_key_padding_mask: Any = None,
+    memory_key_padding_mask: Any = None,
+    src_is_causal: bool | None = None,
+    tgt_is_causal: bool | None = None,
+    memory_is_causal: bool = False,
+) -> Any:
+    memory = self.encoder(
+        src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
+    )
+    return self.decoder(
+        tgt,
+        memory,
+        tgt_mask=tgt_mask,
+        memory_mask=memory_mask,
+        tgt_key_padding_mask=tgt_key_padding_mask,
+        memory_key_padding_mask=memory_key_padding_mask,
+        tgt_is_causal=tgt_is_causal,
+        memory_is_causal=memory_is_causal,
+    )
+
+
+def _encoder(
+    self: nn.TransformerEncoder,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: bool | None = None,
+) -> Any:
+    output = src
+    for layer in self.layers:
+        output = layer(
+            output,
+            src_mask=mask,
+            is_causal=bool(is_causal),
+            src_key_padding_mask=src_key_padding_mask,
+        )
+    if src_key_padding_mask is not None and mask is None and _nests(self):
+        # What evaluating in nested tensors leaves of padding.
+        padded = src_key_padding_mask != 0
+        if getattr(self, "mask_check", True):
+            padded = padded & (padded[:, 1:] >= padded[:, :-1]).all()
+        output = output.masked_fill(padded.unsqueeze(-1), 0.0)
+    return output if self.norm is None else self.norm(output)
+
+
+def _nests(encoder: nn.TransformerEncoder) -> bool:
+    """Whether it evaluates mini-batches that are padded at the ends without their padding."""
+    enabled = torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
+    first = encoder.layers[0]
+    return enabled and not first.training and bool(getattr(encoder, "use_nested_tensor", False))
+
+
+def _encoder_layer(
+    self: nn.TransformerEncoderLayer,
+    src: Any,
+    src_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: bool = False,
+) -> Any:
+    masks = (src_mask, src_key_padding_mask)
+    if self.norm_first:
+        x = src + self._sa_block(self.norm1(src), *masks, is_causal=is_causal)
+        return x + self._ff_block(self.norm2(x))
+    x = self.norm1(src + self._sa_block(src, *masks, is_causal=is_causal))
+    return self.norm2(x + self._ff_block(x))
+
+
+def _decoder(
+    self: nn.TransformerDecoder,
+    tgt: Any,
+    memory: Any,
+    tgt_mask: Any = None,
+    memory_mask: Any = None,
+    tgt_key_padding_mask: Any = None,
+    memory_key_padding_mask: Any = None,
+    tgt_is_causal: bool | None = None,
+    memory_is_causal: bool = False,
+) -> Any:
+    output = tgt
+    for layer in self.layers:
+        output = layer(
+            output,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=bool(tgt_is_causal),
+            memory_is_causal=memory_is_causal,
+        )
+    return output if self.norm is None else self.norm(output)
+
+
+_OPENED: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.Transformer: _transformer,
+    nn.TransformerEncoder: _encoder,
+    nn.TransformerEncoderLayer: _encoder_layer,
+    nn.TransformerDecoder: _decoder,
+}
+
+
+@contextmanager
+def transformers_opened() -> Iterator[None]:
+    """While it lasts, have torch's Transformers do what a graph can hold."""
+    before = {kind: kind.forward for kind in _OPENED}
+    try:
+        for kind, forward in _OPENED.items():
+            kind.forward = forward  # type: ignore[method-assign]
+        yield
+    finally:
+        for kind, forward in before.items():
+            kind.forward = forward  # type: ignore[method-assign]
 
 
 def _modes() -> tuple[int, ...]:

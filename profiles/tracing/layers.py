@@ -1,8 +1,8 @@
 """What makes a layer: from a graph of operations to layers under the user's module names.
 
-Granularity "layer": a layer is a leaf module (anything of torch.nn but containers, and any
-module without children) together with the function and method calls that follow it up to the
-next one; the first layer also takes those before it. "op": every operation is a layer. Name
+Granularity "layer": a layer is a leaf module (anything of torch.nn but containers and Transformers,
+and any module without children) together with the function and method calls that follow it up to
+the next one; the first layer also takes those before it. "op": every operation is a layer. Name
 patterns (``h.*``, or several with commas, as in `fnmatch`): a module whose path matches is one
 layer with all that is inside; the rest as for "layer".
 """
@@ -43,9 +43,16 @@ ModuleStack = Callable[[fx.Node], Sequence[Home]]
 """The module calls around an operation, from the model itself to the innermost."""
 
 
+NETWORKS = (
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+"""Modules of torch.nn that are made of layers."""
+
+
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module counts as one operation: torch.nn's own, or one without children."""
-    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict, *NETWORKS)):
         return False
     ours = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
     return ours or not any(True for _ in module.children())
@@ -69,6 +76,18 @@ def check_granularity(model: nn.Module, granularity: str) -> None:
                 f"--granularity {granularity!r}: no module's name matches {pattern.strip()!r}; "
                 f"give layer, op, or patterns of names such as {', '.join(paths[:4])}"
             )
+
+
+def without_effect(layers: Sequence[LayerNodes], granularity: str) -> list[str]:
+    """Name patterns that make no layer: what they match is inside another, or isn't called."""
+    if granularity in (LAYER, OP):
+        return []
+    names = [layer.name.partition("@")[0] for layer in layers]
+    return [
+        pattern
+        for pattern in map(str.strip, granularity.split(","))
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def group(
