@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -180,11 +180,16 @@ class Spans(NamedTuple):
     def times(self, clock: StreamClock) -> OperationTimes:
         """By a clock that has come past all of them."""
 
-        def took(spans: Sequence[tuple[Mark, Mark]]) -> float:
-            return sum(clock.time_s(end) - clock.time_s(begin) for begin, end in spans)
+        at = clock.time_s
 
-        four = map(clock.time_s, self[:4])
-        return OperationTimes(*four, *map(took, self[4:]))
+        def took(spans: Sequence[tuple[Mark, Mark]]) -> float:
+            total = 0.0
+            for begin, end in spans:
+                total += at(end) - at(begin)
+            return total
+
+        begin, start, end, sent, *spans = self
+        return OperationTimes(at(begin), at(start), at(end), at(sent), *map(took, spans))
 
 
 class UnderWay:
@@ -192,38 +197,53 @@ class UnderWay:
 
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
-        self._waiting: deque[tuple[Mark, Callable[[], None]]] = deque()
+        self._waiting: deque[
+            tuple[Mark, Callable[[], None], Callable[[], AbstractContextManager[None]]]
+        ] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, mark: Mark, note: Callable[[], None]) -> None:
+    def add(
+        self,
+        mark: Mark,
+        note: Callable[[], None],
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Call `note` when the device has come past the mark, which is no earlier than those
-        before. Waits where more than `AHEAD` would be under way. Raises what they raise."""
-        self._waiting.append((mark, note))
+        before. Waits where more than `AHEAD` would be under way. Raises what they raise.
+
+        Args:
+            within: what it is called in, where that is later.
+        """
+        if not self._clock.late:
+            note()
+            return
+        self._waiting.append((mark, note, within))
         self.note(AHEAD)
 
     def note(self, most: int = 0) -> None:
         """Note all that is through, and wait until no more than so many are left."""
         while self._waiting:
-            mark, note = self._waiting[0]
+            mark, note, within = self._waiting[0]
             if len(self._waiting) > most:
                 self._clock.wait(mark)
             elif not self._clock.through(mark):
                 return
             self._waiting.popleft()
-            note()
+            try:
+                with within():
+                    note()
+            except BaseException:
+                # What failed first is told.
+                self._waiting.clear()
+                raise
 
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Where something inside fails, what is under way may say why: its error comes first."""
-        try:
-            yield
-        except Exception:
-            end = time.monotonic() + _BLAMED_S
-            # The device itself may be what fails.
-            with suppress(RuntimeError):
-                while self._waiting and time.monotonic() < end:
-                    self.note(len(self._waiting))
-                    time.sleep(1e-3)
-            raise
+    def blame(self) -> None:
+        """Something failed, of which what is under way may be the cause: raise its error if so."""
+        end = time.monotonic() + _BLAMED_S
+        # The device itself may be what fails.
+        with suppress(RuntimeError):
+            while self._waiting and time.monotonic() < end:
+                self.note(len(self._waiting))
+                time.sleep(1e-3)

@@ -57,10 +57,12 @@ class NotFinite:
         weights = f"the weights of mini-batch {mini_batch}'s loss sum up to 0"
         self._found(mini_batch, f"{weights}: nothing counts in it, and it has no mean")
 
-    def check_gradients(self, mini_batch: int, finite: bool) -> None:
-        """Raise RunError where they aren't finite and the policy says so."""
-        if not finite:
+    def check_gradients(self, mini_batch: int, finite: Callable[[], bool]) -> bool:
+        """Whether they are `finite`. Raise RunError where they aren't and the policy says so."""
+        if not finite():
             self._found(mini_batch, f"gradients of mini-batch {mini_batch} aren't finite")
+            return False
+        return True
 
     def _found(self, mini_batch: int, what: str) -> None:
         if self.policy == STOP:

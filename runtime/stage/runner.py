@@ -208,7 +208,7 @@ class StageRunner:
         self.status.begin(self.last_op, self.replica.name)
         if self.log is not None:
             self.log.begin(op)
-        with self._explained(), self.under_way.blamed():
+        with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
                 if self._loss_weights is not None:
@@ -356,15 +356,11 @@ class StageRunner:
         number = self.segment.first + op.mini_batch
         summed = mark()
         gradients = finite_gradients(self.stage.updated)
-        check: Callable[[], None] | None = None
-        finite = True
-        if self.clock.late and not skips:
-            check = lambda: self.not_finite.check_gradients(number, gradients())  # noqa: E731
-        else:
+        check, finite = partial(self.not_finite.check_gradients, number, gradients), True
+        if skips or not self.clock.late:
             # What was noted of operations before is known before.
             self.under_way.note()
-            finite = gradients()
-            self.not_finite.check_gradients(number, finite)
+            finite = check()
         if skips:
             # Summed over replicas, so that all of them decide alike.
             finite = finite and counts and all(map(math.isfinite, losses or ()))
@@ -396,6 +392,7 @@ class StageRunner:
             for b, loss in zip(due, found, strict=True):
                 self._tell_loss(b, loss)
 
+        # Looked at already, what isn't finite is noted once.
         self._handed_in(op, version, None, spans, before=check, after=after)
 
     def _tell_loss(self, mini_batch: int, loss: float) -> None:
@@ -415,7 +412,7 @@ class StageRunner:
         version: int,
         forward_version: int | None,
         spans: Spans,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
         """The device has all of an operation: note it when it is through.
@@ -430,17 +427,16 @@ class StageRunner:
             left, messages = self.stage.held(self.channels.held_bytes), log.end(op)
 
         def note() -> None:
-            with self._explained(text):
-                if before is not None:
-                    before()
-                at = spans.times(self.clock)
-                self.metrics.add(at)
-                if after is not None:
-                    after()
-                if log is not None:
-                    log.write(op, text, Use(version, forward_version, at), messages, held, left)
+            if before is not None:
+                before()
+            at = spans.times(self.clock)
+            self.metrics.add(at)
+            if after is not None:
+                after()
+            if log is not None:
+                log.write(op, text, Use(version, forward_version, at), messages, held, left)
 
-        self.under_way.add(spans.sent, note)
+        self.under_way.add(spans.sent, note, partial(self._explained, text))
 
     # Evaluation ----------------------------------------------------------------------------
 
@@ -574,7 +570,12 @@ class StageRunner:
         `at`: an operation, which has been handed in; None: the one at hand.
         """
         try:
-            yield
+            try:
+                yield
+            except Exception:
+                if at is None:
+                    self.under_way.blame()
+                raise
         except TimeprestError as error:
             if str(error).startswith("stage "):
                 raise

@@ -117,13 +117,13 @@ def test_gradients_are_looked_at_before_they_are_taken():
     none = torch.nn.Parameter(torch.zeros(3))
     # Finite, although the sum of their squares isn't in this type.
     parameter.grad = torch.full((3,), 6e4, dtype=torch.float16)
-    NotFinite("stop").check_gradients(0, finite_gradients([parameter, none])())
+    NotFinite("stop").check_gradients(0, finite_gradients([parameter, none]))
     for bad in (math.nan, math.inf):
         parameter.grad[1] = bad
         with pytest.raises(RunError, match="gradients of mini-batch 7 aren't finite"):
-            NotFinite("stop").check_gradients(7, finite_gradients([none, parameter])())
+            NotFinite("stop").check_gradients(7, finite_gradients([none, parameter]))
         counting = NotFinite("warn")
-        counting.check_gradients(7, finite_gradients([parameter])())
+        counting.check_gradients(7, finite_gradients([parameter]))
         counting.check_loss(7, math.inf)
         counting.check_loss(8, 1.0)
         assert counting.mini_batches == [7]

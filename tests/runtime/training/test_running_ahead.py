@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -76,8 +77,8 @@ def late(monkeypatch):
     counts = []
     add = UnderWay.add
 
-    def counted(self, mark, note):
-        add(self, mark, note)
+    def counted(self, mark, note, within):
+        add(self, mark, note, within)
         counts.append(len(self))
 
     monkeypatch.setattr(Late, "every", [])
@@ -194,6 +195,21 @@ def test_numbers_are_read_once_they_are_through():
     under_way.note()
     assert done == list(range(10))
     assert not under_way
+
+
+def test_of_what_failed_late_the_first_is_told():
+    def fails(what):
+        raise RunError(what)
+
+    clock = Late()
+    clock.through = lambda mark: True
+    under_way = UnderWay(clock)
+    under_way._waiting.extend(
+        (clock.mark(), lambda what=what: fails(what), nullcontext) for what in ("one", "other")
+    )
+    with pytest.raises(RunError, match="one"):
+        under_way.note()
+    under_way.blame()
 
 
 def test_times_between_events_follow_the_hosts_clock(monkeypatch):
