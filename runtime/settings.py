@@ -133,7 +133,8 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """Where to write metrics step by step, besides metrics.jsonl: some of csv, tensorboard and
     wandb, with commas between them (`records.metric_logs`)."""
     dropout: bool = True
-    """False: nothing drops out in training, so that runs can be held against each other."""
+    """False: nothing drops out in training, and samples have the random numbers that are theirs in
+    any stage and micro-batch, so that runs can be held against each other."""
     keep_gradients: bool = False
     """Write the gradients that every update steps with to gradients/."""
 

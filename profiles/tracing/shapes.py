@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -41,14 +41,31 @@ class ValueSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: GraphBody, wanted: set[str]) -> None:
+class _NodeByNode(fx.Interpreter):
+    def __init__(self, module: GraphBody, tell: Callable[[str], None] = lambda node: None) -> None:
         super().__init__(module, graph=graph_of(module))
-        self.wanted = wanted
-        self.made: dict[str, Any] = {}
+        self._tell = tell
 
     def fetch_attr(self, target: str) -> Any:
         return fetch_attribute(self.module, target)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._tell(n.name)
+        return super().run_node(n)
+
+
+def run_node_by_node(
+    traced: TracedModel, inputs: Sequence[Tensor], tell: Callable[[str], None]
+) -> None:
+    """Run a graph; `tell` is told the name of each node before it runs."""
+    _NodeByNode(traced.module, tell).run(*inputs)
+
+
+class _Recorder(_NodeByNode):
+    def __init__(self, module: GraphBody, wanted: set[str]) -> None:
+        super().__init__(module)
+        self.wanted = wanted
+        self.made: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

@@ -16,6 +16,7 @@ from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.pipeline import Pipeline
+from ...profiles.autograd.random_numbers import RandomCalls
 from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
@@ -139,6 +140,8 @@ class Prepared:
         example: gives the model's inputs and the target for some number of samples.
         flops_per_sample: of the model's forward; None: not known, or the settings' `log` doesn't
             ask for it.
+        random: what draws random numbers, where samples are to have the same ones in all stages and
+            micro-batches; None: it isn't known, or they needn't.
     """
 
     plan: Plan
@@ -153,6 +156,7 @@ class Prepared:
     distribution: Distribution
     example: Callable[[int], tuple[Call, Any]]
     flops_per_sample: float | None = None
+    random: RandomCalls | None = None
 
     @property
     def varies(self) -> bool:
@@ -216,6 +220,11 @@ def prepare(
     hidden = {id(p) for p in hidden_matrices(traced.training[least], model)}
     matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
     groups, sent = laid_on(plan, traced, least)
+    random = None
+    # What is compiled draws where nobody sees it.
+    if not settings.dropout and not settings.compile:
+        with forward_context(autocast):
+            random = traced.random_calls(least, plan.mini_batch, groups)
     tell("cutting the model into stages")
     pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
@@ -264,6 +273,7 @@ def prepare(
         distribution=distribution,
         example=traced.target.call,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
+        random=random,
     )
     updated = [p for _, p in prepared.model.updated_by(len(stages) - 1)]
     check_parameters(loss, dict(model.named_parameters()), updated)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.plan import Plan, ProfileReference
+from ...profiles.autograd.dropout import WithoutDropout
+from ...profiles.autograd.random_numbers import RandomCalls, random_calls
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ...profiles.files import is_file
 from ...profiles.profile import IMPORTED, VaryingShapes
 from ...profiles.target import TASK_NEEDED, Target, resolve
 from ...profiles.tasks.hooks import check_reads, describe_error
+from ...profiles.tasks.loss_parts import own_copy
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
-from ...profiles.tracing.call import unchanged
+from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
-from ...profiles.tracing.shapes import ValueSpec, rewritten_by, specs_and_result
+from ...profiles.tracing.shapes import ValueSpec, rewritten_by, run_node_by_node, specs_and_result
 
 _SMALL_BYTES = 2**28
 
@@ -169,6 +174,46 @@ class TracedTask:
         changes. Call it where `look` was successful."""
         graph = self.training[samples]
         return rewritten_by(graph, self.target.call(samples)[0].tensors, fake=self.fake)
+
+    def random_calls(
+        self, samples: int, mini_batch: int, groups: Sequence[Sequence[int]]
+    ) -> RandomCalls | None:
+        """What draws random numbers in training, dropout left out.
+
+        Args:
+            samples: in a micro-batch.
+            groups: the layers of each stage.
+
+        Returns None where it can't be told which stage draws what.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        graph, sizes = self.training[samples], (samples, mini_batch)
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if self.fake else None
+
+        def inputs(call: Call) -> list[Tensor]:
+            given = at_profiled(call, self.varying).tensors
+            return [t.clone() if mode is None else mode.from_tensor(t) for t in given]
+
+        calls = {n: self.target.call(n) for n in sizes}
+
+        def loss(n: int, result: Any) -> None:
+            with suppress(Exception):  # the user's code
+                own_copy(self.task).loss(result, calls[n][1])
+
+        names = [{node.name for k in group for node in graph.layers[k].nodes} for group in groups]
+        names[-1].update(node.name for node in graph.packing())
+        try:
+            with unchanged(self.model), torch.no_grad(), WithoutDropout(), mode or nullcontext():
+                return random_calls(
+                    lambda n: calls[n][0].of(self.model, inputs(calls[n][0])),
+                    loss,
+                    sizes,
+                    partial(run_node_by_node, graph, inputs(calls[samples][0])),
+                    names,
+                )
+        except Exception:  # the user's model, or an operation without a fake form
+            return None
 
     def flops_per_sample(self, samples: int) -> float | None:
         """Floating-point operations of a forward, of so many samples, for each of them; as

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -18,6 +18,8 @@ from ...planner.costs.memory import MemoryByKind
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import updates_last, whole_sequence
 from ...planner.systems.operations import FORWARD, UPDATE, Op, Schedule
+from ...profiles.autograd.dropout import WithoutDropout
+from ...profiles.autograd.random_numbers import same_numbers
 from ...profiles.errors import FileError, RunError
 from ...profiles.tasks.optimizers import for_use
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
@@ -26,7 +28,7 @@ from ..checkpoint.start import restore_worker, rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..communication.posts import Post, Sequenced, posts
-from ..prepare.data import Segment
+from ..prepare.data import Segment, real_samples
 from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state, used_bytes
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..prepare.prepare import Prepared
@@ -48,7 +50,6 @@ from ..records.run_dir import RunDir
 from ..stage.memory import out_of_memory
 from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
-from .dropout import WithoutDropout
 from .same_data import compare_evaluation, compare_lengths, compare_training
 
 Barrier = Callable[[], None]
@@ -182,6 +183,7 @@ class Course:
         for runner, others in zip(runners, self._beside, strict=True):
             if others:
                 runner.stand_beside(others)
+        self._numbers = same_numbers(self.prepared.random, self.prepared.settings.seed)
         stages = len(self.prepared.plan.stages)
         for runner in runners:
             stream = runner.number + runner.replica.index * stages
@@ -211,7 +213,11 @@ class Course:
     def run(self) -> None:
         """Train all segments and evaluate after each epoch; fewer, where the observer says so."""
         try:
-            with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
+            with ExitStack() as stack:
+                if not self.prepared.settings.dropout:
+                    stack.enter_context(WithoutDropout())
+                if self._numbers is not None:
+                    stack.enter_context(self._numbers)
                 self._run()
         finally:
             for runner in self.runners:
@@ -322,7 +328,8 @@ class Course:
             runner = self.runners[0]
             with self._stream(0):
                 for op in order[runner.number]:
-                    runner.run(op)
+                    for _ in self._steps(runner, op):
+                        pass
         else:
             self._take_turns(order)
         for runner in self.runners:
@@ -372,11 +379,23 @@ class Course:
                 updates = []
             for position, runner in enumerate(self.runners):
                 if runner.number == s:
-                    updates.append((position, runner.steps(op)))
+                    updates.append((position, self._steps(runner, op)))
             if op.kind != UPDATE:
                 self._advance(updates)
                 updates = []
         self._advance(updates)
+
+    def _steps(self, runner: StageRunner, op: Op) -> Iterator[None]:
+        """An operation of a runner, with the same random numbers as everywhere where that is asked
+        for."""
+        segment = runner.segment
+        if self._numbers is not None and segment is not None and op.micro_batch is not None:
+            dealt = runner.share.dealt
+            samples = real_samples(segment, op.mini_batch, op.micro_batch, dealt)
+            if op.kind == FORWARD:
+                at = (segment.first + op.mini_batch,)
+                self._numbers.begin(runner.number, at, samples)
+        yield from runner.steps(op)
 
     def _advance(self, running: Sequence[tuple[int, Iterator[None]]]) -> None:
         """Lead operations to their ends, from pause to pause in turn."""

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...profiles.autograd.dropout import Traits, WithoutDropout
 from ...profiles.autograd.optimizer_step import fuse
+from ...profiles.autograd.random_numbers import same_numbers
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.target import resolve
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Loss, Task, read_loss
+from ...profiles.tracing.random_states import same_states, states
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import DROP, MicroBatchPart, Segment, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
@@ -27,7 +30,6 @@ from ..prepare.samples import Samples
 from ..stage.batch_norm import DeferredBatchNorm
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
 from ..stage.summed_losses import MiniBatchMeans
-from .dropout import Traits, WithoutDropout
 
 
 class PlainTraining:
@@ -37,6 +39,8 @@ class PlainTraining:
         model: the user's own.
         losses: of each mini-batch.
         traits: what the model was seen to do.
+        numbers: gives samples the same random numbers as the run does; None: nothing is drawn, or
+            it isn't known what.
     """
 
     def __init__(
@@ -78,13 +82,14 @@ class PlainTraining:
         )
         if gradients is not None:
             GradientFiles(gradients, self.model, self.optimizer, prepared.model.names)
+        self.numbers = same_numbers(prepared.random, settings.seed)
         self.losses: list[float] = []
         self.traits = Traits()
         self._samples: dict[int, Samples] = {}
 
     def run(self) -> None:
         """Train, without dropout, and look at what the model does."""
-        with WithoutDropout(self.traits):
+        with WithoutDropout(self.traits), self.numbers or nullcontext():
             self.train()
 
     def train(self, after: Callable[[Segment, int, float], None] | None = None) -> None:
@@ -150,9 +155,9 @@ class PlainTraining:
         through it at once, padding left out. Nothing is trained."""
         found = []
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.numbers or nullcontext():
                 for positions, part in self.parts(segment, b):
-                    output, target = self._forward(segment, positions, part)
+                    output, target = self._forward(segment, b, positions, part)
                     found += [(output, target, part.real)] if part.real else []
         finally:
             self._close()
@@ -167,13 +172,14 @@ class PlainTraining:
                 else nullcontext()
             )
             with statistics:
-                output, target = self._forward(segment, positions, part)
+                output, target = self._forward(segment, b, positions, part)
             if not part.real:
                 continue
             with forward_context(self.prepared.model.autocast, self._device.type):
-                before = random_state(self._device)
+                before, others = random_state(self._device), states()
                 loss = read_loss(self.task.loss(output, target))
                 self.traits.loss_draws |= not torch.equal(before, random_state(self._device))
+                self.traits.loss_hides |= not same_states((others[0], *states()[1:]), others)
             yield part.share, loss
 
     def parts(self, segment: Segment, b: int) -> Iterator[tuple[range, MicroBatchPart]]:
@@ -187,9 +193,13 @@ class PlainTraining:
             part = part_of(segment, b, i, self.prepared.plan.micro_batch)
             yield real_samples(segment, b, i), part
 
-    def _forward(self, segment: Segment, positions: range, part: MicroBatchPart) -> tuple[Any, Any]:
+    def _forward(
+        self, segment: Segment, b: int, positions: range, part: MicroBatchPart
+    ) -> tuple[Any, Any]:
         """The model's result of these samples, and the target."""
         inputs, target = self._take(segment, positions, part.size)
+        if self.numbers is not None:
+            self.numbers.begin(None, (segment.first + b,), positions)
         with forward_context(self.prepared.model.autocast, self._device.type):
             before = random_state(self._device)
             output = self._call.of(self.model, inputs)

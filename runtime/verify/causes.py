@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...profiles.autograd.dropout import HeldStatistics, WithoutDropout
 from ...profiles.errors import TimeprestError
 from ...profiles.tasks.loss_parts import (
     RandomLossError,
@@ -27,7 +28,6 @@ from ...profiles.tasks.loss_parts import (
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.pieces import take_apart
 from ..prepare.prepare import Prepared
-from ..training.dropout import HeldStatistics, WithoutDropout
 from ..training.plain import PlainTraining
 
 _UNKNOWN = (

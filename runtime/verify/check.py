@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...planner.plan import Plan
+from ...profiles.autograd.dropout import HeldStatistics
 from ...profiles.errors import UserError
 from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tasks.optimizers import for_use
@@ -25,7 +26,6 @@ from ..records.progress import Observer, read_losses
 from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
-from ..training.dropout import HeldStatistics
 from ..training.plain import PlainTraining
 from .causes import why_not_whole
 from .compare import TOLERANCES, Difference, TrainingResults, compare, weight_spread
@@ -50,14 +50,19 @@ _STATISTICS = (
     "running statistics of batch norms come from replica 0's samples alone where a stage has "
     "several, and aren't compared there"
 )
+_SAME_NUMBERS = (
+    "{who} random numbers besides dropout's: both sides have the same, by sample and by the call "
+    "that draws them; a run draws others in each stage"
+)
 _DRAWS = (
-    "the model draws random numbers that aren't dropout's, each stage its own: differences can "
-    "come from that"
+    "the model draws random numbers besides dropout's, each stage its own, and they can't be made "
+    "the same{why}: differences can come from that"
 )
 _LOSS_DRAWS = (
-    "the task's loss draws random numbers, others for each micro-batch and in one process: "
+    "the task's loss draws random numbers{why}, others for each micro-batch and in one process: "
     "differences can come from that"
 )
+_HIDDEN = " by NumPy's or Python's own generators"
 
 
 class Against(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,8 +177,7 @@ def _against_plain(
     whole.run()
     traits = whole.traits
     notes = [_DROPOUT] if traits.drops else []
-    notes += [_DRAWS] if traits.draws else []
-    notes += [_LOSS_DRAWS] if traits.loss_draws else []
+    notes += _random_numbers(whole, prepared)
     if traits.mixes and any(len(stage.devices) > 1 for stage in plan.stages):
         notes.append(_STATISTICS)
         found = _without_statistics(found, prepared)
@@ -201,6 +205,18 @@ def _against_plain(
     if against[-1].same and not all(one.same for one in against[:-1] if one.counts):
         notes += why_not_whole(prepared, tolerance)
     return against, notes
+
+
+def _random_numbers(plain: PlainTraining, prepared: Prepared) -> list[str]:
+    """Notes on what is drawn at random."""
+    traits, numbers = plain.traits, plain.numbers
+    notes = [_LOSS_DRAWS.format(why=_HIDDEN)] if traits.loss_hides else []
+    if numbers is not None and not numbers.beyond:
+        who = "the model draws" if numbers.calls.in_forward else "the task's loss draws"
+        return [_SAME_NUMBERS.format(who=who), *notes]
+    why = " (--compile)" if prepared.settings.compile else ""
+    notes += [_DRAWS.format(why=why)] if traits.draws else []
+    return notes + ([_LOSS_DRAWS.format(why=why)] if traits.loss_draws else [])
 
 
 def _held(prepared: Prepared, folder: Path, tolerance: float) -> Against:

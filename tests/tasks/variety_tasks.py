@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from mlp_task import WIDTHS, MLPTask
 from torch import nn
@@ -684,3 +685,145 @@ class ScaledTask(WrappedTask):
     """The same with a parameter beside it."""
 
     wrapper = Scaled
+
+
+# Random numbers of the model's own: they go by samples where runs are held against each other -----
+
+
+def drop_path(x, keep):
+    """As in timm."""
+    return x * x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(keep) / keep
+
+
+class Path(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(x)))
+        return x + (drop_path(y, 0.5) if self.training else y)
+
+
+class Paths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Path(), Path(), Path()), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+class DropPath(_Task):
+    def model(self):
+        return Paths().double()
+
+    def data(self, split):
+        x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)).double()
+        return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Encoder(nn.Module):
+    """A VAE's: mean, spread and a number of noise for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.mean, self.spread = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.back, self.out = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        mean, spread = self.mean(h), self.spread(h)
+        z = mean + torch.exp(0.5 * spread) * torch.randn_like(spread)
+        return self.out(torch.tanh(self.back(z))), mean, spread
+
+
+class VAE(DropPath):
+    def model(self):
+        return Encoder().double()
+
+    def data(self, split):
+        x = super().data(split).tensors[0]
+        return TensorDataset(x, x)
+
+    def loss(self, output, target):
+        x, mean, spread = output
+        apart = (1 + spread - mean.square() - spread.exp()).sum(1).mean()
+        return (x - target).square().mean() - 0.01 * apart
+
+
+class Denoiser(nn.Module):
+    """A diffusion's step: a time for each sample, noise, and a guess at it."""
+
+    def __init__(self):
+        super().__init__()
+        self.times, self.first = nn.Embedding(10, 6), nn.Linear(6, 16)
+        self.middle, self.last = nn.Linear(16, 16), nn.Linear(16, 6)
+
+    def forward(self, x):
+        t = torch.randint(0, 10, (x.shape[0],), device=x.device)
+        noise = torch.randn(x.shape[0], 6, dtype=x.dtype)
+        kept = (t.to(x.dtype) / 10).unsqueeze(1)
+        x = self.times(t) + kept * x + (1 - kept) * noise
+        guess = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        return guess, noise
+
+
+class Diffusion(VAE):
+    def model(self):
+        return Denoiser().double()
+
+    def loss(self, output, target):
+        guess, noise = output
+        return (guess - noise).square().mean()
+
+
+class Wide(nn.Module):
+    """Numbers in other places: one for all samples, several of each, not in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x * (0.5 + torch.rand(1, dtype=x.dtype)))
+        x = x.view(-1, 4)
+        x = self.middle(torch.tanh((x + 0.1 * torch.rand_like(x)).view(-1, 8)))
+        x = x.t() + 0.1 * torch.normal(torch.zeros_like(x.t()), 1.0)
+        gate = functional.gumbel_softmax(x.t(), tau=2.0)
+        return self.last(gate * torch.bernoulli(torch.sigmoid(x.t())))
+
+
+class Everywhere(DropPath):
+    def model(self):
+        return Wide().double()
+
+
+class PathAgain(Path):
+    """Computed again by the model itself."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Checkpointed(DropPath):
+    def model(self):
+        model = Paths()
+        model.blocks[1] = PathAgain()
+        return model.double()
+
+
+class NoisyLoss(DropPath):
+    """And once more beside the model's."""
+
+    def loss(self, output, target):
+        return functional.cross_entropy(output + 0.1 * torch.randn_like(output), target)
+
+
+class HiddenLoss(DropPath):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def loss(self, output, target):
+        noise = torch.from_numpy(np.random.standard_normal(tuple(output.shape)))
+        return functional.cross_entropy(output + noise, target)

@@ -59,7 +59,6 @@ def test_batch_norms_alone_are_no_other_training():
         ("Counting", "loss can't be taken apart: .* may return .sum, weight. instead"),
         ("Balanced", "'balance' of the model's result has nothing of each sample"),
         ("Centered", "the forward, ahead of 'score' .Linear., mixes the samples of a batch"),
-        ("Noisy", "loss draws random numbers"),
     ],
 )
 def test_what_takes_samples_together_differs_and_is_named(name, why):

@@ -31,6 +31,7 @@ class Traits:
         mixes: a layer mixes the samples of a micro-batch (batch norm).
         draws: it draws random numbers besides dropout.
         loss_draws: the loss does.
+        loss_hides: it draws by NumPy's or Python's own generators.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Traits:
         self.mixes = False
         self.draws = False
         self.loss_draws = False
+        self.loss_hides = False
 
 
 class WithoutDropout(TorchFunctionMode):
