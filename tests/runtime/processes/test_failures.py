@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.chaos import left_behind
 from timeprest.profiles.errors import FileError, RunError, UserError
 from timeprest.profiles.files import write_file
-from timeprest.runtime.communication.shared_memory import _memory
+from timeprest.runtime.communication.shared_memory import HostMemory
 from timeprest.runtime.processes.launcher import _signals
 from timeprest.runtime.processes.locks import alone
 from timeprest.runtime.records.growing_file import GrowingFile
@@ -117,7 +118,7 @@ def test_without_room_for_shared_memory_it_names_another_way(monkeypatch):
 
     monkeypatch.setattr(os, "ftruncate", refuse)
     with pytest.raises(RunError, match=r"stage 1: 64.0 KiB of shared .* too large .*gloo takes no"):
-        _memory("stage 1", 1 << 16)
+        HostMemory("stage 1").offer(None, [SimpleNamespace(end=1 << 16)])
 
 
 @pytest.mark.processes
