@@ -291,7 +291,7 @@ def _measure(
             return profile
         from ..runtime.calibration.overhead import with_processes
 
-        bar("processes at once", 0, 1)
+        bar("processes at once", 0, 0)
         return with_processes(
             profile,
             found,

@@ -71,12 +71,14 @@ class Bar:
         now = time.monotonic()
         with self._lock:
             self._phase = None
-        if self.quiet or now - self._shown_at < _REFRESH_S:
+        over = self._first is not None and not total  # what was estimated is
+        if self.quiet or (now - self._shown_at < _REFRESH_S and not over):
             return
         self._shown_at = now
-        # What came before the first step, such as start-up, says nothing about the others.
-        self._first = self._first or (now, done)
-        since, before = self._first
+        # What came before the first step, such as start-up, says nothing about the others, and
+        # neither does what has no end that is known.
+        self._first = (self._first or (now, done)) if total else None
+        since, before = self._first or (now, done)
         left = time_left(now - since, done - before, total - before)
         if self.shown:
             self._progress.update(

@@ -60,7 +60,8 @@ def worst_error(layers: Sequence[Sequence[float]]) -> float:
 # The bench --------------------------------------------------------------------------------------
 
 Progress = Callable[[str, float, float], None]
-"""Called with what is at hand, how much is done and how much there is in all."""
+"""Called with what is at hand, and how many seconds are over of how many in all; 0 of 0 where that
+isn't known."""
 
 _LONG_ROUND_S = 2.0
 """Of rounds that take longer, fewer are made."""
@@ -93,6 +94,7 @@ class Bench:
         self.names = [layer.name for layer in self.traced.layers]
         self.reserved: Reserved | None = None
         self._turn = False
+        self._begin_and_end: tuple[float, float] | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -109,18 +111,23 @@ class Bench:
             if not self.platform.computed:
                 self._time(clock, seconds, error)
                 self._forget_gradients()
+                self._tell("memory of a step")
                 largest = self.cases[-1]
                 self.reserved = self.platform.reserved(lambda: self._time_whole(largest, clock))
                 self._forget_gradients()
                 return
             # Computed times are the same every time.
-            self._round(clock, keep=True, done=0.0)
+            self._round(clock, keep=True)
             for case in self.cases:
-                self._time_halves(case, clock, 0.0)
+                self._time_halves(case, clock)
 
-    def _tell(self, what: str, done: float, total: float) -> None:
-        if self.progress is not None:
-            self.progress(what, done, total)
+    def _tell(self, what: str) -> None:
+        if self.progress is None:
+            return
+        now = time.perf_counter()
+        begin, end = self._begin_and_end or (now, now)
+        # Of a round that takes longer than those before nothing is known.
+        self.progress(what, *((now - begin, end - begin) if now < end else (0, 0)))
 
     def _step(self, case: MicroBatchCase) -> PiecewiseStep:
         return PiecewiseStep(
@@ -172,24 +179,28 @@ class Bench:
 
     def _time(self, clock: Clock, seconds: float, error: float) -> None:
         begin = time.perf_counter()
-        self._round(clock, keep=False, done=0.0)
+        self._round(clock, keep=False)
         long = time.perf_counter() - begin > _LONG_ROUND_S
         if seconds and not long:
-            self._round(clock, keep=False, done=0.0)
+            self._round(clock, keep=False)
+        warm = time.perf_counter()
         least = _MIN_LONG_ROUNDS if long else _MIN_ROUNDS
         if not seconds:
             # Whoever gives no time wants the bytes.
             least = _MIN_HASTY_ROUNDS
         for k in range(_MAX_ROUNDS):
-            elapsed = time.perf_counter() - begin
-            if k >= least and (elapsed > seconds or self.worst_error() <= error):
+            now = time.perf_counter()
+            if k >= least and (now - begin > seconds or self.worst_error() <= error):
                 break
-            share = max(elapsed / seconds if seconds else 0.0, k / _MAX_ROUNDS)
-            self._round(clock, keep=True, done=min(share, 1.0))
+            # The seconds may be over long before there are enough rounds.
+            round_s = (now - warm) / k if k else warm - begin
+            self._begin_and_end = begin, max(begin + seconds, now + round_s * max(least - k, 1))
+            self._round(clock, keep=True)
             if k % 2 == 0:
                 # The backward in two parts needs less certainty: not in every round.
                 for case in self.cases:
-                    self._time_halves(case, clock, min(share, 1.0))
+                    self._time_halves(case, clock)
+        self._begin_and_end = None
 
     def worst_error(self) -> float:
         """Largest relative error of a heavy layer at any size, of the rounds so far."""
@@ -202,12 +213,12 @@ class Bench:
             found = max(found, worst_error(list(zip(*pairs, strict=True))))
         return found
 
-    def _round(self, clock: Clock, *, keep: bool, done: float) -> None:
+    def _round(self, clock: Clock, *, keep: bool) -> None:
         """All sizes once, so that what slows the machine for a while hits all alike."""
         # By turns the one first and the other, so that neither always finds caches warmer.
         self._turn = not self._turn
         for case in self.cases:
-            probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done)
+            probe = _TimeProbe(self, clock, f"micro-batch size {case.size}")
             for layers in (self._turn, not self._turn):
                 self._begin(case)
                 if layers:
@@ -222,11 +233,11 @@ class Bench:
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
 
-    def _time_halves(self, case: MicroBatchCase, clock: Clock, done: float) -> None:
+    def _time_halves(self, case: MicroBatchCase, clock: Clock) -> None:
         """Time each layer's backward in two parts: to its inputs, and later to its weights; and
         count what it keeps between them."""
         self._begin(case)
-        probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done, partly=True)
+        probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", partly=True)
         halves = self._first_halves(case, probe)
         case.input_s.append(probe.input_seconds())
         case.postponed = [0] * len(self.parts)
@@ -268,7 +279,7 @@ class _WorkspaceProbe:
         self.base = 0
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        self.bench._tell(f"{self.say}, {self.bench.parts[k]}", 0, 1)
+        self.bench._tell(f"{self.say}, {self.bench.parts[k]}")
         self.meter.reset_peak()
         self.base = self.meter.live - sum(storage_bytes(t) for t in arriving)
 
@@ -281,11 +292,9 @@ class _WorkspaceProbe:
 class _TimeProbe:
     """Takes a mark before and after everything. `partly`: no empty pieces are called."""
 
-    def __init__(
-        self, bench: Bench, clock: Clock, say: str, done: float, *, partly: bool = False
-    ) -> None:
+    def __init__(self, bench: Bench, clock: Clock, say: str, *, partly: bool = False) -> None:
         self.partly = partly
-        self.clock, self.say, self.done, self.bench = clock, say, done, bench
+        self.clock, self.say, self.bench = clock, say, bench
         self.parts = bench.parts
         self.marks: dict[tuple[int, Phase], list[Any]] = {}
         # Between layers, where caches are as warm as they are for the layers' own calls.
@@ -293,7 +302,7 @@ class _TimeProbe:
         self.empty_marks: dict[Phase, list[tuple[Any, Any]]] = {"F": [], "B": []}
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        self.bench._tell(f"{self.say}, {self.parts[k]}", self.done, 1)
+        self.bench._tell(f"{self.say}, {self.parts[k]}")
         self.marks[k, phase] = [self.clock.mark()]
 
     def after(self, k: int, phase: Phase) -> None:

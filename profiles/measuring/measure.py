@@ -148,7 +148,7 @@ def measure(
         if asked is None and len(sizes) > 1 and sizes[0] == 1:
             sizes, left_out = _without_ones(target, model, placed, sizes)
         if progress is not None:
-            progress("finding the graph", 0, 1)
+            progress("finding the graph", 0, 0)
         if not platform.computed:
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
         traced = trace(
@@ -180,6 +180,8 @@ def measure(
             loading_s = _loading_s(bench, call)
             by_values = set[tuple[int, ...]]()
             if not platform.computed:
+                if progress is not None:
+                    progress("shapes that depend on values", 0, 0)
                 # Of a few samples hardly all have the same value.
                 case = next((case for case in cases if case.size >= _FEW), cases[-1])
                 by_values = bound_by_values(case.traced, case.inputs)
@@ -341,7 +343,7 @@ def _loading_s(bench: Bench, call: Call) -> float | None:
     if task is None or bench.platform.computed:
         return None
     if bench.progress is not None:
-        bench.progress("loading samples", 0, 1)
+        bench.progress("loading samples", 0, 0)
     given = call_hook("data('train')", task.data, "train")
     return loading_s_per_sample(given, bench.batch_size, call.names)
 

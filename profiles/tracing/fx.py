@@ -228,11 +228,11 @@ def transformers_opened() -> Iterator[None]:
     before = {kind: kind.forward for kind in _OPENED}
     try:
         for kind, forward in _OPENED.items():
-            kind.forward = forward  # type: ignore[method-assign]
+            kind.forward = forward
         yield
     finally:
         for kind, forward in before.items():
-            kind.forward = forward  # type: ignore[method-assign]
+            kind.forward = forward
 
 
 def _modes() -> tuple[int, ...]:

@@ -179,6 +179,26 @@ def test_the_time_left_is_of_the_steps_since_the_last_phase(clock, monkeypatch):
     assert "epoch 1 (68 s, 53 s left)" in sys.stderr.getvalue()
 
 
+def test_nothing_is_said_to_be_left_where_no_end_is_known(clock, monkeypatch):
+    """Neither of what has none, nor does it count for what has one."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Bar("profiling", quiet=False) as bar:
+        for _ in range(40):
+            bar("finding the graph", 0, 0)
+            clock.now += 1
+        for k in range(60):
+            bar("timing", k, 60)
+            clock.now += 1
+        for _ in range(200):
+            bar("memory", 0, 0)
+            clock.now += 1
+    lines = sys.stderr.getvalue().splitlines()
+    assert lines[0].endswith(": profiling: finding the graph (30 s)")
+    assert lines[1].endswith(": profiling: timing (45 s, 55 s left)")
+    assert [line for line in lines if "memory" in line]
+    assert not [line for line in lines if "memory" in line and "left" in line]
+
+
 def test_samples_per_second_are_of_the_last_seconds():
     rate = Rate(16)
     assert rate(1, 0.0) is None
