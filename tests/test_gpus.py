@@ -304,7 +304,7 @@ def test_what_a_process_takes_besides_tensors_is_profiled():
     profile = measure(
         resolve("digits"),
         batch_size=64,
-        micro_batch_sizes=[64],
+        micro_batch_sizes=[2, 64],
         seconds=0,
         platform=platform_of("cuda"),
     )

@@ -9,6 +9,7 @@ leisure, beside a process that leaves no more than that free.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,9 +23,10 @@ from timeprest.profiles.profile import Profile
 
 from .tasks import ALL_RACES, target_of
 
+GIB = 1 << 30
 STEPS = 16
-TIGHT = 0.75
-"""Of what a plan takes at leisure, what one that has to fit gets."""
+TIGHT, FLUSHED = 0.6, "pipedream-flush"
+"""What a plan that has to fit gets, of what it takes at leisure; in a system that can save some."""
 
 
 def used_bytes() -> int:
@@ -61,11 +63,15 @@ class Peak:
         return self.most - self.before
 
 
-def trained(plan: Plan, folder: Path) -> int:
-    """Train a little. Returns the peak."""
+def trained(plan: Plan, folder: Path) -> tuple[int, int]:
+    """Train a little. Returns the peak, and what tensors had of it."""
+    shutil.rmtree(folder, ignore_errors=True)
     with Peak() as peak:
-        timeprest.run(plan, folder, steps=STEPS, evaluate=False, checkpoint_every=0, device="cuda")
-    return peak.bytes
+        done = timeprest.run(
+            plan, folder, steps=STEPS, evaluate=False, checkpoint_every=0, device="cuda"
+        )
+    assert done.summary is not None
+    return peak.bytes, sum(int(stage.device_peak_bytes or 0) for stage in done.summary.stages)
 
 
 def compare(model: str, folder: Path) -> None:
@@ -76,11 +82,15 @@ def compare(model: str, folder: Path) -> None:
         plan = timeprest.plan(
             profile, devices=stages, stages=stages, variant="timeprest", replicas=False
         )
-        seen = trained(plan, folder / f"{model}-{stages}")
+        seen, of_tensors = trained(plan, folder / f"{model}-{stages}")
         planned = sum(stage.memory_bytes for stage in plan.predicted.stages)
+        accounted = sum(stage.accounted_memory.total for stage in plan.predicted.stages)
+        besides = (profile.reserved_bytes or 0, profile.reserved_share or 0.0)
         print(
-            f"{model}, {stages} stage(s): planned {planned / 2**30:.2f} GiB, seen "
-            f"{seen / 2**30:.2f} GiB, {seen / planned:.3f} of it",
+            f"{model}, {stages} stage(s): planned {planned / GIB:.2f} GiB ({accounted / GIB:.2f} "
+            f"in a run's account), seen {seen / GIB:.2f} GiB ({of_tensors / GIB:.2f} of tensors): "
+            f"planned {planned / seen:.3f} of it; besides {besides[0] / GIB:.2f} GiB and "
+            f"{besides[1]:.3f}",
             flush=True,
         )
     fill(model, profile, folder)
@@ -88,10 +98,10 @@ def compare(model: str, folder: Path) -> None:
 
 def fill(model: str, profile: Profile, folder: Path) -> None:
     """Train by a plan that fills what is free."""
-    whole = timeprest.plan(profile, devices=1, variant="timeprest", replicas=False)
+    whole = timeprest.plan(profile, devices=1, variant=FLUSHED, micro_batches=1, replicas=False)
     limit = round(TIGHT * whole.predicted.stages[0].memory_bytes)
     plan = timeprest.plan(
-        profile, devices=1, variant="timeprest", replicas=False, memory=limit, recompute="auto"
+        profile, devices=1, variant=FLUSHED, replicas=False, memory=limit, recompute="auto"
     )
     planned = plan.predicted.stages[0].memory_bytes
     blocker = subprocess.Popen(
@@ -101,16 +111,16 @@ def fill(model: str, profile: Profile, folder: Path) -> None:
         assert blocker.stdout is not None
         free = int(blocker.stdout.readline())
         try:
-            trained(plan, folder / f"{model}-tight")
-            how = "trains"
+            seen, _ = trained(plan, folder / f"{model}-tight")
+            how = f"trains, and takes {seen / limit:.3f} of it"
         except TimeprestError as error:
             how = f"fails: {str(error)[:200]}"
     finally:
         blocker.kill()
         blocker.wait()
     print(
-        f"{model}, filled: limit {limit / 2**30:.2f} GiB, planned {planned / limit:.3f} of it, "
-        f"{free / 2**30:.2f} GiB free: {how}",
+        f"{model}, filled: limit {limit / GIB:.2f} GiB, planned {planned / limit:.3f} of it, "
+        f"{free / GIB:.2f} GiB free: {how}",
         flush=True,
     )
 
