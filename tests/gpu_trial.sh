@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # All that a GPU can show, on a bare machine with one card and no package registry, in under 8 minutes:
 #
-#     tests/gpu_trial.sh FOLDER [PHASES]
+#     tests/gpu_trial.sh FOLDER [PHASES [MODELS]]
 #
 # FOLDER has what the machine lacks, for its own Python: wheels (msgspec, pulp, highspy, rich, click), and for messages by
 # NCCL between ranks of one card libnccl.pruned.so.xz: the library of nvidia-nccl-cu13 2.30 or later, which is preloaded (of
 # 300 MB the machine code of one architecture is enough). OUT, if set, gets the logs. PHASES: some of
-# "suite links races memory"; all by default. The short table at the end is what docs/gpu.md is made from.
+# "suite links races memory"; all by default. MODELS: to race, some of "gpt_wide vgg16_large resnet50". The short table at the end is what docs/gpu.md is made from.
 set -u
 cd "$(dirname "$0")/.."
 folder=${1:?FOLDER with wheels and libnccl.pruned.so.xz} phases=" ${2:-suite links races memory} "
+models=${3:-gpt_wide vgg16_large resnet50}
 out=${OUT:-$(mktemp -d)} site=$(mktemp -d)
 begun=$SECONDS
 said() { printf '%s\n' "$*" | tee -a "$out/table"; }
@@ -46,7 +47,7 @@ if [[ $phases == *" links "* ]]; then
 fi
 
 if [[ $phases == *" memory "* ]]; then
-    timeout 100 python3 -m timeprest.tests.benchmarks.speed.gpu_memory "$site/memory" > "$out/memory" 2>&1
+    timeout 100 python3 -m timeprest.tests.benchmarks.speed.gpu_memory "$site/memory" gpt_wide > "$out/memory" 2>&1
     code=$?
     said "$(grep GiB "$out/memory" || tail -n 4 "$out/memory")"
     ran memory $code
@@ -61,9 +62,17 @@ race() {
     ran "race $1" $code
 }
 
+plain="one-thread,alone,tdp-1f1b@4"
+contestants() {
+    case $1 in
+        resnet50) echo "$plain,timeprest@1,timeprest@4,pipedream-flush=tdp-1f1b@4" ;;
+        *) echo "$plain,timeprest,timeprest=tdp-1f1b@4,pipedream-flush=tdp-1f1b@4" ;;
+    esac
+}
+
 if [[ $phases == *" races "* ]]; then
-    race gpt_wide "one-thread,alone,tdp-1f1b@4,timeprest,timeprest=tdp-1f1b@4,pipedream-flush=tdp-1f1b@4" 100
-    race vgg16_large "one-thread,alone,tdp-1f1b@4,timeprest,pipedream-flush=tdp-1f1b@4" 60
-    race resnet50 "one-thread,alone,tdp-1f1b@4,timeprest@1,timeprest@4,pipedream-flush=tdp-1f1b@4" 80
+    for model in $models; do
+        race "$model" "$(contestants "$model")" 100
+    done
 fi
 said "$((SECONDS - begun)) s"
