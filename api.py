@@ -107,6 +107,7 @@ def profile(
     from .profiles.measuring.platforms import platform_of
     from .profiles.measuring.process_settings import settings_put_back
     from .profiles.target import parse_input, resolve
+    from .runtime.verify.trial import try_in_pieces
 
     together = None if together is None else whole(together, "together", 2)
     if together is not None and device != "cpu":
@@ -129,6 +130,7 @@ def profile(
             seconds=seconds,
             error=relative_error,
             batches=batches,
+            trial=try_in_pieces,
         )
         if together is None:
             return measured

@@ -268,6 +268,7 @@ def _measure(
         from ..profiles.measuring.measure import measure
         from ..profiles.measuring.platforms import platform_of
         from ..profiles.target import parse_input, resolve
+        from ..runtime.verify.trial import try_in_pieces
 
     # As the stages do: what is measured here is to come true there.
     keep_freed_memory()
@@ -286,6 +287,7 @@ def _measure(
             error=options["relative_error"],
             batches=options["batches"],
             progress=bar,
+            trial=try_in_pieces,
         )
         if options["together"] is None:
             return profile

@@ -263,7 +263,7 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     storages: tuple[Storage, ...]
     tied: tuple[tuple[str, ...], ...]
     """Groups of layers that must each stay on one stage: they share parameters or buffers, or
-    one of them changes in place what the others use."""
+    one of them changes in place what the others use, or has a hook on its gradient."""
     shared: tuple[SharedParameters, ...] = ()
     """Those groups of `tied` that may be split, at the cost of copies."""
     shared_frozen: tuple[SharedParameters, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -287,6 +287,9 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """What torch's allocator has besides, for each byte of tensors at their peak."""
     varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
     """Not there where the inputs of all mini-batches that were looked at have the same shapes."""
+    unversioned: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Parameters that some backward takes as memory has them then, where there are any: only
+    systems that flush train them right."""
     assumptions: tuple[str, ...] = ()
     """What wasn't measured but taken to be so, a sentence each."""
 

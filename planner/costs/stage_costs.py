@@ -12,6 +12,7 @@ import msgspec
 from ...profiles.errors import PlanError
 from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
 from ..systems.variants import Variant
+from ..systems.versions import check_versions
 from .recomputation import KeptStorages
 from .tied_parameters import NOTHING, BytesElsewhere, copied_bytes
 
@@ -342,7 +343,10 @@ def as_run_by(profile: Profile, variant: Variant, update_every: int = 1) -> Prof
     Where no update comes between a forward and its backward, weights needn't be kept out of
     autograd's graphs, and there are no hooks. (Copies in another precision are, even so.) What
     mini-batches cost besides is counted at the update after them, for all since the one before.
+
+    Raises PlanError where the system can't have it.
     """
+    check_versions(profile, variant)
     operation = profile.operation
     if operation is None:
         return profile

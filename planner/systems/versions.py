@@ -10,10 +10,24 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 
-from ...profiles.errors import ScheduleError
+from ...profiles.errors import PlanError, ScheduleError
+from ...profiles.profile import Profile
 from .operations import FORWARD, UPDATE, Op
 from .variants import Variant
+
+
+def check_versions(profile: Profile, variant: Variant) -> None:
+    """Raise PlanError where a backward would take other weights than the system prescribes."""
+    if profile.unversioned and not variant.flushes:
+        names = shorten(", ".join(map(repr, profile.unversioned)), 120, placeholder=" …")
+        raise PlanError(
+            f"profile: a backward of {profile.target} takes {names} as memory has it then, and "
+            f"{variant.name} updates between a forward and its backward: plan with a system that "
+            "flushes (--variant gpipe), or have the backward take what is saved by "
+            "ctx.save_for_backward and profile again"
+        )
 
 
 @dataclass

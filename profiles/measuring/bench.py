@@ -101,10 +101,14 @@ class Bench:
         """Names of what is measured: the layers, and the loss where there is one."""
         return [*self.names, *(["loss"] if self.target.task else [])]
 
-    def run(self, seconds: float, error: float) -> None:
-        """Count bytes; then time in rounds until times are sure, or the seconds are over."""
+    def count(self) -> None:
+        """Count what every layer keeps; what else is measured takes that."""
         for case in self.cases:
             case.saved = count_saved(case, self.model, self.target, self.platform)
+
+    def run(self, seconds: float, error: float) -> None:
+        """Count the other bytes; then time in rounds until times are sure, or the seconds are
+        over."""
         with self.platform.clock() as clock:
             for case in self.cases:
                 self._count_workspace(case)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,17 @@ from ..tasks.hooks import (
 from ..tasks.loading import loading_s_per_sample
 from ..tasks.objects import misspelt_hooks
 from ..tasks.optimizers import task_groups, task_optimizer
-from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
+from ..tasks.samples import comes_in_batches, dataset_size, pick, rows_of, size_of, some_samples
 from ..tasks.task import Task
 from ..tracing.call import Call, settle, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
-from ..tracing.graph import TracedModel, fingerprint, state_of_layer
+from ..tracing.graph import (
+    TracedModel,
+    fingerprint,
+    shared_parameters,
+    state_of_layer,
+    tied_layers,
+)
 from ..tracing.pieces import map_items
 from ..tracing.shapes import bound_by_values
 from ..units import number, shown, whole, words
@@ -45,6 +51,83 @@ RELATIVE_ERROR = 0.05
 SECONDS = 15.0
 _EPOCHS = 5
 _FEW = 4
+
+
+# A training that is tried before anything is measured: it needs weight versions and optimizers of
+# stages, and lives in `runtime/verify` ---------------------------------------------------------
+
+TRIAL_MICRO_BATCHES = 2
+"""Of each of a trial's mini-batches."""
+
+
+@dataclass(frozen=True)
+class TrialCase:
+    """A model and its graph, before it is measured or trained.
+
+    Attributes:
+        name: of the target.
+        model: in training mode; the graph has its parameters and modules.
+        micro_batches: of a mini-batch, each inputs and target.
+        bound: positions of layers that no plan parts.
+        length: of the run that schedulers are told of.
+        overwrites: parameters may be written into between a forward and its backward.
+        cuts: for each of two mini-batches the layers' positions piece by piece; None: drawn ones.
+    """
+
+    name: str
+    task: Task
+    model: nn.Module
+    graph: TracedModel
+    micro_batches: tuple[tuple[Call, Any], ...]
+    bound: Collection[tuple[int, ...]]
+    length: RunLength
+    autocast: torch.dtype | None
+    device: torch.device
+    overwrites: bool = True
+    cuts: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class TrialReport:
+    """What a trial found.
+
+    Attributes:
+        lines: to warn of.
+        unversioned: parameters that a backward takes as memory has them then, by name.
+    """
+
+    lines: tuple[str, ...] = ()
+    unversioned: tuple[str, ...] = ()
+
+
+Trial = Callable[[TrialCase], TrialReport]
+"""Raises TargetError for a model that pieces would train otherwise."""
+
+
+def trial_samples(
+    call: Call, expected: Any, place: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> tuple[tuple[Call, Any], ...]:
+    """A mini-batch in micro-batches, as `TrialCase` has them. Raises TargetError where it can't be
+    cut.
+
+    Args:
+        place: puts a tensor where it is needed.
+    """
+    rows = rows_of(call.tensors, "train")
+    each = rows // TRIAL_MICRO_BATCHES
+
+    def placed(value: Any) -> Any:
+        return place(value) if isinstance(value, Tensor) else map_items(placed, value)
+
+    found = []
+    for i in range(TRIAL_MICRO_BATCHES):
+        part = slice(i * each, (i + 1) * each)
+        tensors = [place(tensor[part].clone()) for tensor in call.tensors]
+        found.append((call.with_tensors(tensors), placed(pick(expected, part, rows))))
+    return tuple(found)
+
+
+# Measuring --------------------------------------------------------------------------------------
 
 
 def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[int, ...]:
@@ -83,6 +166,7 @@ def measure(
     seed: int = 0,
     batches: int | None = None,
     progress: Progress | None = None,
+    trial: Trial | None = None,
 ) -> Profile:
     """Profile a target in train mode.
 
@@ -100,6 +184,7 @@ def measure(
         seed: for the model's initial weights.
         batches: mini-batches to look at, where these may differ in shape: the largest is measured;
             by default those of the first seconds, 32 at most.
+        trial: a training that is tried before anything is measured.
 
     Raises:
         UserError: an argument that can't be.
@@ -147,8 +232,7 @@ def measure(
         left_out: tuple[str, ...] = ()
         if asked is None and len(sizes) > 1 and sizes[0] == 1:
             sizes, left_out = _without_ones(target, model, placed, sizes)
-        if progress is not None:
-            progress("finding the graph", 0, 0)
+        _tell(progress, "finding the graph")
         if not platform.computed:
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
         traced = trace(
@@ -176,15 +260,21 @@ def measure(
                 several = next((size for size in sizes if size > 1), sizes[0])
                 _try_evaluation(bench, target.task, calls[several])
             optimizer = _optimizer(bench)
-            bench.run(seconds, error)
-            loading_s = _loading_s(bench, call)
+            bench.count()
             by_values = set[tuple[int, ...]]()
             if not platform.computed:
-                if progress is not None:
-                    progress("shapes that depend on values", 0, 0)
+                _tell(progress, "shapes that depend on values")
                 # Of a few samples hardly all have the same value.
                 case = next((case for case in cases if case.size >= _FEW), cases[-1])
                 by_values = bound_by_values(case.traced, case.inputs)
+            tried = TrialReport()
+            if trial is not None and target.task is not None and not platform.computed:
+                _tell(progress, "training two mini-batches")
+                tried = trial(_trial_case(bench, call_of, by_values))
+                for line in tried.lines:
+                    _warn(line)
+            bench.run(seconds, error)
+            loading_s = _loading_s(bench, call)
         except UserError:
             raise
         except Exception as failure:  # the user's model and loss run here
@@ -198,8 +288,46 @@ def measure(
             loading_s=loading_s,
             varying=None if looked is None else looked.varying,
             by_values=by_values,
+            unversioned=tried.unversioned,
         )
     return check_profile(profile)
+
+
+def _tell(progress: Progress | None, what: str) -> None:
+    if progress is not None:
+        progress(what, 0, 0)
+
+
+def _trial_case(
+    bench: Bench,
+    call_of: Callable[[int], tuple[Call, Any]],
+    by_values: Collection[tuple[int, ...]],
+) -> TrialCase:
+    """Of as few samples as will do, where the graph takes any number of them."""
+    target, platform = bench.target, bench.platform
+    assert target.task is not None
+    case = bench.cases[0]
+    free = bench.traced.only_size is None and bench.batch_size > _FEW
+    size = _FEW if free else case.size
+    samples = trial_samples(*call_of(size * TRIAL_MICRO_BATCHES), platform.place)
+    shared = shared_parameters(case.traced, case.saved.rewritten)
+    bound = {
+        *case.saved.bound_by_changes(case.crossing, len(bench.names)),
+        *case.saved.bound_by_hooks(case.crossing, len(bench.names)),
+        *by_values,
+        *(g for g in tied_layers(case.traced, case.saved.rewritten) if g not in shared),
+    }
+    return TrialCase(
+        name=target.name,
+        task=target.task,
+        model=bench.model,
+        graph=case.traced,
+        micro_batches=samples,
+        bound=bound,
+        length=_usual_length(bench, target.task),
+        autocast=platform.autocast,
+        device=platform.device,
+    )
 
 
 def _without_ones(
@@ -342,8 +470,7 @@ def _loading_s(bench: Bench, call: Call) -> float | None:
     task = bench.target.task
     if task is None or bench.platform.computed:
         return None
-    if bench.progress is not None:
-        bench.progress("loading samples", 0, 0)
+    _tell(bench.progress, "loading samples")
     given = call_hook("data('train')", task.data, "train")
     return loading_s_per_sample(given, bench.batch_size, call.names)
 

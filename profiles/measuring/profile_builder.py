@@ -45,6 +45,7 @@ def assemble(
     loading_s: float | None = None,
     varying: VaryingShapes | None = None,
     by_values: Iterable[tuple[int, ...]] = (),
+    unversioned: tuple[str, ...] = (),
 ) -> Profile:
     """The profile that a bench's measurements make.
 
@@ -53,9 +54,14 @@ def assemble(
         loading_s: between two samples; None: not known.
         varying: shapes of the mini-batches; None: they are alike.
         by_values: layers that stay together for the shapes between them (`bound_by_values`).
+        unversioned: parameters that backwards take as memory has them.
     """
     traced, first = bench.traced, bench.cases[0]
-    bound = first.saved.bound_by_changes(first.crossing, len(bench.names)) | set(by_values)
+    bound = {
+        *first.saved.bound_by_changes(first.crossing, len(bench.names)),
+        *first.saved.bound_by_hooks(first.crossing, len(bench.names)),
+        *by_values,
+    }
     rewritten = first.saved.rewritten
     shared = shared_parameters(traced, rewritten)
     tied = sorted({*tied_layers(traced, rewritten), *bound})
@@ -98,6 +104,7 @@ def assemble(
         varying=msgspec.UNSET if varying is None else varying,
         reserved_bytes=msgspec.UNSET if reserved is None else reserved.nbytes,
         reserved_share=msgspec.UNSET if reserved is None else round(reserved.share, 4),
+        unversioned=unversioned or msgspec.UNSET,
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
         assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench.names, by_values)),
     )

@@ -47,6 +47,7 @@ class SavedByForward:
         of_state: named storages that are a parameter's or a buffer's.
         tensors: how many each of them saved, parameters too.
         rewritten: storages of frozen parameters that it changed.
+        hooked: (layer, value): the layer puts a hook on the gradient of a value that it takes.
     """
 
     by_layer: tuple[dict[str | int, int], ...]
@@ -56,6 +57,7 @@ class SavedByForward:
     tensors: tuple[int, ...]
     of_state: frozenset[str]
     rewritten: frozenset[int] = frozenset()
+    hooked: tuple[tuple[int, str], ...] = ()
 
     @property
     def total(self) -> int:
@@ -93,6 +95,17 @@ class SavedByForward:
             if self.crossings[name].storage in self.of_state:
                 together |= makers
             groups.add(tuple(sorted(c for c in together if c < layers)))
+        return {group for group in groups if len(group) > 1}
+
+    def bound_by_hooks(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+        """Layers that must stay together because one has a hook on the gradient of a value that
+        others take, too: on another stage than these it would see its own part of it."""
+        takers = {value.node.name: value.consumers for value in crossing}
+        # What goes into the result as it is, the last stage takes.
+        groups = {
+            tuple(sorted({min(k, layers - 1) for k in (layer, *takers[name])}))
+            for layer, name in self.hooked
+        }
         return {group for group in groups if len(group) > 1}
 
 
@@ -152,14 +165,16 @@ def count_saved(
     saved_by: list[dict[int, int]] = []
     tensors: list[int] = []
     in_place: list[tuple[int, str]] = []
+    hooked: list[tuple[int, str]] = []
     with platform.forward_context():
         for k, piece in enumerate(case.pieces):
             with SavedBytes(ignore=state) as saved:
                 entries = {name: env[name] for name in piece.inputs}
-                before = _versions(entries)
+                before, hooks = _versions(entries), _hooks(entries)
                 out = piece.module(*entries.values())
             changed = _versions(entries).items() - before.items()
             in_place += [(k, name) for name, _ in sorted(changed)]
+            hooked += [(k, name) for name, count in _hooks(entries).items() if count > hooks[name]]
             env.update(zip(piece.outputs, out, strict=True))
             saved_by.append(saved.storages)
             tensors.append(saved.tensors)
@@ -175,7 +190,7 @@ def count_saved(
     held = set(map(storage_key, state))
     found = _describe(env, set(names), saved_by, in_place, tensors, held)
     rewritten = frozenset(storage_key(p) for p, mark in frozen if mark_of(p) != mark)
-    return replace(found, rewritten=rewritten)
+    return replace(found, rewritten=rewritten, hooked=tuple(hooked))
 
 
 def _describe(
@@ -224,3 +239,12 @@ def _check_loss(target: Target, loss: Any) -> None:
 def _versions(entries: dict[str, Any]) -> dict[str, int]:
     """How often each tensor has been changed in place."""
     return {name: value._version for name, value in entries.items() if isinstance(value, Tensor)}
+
+
+def _hooks(entries: dict[str, Any]) -> dict[str, int]:
+    """How many hooks there are on the gradient of each tensor."""
+    return {
+        name: len(value._backward_hooks or ())
+        for name, value in entries.items()
+        if isinstance(value, Tensor)
+    }

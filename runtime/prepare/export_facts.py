@@ -78,7 +78,8 @@ def _run(model: nn.Module, call: Call, names: list[str]) -> tuple[Any, dict[str,
     try:
         with unchanged(model), torch.no_grad():
             result = call.of(model)
+            # Put back, too, as whatever hooks keep.
+            return result, dict(calls)
     finally:
         for hook in hooks:
             hook.remove()
-    return result, calls

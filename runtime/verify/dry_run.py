@@ -42,6 +42,7 @@ from ..settings import RunSettings
 from ..stage.delays import check_delays
 from ..stage.optimizer import check_updates, hook_warnings
 from .hooks import try_in_parts, try_training
+from .trial import NOT_TRIED, try_plan
 
 # Whether the workers of a host compute at once, or take turns on its cores ----------------------
 
@@ -179,10 +180,13 @@ def dry_run(
         result, target = check_shapes(prepared)
         if is_small(prepared.plan):
             warnings = try_training(prepared)
+            if rendezvous is None or prepared.workers[rendezvous.rank].tells:
+                warnings += try_plan(prepared)
         else:
             every_stage = range(len(plan.stages))
             only = every_stage if rendezvous is None else prepared.workers[rendezvous.rank].stages
             warnings = try_in_parts(prepared, result, target, only)
+            warnings.append(f"{settings.task}: {NOT_TRIED}: it is too large for a look")
     free = free_bytes(CPU)
 
     def one(rank: int, local_rank: int) -> _PlaceAndHost:
