@@ -34,7 +34,7 @@ from .checkpoint.start import (
     settings_to_resume,
     source,
 )
-from .checkpoint.trial import try_optimizers
+from .checkpoint.trial import try_optimizers, try_state
 from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
@@ -169,7 +169,7 @@ def _run(
         check_logs(where, settings, [replica for worker in here for replica in worker.replicas])
     prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
-    lines = try_optimizers(prepared)
+    lines = [*try_optimizers(prepared), *try_state(prepared)]
     if settings.resumed:
         check_unfinished(prepared, where)
     if settings.start_from is not None and not settings.resume_at:

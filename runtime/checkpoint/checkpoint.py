@@ -271,6 +271,27 @@ def _is_whole(where: RunDir, place: int) -> bool:
 # Writing ------------------------------------------------------------------------------------
 
 
+def contents(
+    runner: StageRunner,
+    random: Tensor,
+    sums: EpochSums,
+    logs: dict[str, int],
+    left_out: Sequence[str] = (),
+) -> dict[str, bytes]:
+    """A worker's files of a checkpoint by their paths in it. Takes and raises as `capture`."""
+    state, tensors = capture(runner.stage, random, sums, logs, left_out)
+    file = runner.replica.file
+    found = {
+        f"state/{file}.json": msgspec.json.encode(state),
+        f"state/{file}.safetensors": tensor_bytes(tensors),
+    }
+    if runner.replica.leads:
+        with for_use(runner.stage.optimizer):
+            weights = tensor_bytes(runner.state(), runner.tied_names())
+        found[f"weights/{file}.safetensors"] = weights
+    return found
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run, in each of its processes."""
 
@@ -348,17 +369,9 @@ class CheckpointWriter:
         left_out = changed(self._attributes, [runner.stage for runner, _, _ in workers])
         for runner, random, sums in workers:
             replica = runner.replica
-            state, tensors = capture(runner.stage, random, sums, self._sizes(replica), left_out)
-            contents = {
-                f"state/{replica.file}.json": msgspec.json.encode(state),
-                f"state/{replica.file}.safetensors": tensor_bytes(tensors),
-            }
-            if replica.leads:
-                with for_use(runner.stage.optimizer):
-                    weights = tensor_bytes(runner.state(), runner.tied_names())
-                contents[f"weights/{replica.file}.safetensors"] = weights
+            found = contents(runner, random, sums, self._sizes(replica), left_out)
             parts = {}
-            for name, content in contents.items():
+            for name, content in found.items():
                 write_bytes(partial / name, content)
                 digest = hashlib.sha256(content).hexdigest()
                 parts[name] = Part(bytes=len(content), sha256=digest)

@@ -16,6 +16,7 @@ from ...profiles.files import check_regular
 from ...profiles.tasks.hooks import scheduler_step
 from ...profiles.tracing.call import mark_of
 from ..prepare.prepare import Prepared
+from ..prepare.tied_parameters import state_of, write
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.operation_log import read_stage_epochs, record_named
@@ -242,7 +243,7 @@ def restore_worker(
 
     Raises FileError for a file that is broken, or of another model.
     """
-    stage, replica = runner.stage, runner.replica
+    replica = runner.replica
     if not settings.resume_at:
         if settings.start_from is not None:
             start_from(runner, Path(settings.start_from))
@@ -250,16 +251,37 @@ def restore_worker(
         return None
     saved = Saved(where.checkpoint(settings.resume_at))
     name = f"weights/stage{replica.stage}.safetensors"
-    weights = saved.tensors(name)
-    give_weights(stage, weights, str(saved.path / name))
-    _give_unused(runner, weights)
-    _remember_frozen(runner)
-    state: WorkerState = saved.worker_state(replica.file)
+    weights, state = saved.tensors(name), saved.worker_state(replica.file)
+    tensors = saved.tensors(f"state/{replica.file}.safetensors")
     try:
-        random = restore(stage, state, saved.tensors(f"state/{replica.file}.safetensors"))
+        random = put_back(runner, weights, state, tensors, str(saved.path / name))
     except (KeyError, ValueError, RuntimeError) as error:
         raise FileError(f"{saved.path}: isn't a state of this {replica.name}: {error}") from error
     return random, state.sums
+
+
+def put_back(
+    runner: StageRunner,
+    written: Mapping[str, Tensor],
+    state: WorkerState,
+    tensors: Mapping[str, Tensor],
+    where: str,
+) -> Tensor:
+    """Give a worker what a checkpoint has of it.
+
+    Args:
+        written: the weights of its stage, as the file has them.
+        where: names that file in messages.
+
+    Returns the state of its random numbers.
+
+    Raises FileError as `give_weights`, KeyError, ValueError or RuntimeError as `restore`.
+    """
+    weights = runner.prepared.model.as_named(written)
+    give_weights(runner.stage, weights, where)
+    _give_unused(runner, weights)
+    _remember_frozen(runner)
+    return restore(runner.stage, state, tensors)
 
 
 def _remember_frozen(runner: StageRunner) -> None:
@@ -281,7 +303,7 @@ def start_from(runner: StageRunner, path: Path) -> None:
     Raises FileError when it isn't one of these, or the weights are another model's.
     """
     stage = runner.stage
-    weights, named, saved = _weights_of(path)
+    weights, named, saved = _weights_of(runner.prepared, path)
     give_weights(stage, weights, named)
     _give_unused(runner, weights)
     if saved is not None and stage.optimizer is not None:
@@ -326,7 +348,7 @@ def source(path: Path, at: int | None = None, option: str = "--from {path}") -> 
 
 
 def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> None:
-    """Write weights under the model's own names into a stage's parameters and buffers.
+    """Write weights by the model's names into a stage's parameters and buffers.
 
     Parameters that another stage of the worker updates are left to that one.
 
@@ -337,7 +359,7 @@ def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> Non
     """
     elsewhere = stage.names_elsewhere
     for mine, found in _matched(stage.module, stage.names, weights, where, elsewhere):
-        mine.copy_(found)
+        write(mine, found)
 
 
 def check_start(prepared: Prepared, path: Path) -> list[str]:
@@ -350,11 +372,11 @@ def check_start(prepared: Prepared, path: Path) -> list[str]:
         Warnings: of weights that the model has no use for, and of what an optimizer kept that
         doesn't go along.
     """
-    weights, named, saved = _weights_of(path)
+    weights, named, saved = _weights_of(prepared, path)
     model = prepared.model
     known = {*model.names, *model.names.values(), *model.unused}
     for piece in model.pieces:
-        known |= piece.module.state_dict().keys()
+        known |= state_of(piece.module).keys()
         _matched(piece.module, model.names, weights, named)
     lines = []
     if left := [name for name in weights if name not in known]:
@@ -368,12 +390,15 @@ def check_start(prepared: Prepared, path: Path) -> list[str]:
     return lines
 
 
-def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
-    """Weights of all stages, their place, and the checkpoint, if they are from one."""
+def _weights_of(prepared: Prepared, path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
+    """Weights of all stages by the model's names, their place, and the checkpoint, if they are from
+    one."""
     saved = source(path)
     if saved is not None:
-        return saved.weights(), str(saved.path), saved
-    return read_tensors(path) if path.is_file() else load_weights(path), str(path), None
+        found, where = saved.weights(), str(saved.path)
+    else:
+        found, where = read_tensors(path) if path.is_file() else load_weights(path), str(path)
+    return prepared.model.as_named(found), where, saved
 
 
 def _matched(
@@ -390,7 +415,7 @@ def _matched(
     """
     known = {names.get(name, name): tensor for name, tensor in weights.items()}
     matched = []
-    for name, mine in module.state_dict().items():
+    for name, mine in state_of(module).items():
         if name in elsewhere:
             continue
         found = weights.get(name, known.get(names.get(name, name)))
@@ -417,7 +442,7 @@ def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
     """The same for what no stage uses, so that it is written again as it was."""
     for name, mine in runner.prepared.model.unused.items():
         if name in weights and weights[name].shape == mine.shape:
-            mine.copy_(weights[name])
+            write(mine, weights[name])
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:

@@ -2,20 +2,125 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
+import msgspec
 import torch
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...profiles.errors import TimeprestError
+from ...profiles.errors import FileError, TargetError, TimeprestError
+from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.optimizers import Named, for_use, is_librarys
-from ..prepare.devices import device_kind
+from ...profiles.tracing.call import unchanged
+from ..prepare.devices import device_kind, random_state
 from ..prepare.prepare import Prepared
-from ..prepare.tied_parameters import treat_alike
+from ..prepare.tied_parameters import expanded, state_of, treat_alike, write
 from ..records.metrics import EpochSums
+from ..records.run_dir import tensor_bytes
 from ..stage.optimizer import make_optimizer, step_optimizer, system_optimizer
+from ..stage.runner import StageRunner
+from .checkpoint import contents
+from .start import put_back
 from .worker_state import WorkerState, give_back, keep
+
+# Files --------------------------------------------------------------------------------------
+
+
+def try_state(prepared: Prepared) -> list[str]:
+    """Write a bit of each tensor of the model's state to a file in memory, read it back and put it
+    where it was; and have the model load its own state_dict, whose names exports have.
+
+    Returns warnings: what exports couldn't be loaded for.
+
+    Raises TargetError for a tensor that isn't the same again.
+    """
+    model = prepared.model.whole
+    if prepared.settings.checkpoint_every != 0:
+        for module in (model, *(piece.module for piece in prepared.model.pieces)):
+            again = state_of(module)
+            for name, tensor in {**dict(module.named_buffers()), **state_of(module)}.items():
+                if isinstance(tensor, Tensor):
+                    _try_tensor(name, tensor, again.get(name, tensor))
+    for name, tensor in state_of(model).items():
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and expanded(tensor):
+            return [
+                f"the model's {name!r} is an expanded tensor, whose numbers share memory: no "
+                "load_state_dict() can write into it, so that what tp-run export writes can't be "
+                "loaded; give it memory of its own (.clone())"
+            ]
+    written = prepared.model.first_written
+    tied = [name for name, first in written.items() if name != first]
+    if tied and written.keys() != prepared.model.names.keys():
+        return [
+            f"the model's {tied[0]!r} is tied, and hooks of its state_dict() change names: what "
+            "tp-run export writes has it under each name, for load_state_dict(); safetensors' "
+            "load_model() wouldn't take it"
+        ]
+    try:
+        with unchanged(model):
+            model.load_state_dict(model.state_dict())
+    except Exception as error:  # the user's model, or torch of it
+        return [
+            "the model's load_state_dict() doesn't take what its own state_dict() gives, and won't "
+            f"take what tp-run export writes: {describe_error(error)}"
+        ]
+    return []
+
+
+def _try_tensor(name: str, tensor: Tensor, again: Tensor) -> None:
+    if tensor.numel() and tensor.layout == torch.strided and tensor.data_ptr() != again.data_ptr():
+        raise TargetError(
+            f"the model's state {name!r} is made anew whenever it is asked for (get_extra_state): "
+            "a run that is resumed couldn't put it back; keep it in a buffer, or train with "
+            "--checkpoint-every 0"
+        )
+    try:
+        bit = tensor.detach()[tuple(slice(0, 2) for _ in tensor.shape)]
+        found = load(tensor_bytes({name: bit}))[name]
+        write(bit, found)
+        same = torch.equal(found.nan_to_num(), bit.cpu().nan_to_num())
+    except Exception as error:  # torch and safetensors have many ways to refuse
+        raise TargetError(
+            f"the model's {name!r} can't be written to a checkpoint and read again: "
+            f"{describe_error(error)}; give it another kind of tensor, or train with "
+            "--checkpoint-every 0"
+        ) from error
+    if not same:
+        raise TargetError(f"the model's {name!r} isn't the same when a checkpoint is read again")
+
+
+def try_checkpoint(runners: Sequence[StageRunner]) -> None:
+    """Write a checkpoint in memory, and give the workers what it has of them.
+
+    Raises TargetError where they aren't in the same state then.
+    """
+    weights: dict[int, dict[str, Tensor]] = {}
+    for runner in sorted(runners, key=lambda each: not each.replica.leads):
+        random, file = random_state(runner.device), runner.replica.file
+        found = contents(runner, random, EpochSums(), {})
+        if runner.replica.leads:
+            weights[runner.number] = load(found[f"weights/{file}.safetensors"])
+        state = msgspec.json.decode(found[f"state/{file}.json"], type=WorkerState)
+        tensors = load(found[f"state/{file}.safetensors"])
+        try:
+            put_back(runner, weights[runner.number], state, tensors, "a checkpoint")
+        except (KeyError, ValueError, RuntimeError, FileError) as error:
+            raise TargetError(
+                f"{runner.replica.name}: a run couldn't go on from its checkpoints: {error}"
+            ) from error
+        again = contents(runner, random, EpochSums(), {})
+        odd = [name for name, content in found.items() if again[name] != content]
+        if odd:
+            raise TargetError(
+                f"{runner.replica.name}: what a run would go on with from its checkpoints isn't "
+                f"what they were written with ({odd[0]})"
+            )
+
+
+# Optimizers ---------------------------------------------------------------------------------
 
 _Tried = tuple[Optimizer, dict[str, nn.Parameter]]
 """An optimizer, and its parameters by name."""

@@ -20,7 +20,7 @@ from ...profiles.tasks.hooks import call_hook
 from ...profiles.tasks.optimizers import has_modes, has_own_state, train_mode
 from ...profiles.tracing.call import mark_of
 from ..prepare.devices import put
-from ..prepare.tied_parameters import model_parameters
+from ..prepare.tied_parameters import model_parameters, write
 from ..records.metrics import EpochSums
 from ..stage.optimizer import Scheduler
 from ..stage.stage import Stage
@@ -234,9 +234,9 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     buffers, frozen = dict(stage.module.named_buffers()), frozen_parameters(stage)
     for name, tensor in tensors.items():
         if name.startswith(_BUFFERS):
-            buffers[name.removeprefix(_BUFFERS)].copy_(tensor)
+            write(buffers[name.removeprefix(_BUFFERS)], tensor)
         elif name.startswith(_FROZEN):
-            frozen[name.removeprefix(_FROZEN)].copy_(tensor)
+            write(frozen[name.removeprefix(_FROZEN)], tensor)
     every = (stage.weights, *(tied.versions for tied in stage.ties.updated))
     for versions in every:
         versions.latest = state.updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -43,10 +43,14 @@ from .tied_parameters import (
     first_names,
     give_copies,
     model_parameters,
+    names_in_state,
+    state_of,
     treat_alike,
 )
 from .tracing import OtherModes, TracedTask, trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class PreparedModel:
         arguments: names of its arguments, each a tensor or a nest of them; None for one that goes
             by position.
         names: for each name of a parameter, the first that the model has for it.
-        parameters: of the whole model, under those first names.
+        saved: for each name of the model's state, the one under which its state_dict has it.
+        whole: the model as the task has built it.
         ties: parameters that several stages use.
         unused: parameters and buffers of the model that no stage uses, under its names.
         matrices: names of the parameters that are matrices of hidden layers (Muon's).
@@ -93,7 +98,8 @@ class PreparedModel:
     inputs: tuple[str, ...]
     arguments: tuple[str | None, ...]
     names: Mapping[str, str]
-    parameters: Mapping[str, nn.Parameter]
+    saved: Mapping[str, str]
+    whole: nn.Module
     ties: Ties
     unused: Mapping[str, Tensor]
     matrices: frozenset[str]
@@ -105,6 +111,25 @@ class PreparedModel:
     def pieces(self) -> tuple[Piece, ...]:
         """Those of all stages, for training."""
         return tuple(stage.piece for stage in self.stages)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the whole model, under the first names that it has for them."""
+        return dict(self.whole.named_parameters())
+
+    @property
+    def first_written(self) -> dict[str, str]:
+        """`names`, by those of its state_dict."""
+        return {self.saved.get(n, n): self.saved.get(f, f) for n, f in self.names.items()}
+
+    def as_written(self, state: Mapping[str, T]) -> dict[str, T]:
+        """What goes by the model's names, by those of its state_dict."""
+        return {self.saved.get(name, name): value for name, value in state.items()}
+
+    def as_named(self, written: Mapping[str, T]) -> dict[str, T]:
+        """The reverse."""
+        names = {other: name for name, other in self.saved.items()}
+        return {names.get(name, name): value for name, value in written.items()}
 
     def owned_elsewhere(self, stage: int) -> frozenset[int]:
         """Ids of parameters that a stage uses and another one of its device owns."""
@@ -231,7 +256,7 @@ def prepare(
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
-    saved = model.state_dict().keys()
+    saved = names_in_state(model)
     for piece in chosen:
         _leave_out_of_state(piece.module, saved)
         _check_state(piece)
@@ -261,7 +286,8 @@ def prepare(
             inputs=tuple(node.name for node in traced.training[least].inputs),
             arguments=traced.arguments,
             names=names,
-            parameters=dict(model.named_parameters()),
+            saved=saved,
+            whole=model,
             ties=ties,
             unused=_unused(model, names, chosen),
             matrices=matrices,
@@ -328,7 +354,7 @@ def _leave_out_of_state(module: nn.Module, saved: Collection[str]) -> None:
 
 def _check_state(piece: Piece) -> None:
     """Raise TargetError where a module has state that checkpoints can't hold."""
-    for name, value in (*piece.module.state_dict().items(), *piece.module.named_buffers()):
+    for name, value in (*state_of(piece.module).items(), *piece.module.named_buffers()):
         if not isinstance(value, Tensor):
             raise TargetError(
                 f"the model's state {name!r} is no tensor but {type(value).__name__} "
@@ -345,10 +371,10 @@ def _check_state(piece: Piece) -> None:
 def _unused(
     model: nn.Module, names: Mapping[str, str], pieces: Sequence[Piece]
 ) -> dict[str, Tensor]:
-    used = {names.get(name, name) for piece in pieces for name in piece.module.state_dict()}
+    used = {names.get(name, name) for piece in pieces for name in state_of(piece.module)}
     return {
         name: tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in state_of(model).items()
         if names.get(name, name) not in used and isinstance(tensor, Tensor)
     }
 

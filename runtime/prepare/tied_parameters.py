@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -287,3 +288,88 @@ def _replace(
             memo |= {id(t): t for t in (*found.parameters(), *found.buffers())}
             leaves[id(found)] = copy.deepcopy(found, memo | dict(moved))
         owner._modules[field] = leaves[id(found)]
+
+
+# Names under which a model's state is written ----------------------------------------------------
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """As its state_dict has it, under its own names: hooks, its modules' own or torch's
+    (checkpoint_wrapper), that give others are left out."""
+    found: dict[str, Any] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        inner._save_to_state_dict(found, f"{path}." if path else "", keep_vars=False)
+    return found
+
+
+def names_in_state(model: nn.Module) -> dict[str, str]:
+    """For each name of a model's state, the one that its state_dict has for it: hooks may change
+    them.
+
+    Raises TargetError where the two don't hold the same tensors: what a run writes couldn't be
+    loaded by load_state_dict.
+    """
+    own, given = state_of(model), model.state_dict()
+    # Tied tensors have several names on either side, in the same sequence.
+    others: dict[object, list[str]] = {}
+    for name in given:
+        if name not in own:
+            others.setdefault(_memory(given[name]), []).append(name)
+    found, odd = {}, []
+    for name, tensor in own.items():
+        left = others.get(_memory(tensor), [])
+        found[name] = name if name in given else left.pop(0) if left else ""
+        made = name.endswith(EXTRA_STATE)
+        if not found[name] or not (made or _memory(given[found[name]]) == _memory(tensor)):
+            odd.append(name)
+    odd += [name for left in others.values() for name in left]
+    if odd:
+        some = shorten(", ".join(odd), 80, placeholder=" …")
+        raise TargetError(
+            f"the model's state_dict() has {some} otherwise than its parameters and buffers are "
+            "(hooks of its own?): what a run writes couldn't be loaded by load_state_dict(); leave "
+            "that out of model()"
+        )
+    return found
+
+
+EXTRA_STATE = "_extra_state"
+"""What the names of those end with that get_extra_state() makes."""
+
+
+def _memory(value: Any) -> object:
+    if not isinstance(value, Tensor):
+        return id(value)
+    strided = value.layout == torch.strided and value.numel()
+    return (value.data_ptr() if strided else 0, value.shape, value.dtype)
+
+
+def same_tensors(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, str]:
+    """Of the names in a state, those that stand for what an earlier one does, and that one.
+
+    Args:
+        names: for each name of a parameter, the first that the model has for it: also of copies on
+            several stages.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    found = {}
+    for name, tensor in state.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        of = names.get(name, first.setdefault(same, name))
+        if of != name and tensor.numel():
+            found[name] = of
+    return found
+
+
+def expanded(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions along which its elements are one in memory."""
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(d for d, (size, stride) in sizes if size > 1 and not stride)
+
+
+def write(tensor: Tensor, numbers: Tensor) -> None:
+    """Write numbers into a tensor of a state; those of an expanded one, which come from another
+    such, once into the memory that they share."""
+    for d in expanded(tensor):
+        tensor, numbers = tensor.narrow(d, 0, 1), numbers.narrow(d, 0, 1)
+    tensor.detach().copy_(numbers)

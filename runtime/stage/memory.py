@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...planner.costs.memory import MemoryByKind
 from ...planner.plan import Plan
 from ...planner.recordings.recording import MEMORY_KINDS
+from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.optimizers import state_bytes
 from ...profiles.units import format_bytes
 from ..prepare.devices import dense_bytes
@@ -184,7 +185,8 @@ def _no_memory(error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        text = " ".join(str(error).split())
+        # The user's own may have none that can be had.
+        text = describe_error(error)
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return text
         if isinstance(error, RuntimeError) and _NO_MEMORY.search(text):

@@ -28,6 +28,7 @@ from ..prepare.devices import CPU, forward_context, put
 from ..prepare.messages import MessageRoute, MessageSeries, by_name, join, message_series
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
+from ..prepare.tied_parameters import same_tensors
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch, Updated
 from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
@@ -223,22 +224,18 @@ class StageRunner:
         self.status.done()
 
     def state(self) -> dict[str, Tensor]:
-        """The stage's parameters and buffers under the model's own names; the first stage's with
-        those that no stage uses."""
-        return {**self.stage.state(), **({} if self.number else self.prepared.model.unused)}
+        """The stage's parameters and buffers under the names of the model's state_dict; the first
+        stage's with those that no stage uses."""
+        model = self.prepared.model
+        return model.as_written({**self.stage.state(), **({} if self.number else model.unused)})
 
     def tied_names(self) -> dict[str, str]:
         """Of the names in `state`, those that stand for what an earlier name of the model does, and
-        that name."""
-        first: dict[tuple[object, ...], str] = {}
-        found = {}
-        for name, tensor in self.state().items():
-            same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            # Of parameters the model says which is first, also of copies on several stages.
-            of = self.prepared.model.names.get(name, first.setdefault(same, name))
-            if of != name and tensor.numel():
-                found[name] = of
-        return found
+        that name; none where hooks change names, since safetensors knows nothing of these."""
+        model = self.prepared.model
+        if model.first_written.keys() != model.names.keys():
+            return {}
+        return same_tensors(self.state(), model.names)
 
     def record(self, epoch: StageEpoch) -> None:
         """Write down the metrics of an epoch."""

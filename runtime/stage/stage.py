@@ -25,6 +25,7 @@ from ..prepare.data import DIVIDE, DROP, MicroBatchPart, real_part
 from ..prepare.devices import CPU, dense_bytes, forward_context, move, put
 from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
+from ..prepare.tied_parameters import state_of
 from ..prepare.workers import Replica
 from ..weights.in_place import unchanged
 from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
@@ -412,8 +413,7 @@ class Stage:
         Without those that another stage of the worker updates, and has.
         """
         elsewhere = self.names_elsewhere
-        found = self.module.state_dict()
-        state = {name: tensor for name, tensor in found.items() if name not in elsewhere}
+        state = {n: t for n, t in state_of(self.module).items() if n not in elsewhere}
         first = {self.names.get(name, name): tensor for name, tensor in state.items()}
         for name, known_as in self.names.items():
             if known_as in first:

@@ -23,6 +23,7 @@ from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
 from ...profiles.units import format_bytes
 from ..checkpoint.start import check_settings
+from ..checkpoint.trial import try_optimizers, try_state
 from ..communication.transport import (
     WorkerPlace,
     between_processes,
@@ -177,6 +178,7 @@ def dry_run(
     with before_training():
         prepared = prepare(plan, settings)
         check_updates(prepared)
+        kept = [*try_optimizers(prepared), *try_state(prepared)]
         result, target = check_shapes(prepared)
         if is_small(prepared.plan):
             warnings = try_training(prepared)
@@ -187,6 +189,7 @@ def dry_run(
             only = every_stage if rendezvous is None else prepared.workers[rendezvous.rank].stages
             warnings = try_in_parts(prepared, result, target, only)
             warnings.append(f"{settings.task}: {NOT_TRIED}: it is too large for a look")
+        warnings = [*warnings, *kept]
     free = free_bytes(CPU)
 
     def one(rank: int, local_rank: int) -> _PlaceAndHost:

@@ -19,11 +19,10 @@ from ...profiles.tasks.hooks import (
 )
 from ...profiles.tasks.samples import few, some_samples
 from ...profiles.tasks.task import Split, Task
-from ..checkpoint.worker_state import capture
+from ..checkpoint.trial import try_checkpoint
 from ..communication.transport import free_bytes, local_transport
-from ..prepare.devices import CPU, device_kind, own_device, random_state
+from ..prepare.devices import CPU, device_kind, own_device
 from ..prepare.prepare import Prepared, with_own_weights
-from ..records.metrics import EpochSums
 from ..records.progress import Observer
 from ..stage.optimizer import make_scheduler, optimizer_of, step_optimizer, system_optimizer
 from ..stage.runner import StageRunner
@@ -34,8 +33,8 @@ _HELD = 4
 
 
 def try_training(prepared: Prepared) -> list[str]:
-    """Train one mini-batch, evaluate on one micro-batch and put a checkpoint together, all in this
-    process and in memory: every hook is called as a run calls it.
+    """Train one mini-batch, evaluate on one micro-batch, write a checkpoint and go on from it, all
+    in this process and in memory: every hook is called as a run calls it.
 
     The weights of `prepared` change; nothing else is left of it.
 
@@ -65,8 +64,7 @@ def try_training(prepared: Prepared) -> list[str]:
         ]
         Course(runners, Observer(), lambda: None, lambda: None).run()
         if settings.checkpoint_every != 0:
-            for runner in runners:
-                capture(runner.stage, random_state(device), EpochSums(), {})
+            try_checkpoint(runners)
         return try_figures(prepared.task, *trial.latest, metrics=settings.evaluate)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from mlp_task import ShortEpochs
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import TensorDataset
 from whole_model_tasks import Grouped
 
@@ -142,3 +143,130 @@ class Counting(torch.optim.SGD):
         """As SGD."""
         self.steps += 1
         return super().step(closure)
+
+
+# Names and tensors of the model's state ----------------------------------------------------------
+
+
+class Shifted(nn.Linear):
+    """With a buffer beside the bias."""
+
+    def __init__(self, inside, outside):
+        super().__init__(inside, outside)
+        self.register_buffer("shift", torch.full([outside], 0.1))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
+class Wrapped(ShortEpochs):
+    """Layers in torch's own wrapper, which calls them otherwise than state_dict does."""
+
+    def model(self):
+        inside = nn.Sequential(Shifted(5, 6), nn.Tanh())
+        layers = [checkpoint_wrapper(inside), nn.Tanh(), checkpoint_wrapper(nn.Linear(6, 4))]
+        return nn.Sequential(*layers, nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+class WrappedTied(Wrapped):
+    """The same, some with one weight."""
+
+    def model(self):
+        layers = [nn.Linear(5, 5) for _ in range(3)]
+        layers[2].weight = layers[0].weight
+        one, two, three = map(checkpoint_wrapper, layers)
+        return nn.Sequential(one, nn.Tanh(), two, nn.Tanh(), three, nn.Linear(5, 3)).double()
+
+
+class Plain(ShortEpochs):
+    """A model that others do something to."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+class LeavesOut(Plain):
+    """Its state_dict leaves a weight out."""
+
+    def model(self):
+        model = super().model()
+
+        def leave_out(module, state, prefix, metadata):
+            del state["0.weight"]
+
+        model.register_state_dict_post_hook(leave_out)
+        return model
+
+
+class Adds(Plain):
+    """Its state_dict has a tensor that is nowhere else."""
+
+    def model(self):
+        model = super().model()
+
+        def add(module, state, prefix, metadata):
+            state["version"] = torch.ones(1)
+
+        model.register_state_dict_post_hook(add)
+        return model
+
+
+class Halves(Plain):
+    """Its state_dict has a weight in less precision."""
+
+    def model(self):
+        model = super().model()
+
+        def halve(module, state, prefix, metadata):
+            state["2.weight"] = state["2.weight"].float()
+
+        model.register_state_dict_post_hook(halve)
+        return model
+
+
+class Stamped(nn.Linear):
+    """Has a tensor in its state that is made each time."""
+
+    def get_extra_state(self):
+        return torch.ones(1)
+
+    def set_extra_state(self, state):
+        pass
+
+
+class ExtraTensor(Plain):
+    def model(self):
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Stamped(4, 3)).double()
+
+
+class Scaled(nn.Sequential):
+    """Scales its result by two buffers that are one number each, expanded."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.register_buffer("scale", torch.full([1], 0.5).expand(3))
+        self.register_buffer("shift", torch.ones(1, 1).expand(1, 3), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale + self.shift
+
+
+class Expanded(ShortEpochs):
+    def model(self):
+        return Scaled()
+
+    def data(self, split):
+        return TensorDataset(*(part.float() for part in super().data(split).tensors))
+
+
+class LoadsNothing(Plain):
+    """Refuses its own state."""
+
+    def model(self):
+        model = super().model()
+
+        def refuse(*_):
+            raise ValueError("no loading here")
+
+        model.register_load_state_dict_pre_hook(refuse)
+        return model
