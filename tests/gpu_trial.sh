@@ -53,26 +53,23 @@ if [[ $phases == *" memory "* ]]; then
     ran memory $code
 fi
 
+# What is measured and planned for one stays for the next; of each, no more than fits the time.
 race() {
-    timeout "$3" python3 -m timeprest.tests.benchmarks.speed --device cuda --noisy --no-search --rounds "${4:-1}" \
-        --patience 0 --profile-seconds 3 --models "$1" --contestants "$2" --at-most "$3" --work "$site/$1" \
+    timeout "$3" python3 -m timeprest.tests.benchmarks.speed --device cuda --noisy --no-search --rounds 1 --patience 0 \
+        --profile-seconds 3 --models "$1" --contestants "$2" --at-most "$3" --work "$site/races" \
         --results "$site/$1.json" --page "$site/$1.md" > "$out/race-$1" 2>&1
     code=$?
     said "$(grep -E '^[a-z0-9_]+ .*(ms a mini-batch|failed|left out)' "$out/race-$1" | cut -d';' -f1 | cut -c1-150)"
     ran "race $1" $code
 }
 
-plain="one-thread,alone,tdp-1f1b@4"
-contestants() {
-    case $1 in
-        resnet50) echo "$plain,timeprest@1,timeprest@4,pipedream-flush=tdp-1f1b@4" ;;
-        *) echo "$plain,timeprest,timeprest=tdp-1f1b@4,pipedream-flush=tdp-1f1b@4" ;;
-    esac
-}
-
 if [[ $phases == *" races "* ]]; then
     for model in $models; do
-        race "$model" "$(contestants "$model")" 100
+        case $model in
+            gpt_wide) race "$model" one-thread,alone,tdp-1f1b@4,timeprest,timeprest=tdp-1f1b@4 120 ;;
+            resnet50) race "$model" timeprest@1,timeprest@4,one-thread,tdp-1f1b@4 60 ;;
+            *) race "$model" timeprest,one-thread,alone,tdp-1f1b@4 60 ;;
+        esac
     done
 fi
 said "$((SECONDS - begun)) s"

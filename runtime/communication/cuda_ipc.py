@@ -25,7 +25,7 @@ from torch import Tensor
 from ...profiles.errors import RunError
 from .shared_memory import SlotEnds
 from .signed_store import SignedStore
-from .slots import Box, Part, aligned
+from .slots import SLOT_BYTES, Box, Part, aligned
 
 HANDLE_BYTES = 64
 """Of a handle of memory, and of an event's."""
@@ -240,6 +240,10 @@ class SendingSlots(_DeviceSlots):
 
 class GpuMemory(SlotEnds[SendingSlots]):
     """Slots in the receiver's GPU."""
+
+    slot_bytes = 8 * SLOT_BYTES
+    """With two slots of 1 MiB each message waited for one that came back: 168 µs on an H100, where
+    one of many slots took 68."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

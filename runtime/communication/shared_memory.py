@@ -45,7 +45,7 @@ from ..records.status import Status
 from .channel import START_S, PeerChannels, PeerError
 from .posts import Posts, no_posts
 from .signed_store import SignedStore
-from .slots import Box, HostSlots, Key, Part, SlotsFrom, SlotsTo, boxes
+from .slots import SLOT_BYTES, Box, HostSlots, Key, Part, SlotsFrom, SlotsTo, boxes
 
 Begun = TypeVar("Begun")
 
@@ -441,7 +441,13 @@ class SharedMemoryChannels(PeerChannels):
 
 
 class SlotEnds(Protocol[Begun]):
-    """Makes slots between two processes that have a socket: in what memory, it knows."""
+    """Makes slots between two processes that have a socket: in what memory, it knows.
+
+    Attributes:
+        slot_bytes: of a route's slots, where those that stand for posted receives take less.
+    """
+
+    slot_bytes: int
 
     def begin(self, connection: socket.socket, layout: Sequence[Box]) -> Begun:
         """What the sender makes, and tells, before it hears of the receiver."""
@@ -455,6 +461,8 @@ class SlotEnds(Protocol[Begun]):
 
 class HostMemory(SlotEnds[Sequence[Box]]):
     """Memory without a name, which the receiver makes."""
+
+    slot_bytes = SLOT_BYTES
 
     def __init__(self, name: str) -> None:
         """`name`: of the worker, for messages."""
@@ -520,12 +528,12 @@ def connect(
     """
     others = [other for other in range(len(names)) if other != rank]
     start_s = max(timeout_s, START_S)
-    layout = partial(boxes, routes, varying=varying)
+    ends = ends or HostMemory(names[rank])
+    layout = partial(boxes, routes, varying=varying, slot_bytes=ends.slot_bytes)
     incoming = {s: found for s in others if (found := layout(s, rank))}
     outgoing = {t: found for t in others if (found := layout(rank, t))}
     inboxes: dict[int, Inbox] = {}
     outboxes: dict[int, Outbox] = {}
-    ends = ends or HostMemory(names[rank])
     try:
         with _listening(len(incoming), start_s) as (listener, address):
             store.set(f"shared memory/{rank}", address)

@@ -190,12 +190,18 @@ def aligned(nbytes: int) -> int:
 
 
 def boxes(
-    routes: Iterable[MessageRoute], source: int, target: int, *, varying: bool = False
+    routes: Iterable[MessageRoute],
+    source: int,
+    target: int,
+    *,
+    varying: bool = False,
+    slot_bytes: int = SLOT_BYTES,
 ) -> tuple[Box, ...]:
     """The layout of the memory from one worker to another, by rank; the same on both.
 
     Args:
         varying: messages have shapes of their own; slots are for those of the routes.
+        slot_bytes: memory of a route's slots, where those that stand for posted receives take less.
     """
     messages = [
         (route, kind)
@@ -209,7 +215,7 @@ def boxes(
         shape, dtype = route.shape(kind), route.spec.dtype
         size = max(1, torch.Size(shape).numel() * dtype.itemsize)
         ahead = RECEIVES_AHEAD[kind]
-        slots = max(ahead, min(most, SLOT_BYTES // size))
+        slots = max(ahead, min(most, slot_bytes // size))
         offset = found[-1].end if found else 0
         found.append(Box((route.number, kind), shape, dtype, ahead, slots, offset, varying))
     return tuple(found)
