@@ -32,7 +32,7 @@ from ..communication.channel import PeerError
 from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
-from ..records.run_dir import RunDir, place_named, tensor_bytes, tensor_metadata
+from ..records.run_dir import RunDir, is_kept, place_named, tensor_bytes, tensor_metadata
 from ..settings import LATER, RunSettings, given
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
@@ -416,4 +416,5 @@ class CheckpointWriter:
         except OSError as error:
             raise FileError(f"{target}: can't be written: {error.strerror}") from None
         for place in self.where.places()[: -self.keep]:
-            shutil.rmtree(self.where.checkpoint(place), ignore_errors=True)
+            if not is_kept(self.where.checkpoint(place)):
+                shutil.rmtree(self.where.checkpoint(place), ignore_errors=True)

@@ -21,7 +21,7 @@ from ...profiles.tasks.hooks import describe_error
 from ..settings import RunSettings
 from .metrics import EpochRecord, EvaluationRecord, RunSummary
 from .progress import Losses, Observer, progress_in
-from .run_dir import RunDir
+from .run_dir import RunDir, keep_alone
 
 # What callbacks are told of ---------------------------------------------------------------------
 
@@ -340,7 +340,8 @@ class EarlyStopping(Callback):
     """Ends a run whose test figure hasn't got better for some evaluations.
 
     The run keeps the weights that it has then, and a checkpoint of them; those of its best
-    evaluation are in the checkpoint of `best_mini_batch`, if the run still keeps that one.
+    evaluation are in the checkpoint of `best_mini_batch`, if one was written there: the run keeps
+    it besides its newest ones.
 
     Attributes:
         best: the best figure so far; None: there was none.
@@ -394,6 +395,13 @@ class EarlyStopping(Callback):
             if self.best is not None
             else f"test {self.figure} isn't finite"
         )
+
+    def on_checkpoint(self, event: CheckpointWritten) -> Stop | None:
+        """Keep that of the best evaluation. Raises FileError."""
+        if self.best is not None and event.mini_batch == self.best_mini_batch:
+            # Others may go by the same figure.
+            keep_alone(event.path, f"best {self.figure} {self._sign:g} {self.min_delta:g}")
+        return None
 
     def _note(self, event: EvaluationDone) -> None:
         if self.figure not in event.figures:

@@ -227,6 +227,26 @@ def place_named(folder: str) -> int | None:
     return int(folder) if re.fullmatch("[0-9]{8,}", folder) else None
 
 
+_KEPT = "kept-"
+
+
+def keep_alone(folder: Path, why: str) -> None:
+    """Have the run keep this one of its checkpoints, whatever comes later, and no other one for the
+    same reason. Raises FileError."""
+    mark = _KEPT + re.sub(r"\W", "_", why)
+    try:
+        for other in folder.parent.iterdir():
+            (other / mark).unlink(missing_ok=True)
+        (folder / mark).touch()
+    except OSError as error:
+        raise FileError(f"{folder}: can't be written: {error.strerror}") from None
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether a checkpoint isn't to be removed for newer ones."""
+    return any(folder.glob(f"{_KEPT}*"))
+
+
 def is_lock(path: Path) -> bool:
     """Whether a file is one that `locks` writes, and no other's of that name."""
     if not path.is_file():

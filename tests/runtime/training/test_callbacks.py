@@ -310,3 +310,24 @@ def test_early_stopping_ends_a_run(plan, short_epochs, tmp_path):
     summary = trainer.run()
     assert len(summary.epochs) == 2
     assert summary.stopped.startswith("test loss no better than")
+
+
+@pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
+def test_the_best_is_kept_whatever_the_patience(inline, plan, short_epochs, tmp_path):
+    """With one checkpoint kept besides, after four more; what was the best before isn't."""
+    stopping = EarlyStopping(patience=4, min_delta=1000)
+    other = EarlyStopping(patience=99)
+    settings = of_epochs(short_epochs, epochs=9, keep_checkpoints=1)
+    how = {"callbacks": [stopping, other], "inline": inline}
+    Trainer(plan, tmp_path / "run", settings, **how).run()
+    where = RunDir(tmp_path / "run")
+    assert stopping.best_mini_batch == 5
+    assert where.places() == sorted({5, other.best_mini_batch, 25})
+    best = Saved(where.checkpoint(5))
+    best.verify()
+    stopping.patience = 99
+    Trainer(None, tmp_path / "run", **how).resume()
+    assert where.places() == sorted({5, other.best_mini_batch, 45})
+    # Of a run that nobody stops, the newest alone.
+    run(plan, settings, tmp_path / "plain", inline=True)
+    assert RunDir(tmp_path / "plain").places() == [45]
