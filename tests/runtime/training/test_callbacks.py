@@ -327,7 +327,9 @@ def test_the_best_is_kept_whatever_the_patience(inline, plan, short_epochs, tmp_
     best.verify()
     stopping.patience = 99
     Trainer(None, tmp_path / "run", **how).resume()
-    assert where.places() == sorted({5, other.best_mini_batch, 45})
+    # What was the best until the last checkpoint goes with the next one.
+    assert {5, other.best_mini_batch, 45} <= {*where.places()}
+    assert len(where.places()) <= 3
     # Of a run that nobody stops, the newest alone.
     run(plan, settings, tmp_path / "plain", inline=True)
     assert RunDir(tmp_path / "plain").places() == [45]
