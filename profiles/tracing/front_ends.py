@@ -241,7 +241,8 @@ def _attempt(
                     traced = _TRACERS[name](model, fresh, granularity)
             if wanted is not None:
                 left = compare(model, traced.module, call, wanted)
-                with torch.no_grad():  # whether what goes from layer to layer can
+                # Whether what goes from layer to layer can; some forwards take gradients inside.
+                with torch.set_grad_enabled(wanted.gradients is not None):
                     specs_and_result(traced, call.tensors, fake=False)
         except Exception as error:  # the user's forward runs here: anything may come out
             failures.append(_Failure(name, error, (traced is not None, len(called))))

@@ -1,12 +1,14 @@
 """The reference: training in one process, without a pipeline, which flush systems must equal.
 
-The user's model as it is, neither traced nor cut; the same data, seed, loss and optimizer.
+The user's own loop: the model as it is, neither traced nor cut, its loss, optimizer and scheduler
+as the task gives them, and what the loss says of a mini-batch differentiated by autograd as a
+whole. Nothing of that goes by what stages do; only the samples are read alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,59 @@ from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.autograd.random_numbers import same_numbers
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.target import resolve
-from ...profiles.tasks.hooks import describe_error
-from ...profiles.tasks.task import Loss, Task, read_loss
+from ...profiles.tasks.hooks import RunLength, describe_error, totals_asked
+from ...profiles.tasks.task import Task
 from ...profiles.tracing.random_states import same_states, states
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import DROP, MicroBatchPart, Segment, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
+from ..settings import RunSettings
 from ..stage.batch_norm import DeferredBatchNorm
-from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
-from ..stage.summed_losses import MiniBatchMeans
+from ..stage.optimizer import make_optimizer, make_scheduler
+
+
+def plain_optimizer(
+    task: Task, settings: RunSettings, model: nn.Module, matrices: Collection[str] = ()
+) -> Any:
+    """The task's own over the model's parameters, in training mode; None: there are none to train.
+
+    One that options name is torch's, made as for a stage that has them all.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if settings.optimizer is not None or settings.decay_only != "all":
+        return make_optimizer(task, settings, named, matrices=matrices)
+    groups = getattr(task, "parameter_groups", None)
+    given = [p for _, p in named] if groups is None else groups(named)
+    made: Any = task.optimizer(given) if named else None
+    if all(callable(getattr(made, mode, None)) for mode in ("train", "eval")):
+        made.train()
+    return made
+
+
+def plain_scheduler(task: Task, settings: RunSettings, optimizer: Any, length: RunLength) -> Any:
+    """What is stepped after updates: the task's own, or that of options; None: nothing."""
+    if settings.lr_schedule is not None:
+        made = make_scheduler(task, settings, optimizer, length)
+        return None if made is None else made.rule
+    hook = getattr(task, "scheduler", None)
+    if hook is None or optimizer is None:
+        return None
+    return hook(optimizer, **{name: getattr(length, name) for name in totals_asked(hook)})
+
+
+def steps_by_epoch(task: Task, settings: RunSettings) -> bool:
+    """Whether the scheduler is stepped at the end of each epoch, instead of after each update."""
+    return settings.lr_schedule is None and getattr(task, "scheduler_step", None) == "epoch"
+
+
+def mean_of(pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """The loss of a mini-batch whose parts have (sum, weight)."""
+    totals, weights = zip(*pairs, strict=True)
+    weight = sum(weights)
+    # Where nothing counts there is no gradient.
+    return sum(totals) / weight if weight else 0.0 * sum(totals)
 
 
 class PlainTraining:
@@ -70,11 +114,10 @@ class PlainTraining:
         self._device = own_device(prepared.plan, settings, 0)
         move([self.model], self._device)
         self.model.train()
-        named, matrices = self.model.named_parameters(), prepared.model.matrices
-        self.optimizer = make_optimizer(self.task, settings, named, matrices=matrices)
-        self._means = MiniBatchMeans(self.model.parameters())
+        matrices = prepared.model.matrices
+        self.optimizer = plain_optimizer(self.task, settings, self.model, matrices)
         self._fused = False
-        self.scheduler = make_scheduler(self.task, settings, self.optimizer, prepared.length)
+        self.scheduler = plain_scheduler(self.task, settings, self.optimizer, prepared.length)
         self._batch_norm = (
             DeferredBatchNorm(self.model)
             if settings.deferred_batch_norm and by_micro_batch
@@ -116,39 +159,36 @@ class PlainTraining:
             self._close()
 
     def _mini_batch(self, segment: Segment, b: int) -> None:
-        total, weight = 0.0, 0.0
+        together, pairs, mean = segment.together(b), [], 0.0
         for share, loss in self._losses(segment, b):
-            value = loss.value.detach()
-            if loss.weight is None:
-                # Gradients are averaged over the mini-batches between two updates.
-                (loss.value * (share / segment.together(b))).backward()
-                total += float(value) * share
+            # Gradients are averaged over the mini-batches between two updates.
+            if isinstance(loss, tuple):
+                pairs.append(loss)
             else:
-                loss.value.backward()
-                total, weight = total + float(value), weight + loss.weight
-        if self.prepared.model.loss.weighted:
-            total = total / weight if weight else math.nan
-            self._means.settle(weight, segment.together(b))
-        self.losses.append(total)
+                (loss * (share / together)).backward()
+                mean += share * float(loss.detach())
+        if pairs:
+            found = mean_of(pairs)
+            (found / together).backward()
+            mean = float(found.detach()) if sum(weight for _, weight in pairs) else math.nan
+        self.losses.append(mean)
         if segment.updates_after(b):
             if self._batch_norm is not None:
                 self._batch_norm.settle(segment.first + b)
             self._update(ends_epoch=segment.ends_epoch(b))
-        elif self.prepared.model.loss.weighted:
-            self._means.set_aside()
 
     def _update(self, *, ends_epoch: bool) -> None:
         if self.optimizer is None:
             return
-        most = self.prepared.settings.clip_norm
-        if most is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        settings = self.prepared.settings
+        if settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         # As the stages do, so that rounding alone tells the two apart by as little as can be.
         self._fused = self._fused or fuse(self.optimizer)
-        step_optimizer(self.optimizer)
-        if self.scheduler is not None:
-            self.scheduler.after_update(ends_epoch=ends_epoch)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        if self.scheduler is not None and (ends_epoch or not steps_by_epoch(self.task, settings)):
+            self.scheduler.step()
+        self.model.zero_grad()
 
     def look(self, segment: Segment, b: int) -> list[tuple[Any, Any, int]]:
         """The model's result, the target and the samples of each part of a mini-batch that goes
@@ -163,8 +203,8 @@ class PlainTraining:
             self._close()
         return found
 
-    def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Loss]]:
-        """Share of the mini-batch and loss of each part of it."""
+    def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Any]]:
+        """Share of the mini-batch's samples and loss of each part of it."""
         for positions, part in self.parts(segment, b):
             statistics = (
                 self._batch_norm.forward(segment.first + b, part.real, part.size)
@@ -177,10 +217,10 @@ class PlainTraining:
                 continue
             with forward_context(self.prepared.model.autocast, self._device.type):
                 before, others = random_state(self._device), states()
-                loss = read_loss(self.task.loss(output, target))
+                loss = self.task.loss(output, target)
                 self.traits.loss_draws |= not torch.equal(before, random_state(self._device))
                 self.traits.loss_hides |= not same_states((others[0], *states()[1:]), others)
-            yield part.share, loss
+            yield part.real / segment.samples_of(b), loss
 
     def parts(self, segment: Segment, b: int) -> Iterator[tuple[range, MicroBatchPart]]:
         """What of a mini-batch goes through the model at once: positions in the epoch, and size."""

@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...profiles.autograd.boundary import Inlet
 from ...profiles.measuring.measure import TrialCase
-from ...profiles.tasks.hooks import totals_asked
 from ...profiles.tasks.task import read_loss
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.pieces import Piece, cut, map_items
@@ -36,6 +35,7 @@ from ...profiles.tracing.remembered import dense, kept_in, places_of
 from ..prepare.devices import forward_context
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
+from ..training.plain import mean_of, plain_optimizer, plain_scheduler, steps_by_epoch
 from ..weights.stash import WeightVersions, give_own_memory
 
 MINI_BATCHES = 2
@@ -185,10 +185,9 @@ def train_plainly(
         if shaken:
             _shake(model)
         before = _copies(model.named_parameters())
-        optimizer: Any = _plain_optimizer(case, settings)
-        if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-            optimizer.train()
-        scheduler = _plain_scheduler(case, settings, optimizer)
+        optimizer = plain_optimizer(task, settings, model)
+        scheduler = plain_scheduler(task, settings, optimizer, case.length)
+        by_epoch = steps_by_epoch(task, settings)
         for b in range(MINI_BATCHES):
             losses: list[tuple[float, ...]] = []
             pairs = []
@@ -209,13 +208,12 @@ def train_plainly(
                     (loss / len(case.micro_batches)).backward()
                 del loss
             if pairs:
-                totals, weights = zip(*pairs, strict=True)
-                (reduce(torch.add, totals) / sum(weights)).backward()
+                mean_of(pairs).backward()
             gradients = {n: g.clone() for n, g in _gradients(model).items()}
             buffers = _copies(model.named_buffers())
             random.begin(b, 0, _UPDATE)
             optimizer.step()
-            if scheduler is not None and (b == MINI_BATCHES - 1 or not _per_epoch(case)):
+            if scheduler is not None and (b == MINI_BATCHES - 1 or not by_epoch):
                 scheduler.step()
             model.zero_grad()
             after = _copies(model.named_parameters())
@@ -244,33 +242,6 @@ def _shake(model: nn.Module) -> None:
             if p.is_floating_point():
                 signs = torch.randn(p.shape, generator=drawn).sign().to(p)
                 p.mul_(1 + 8 * torch.finfo(p.dtype).eps * signs)
-
-
-def _per_epoch(case: TrialCase) -> bool:
-    return getattr(case.task, "scheduler_step", None) == "epoch"
-
-
-def _plain_optimizer(case: TrialCase, settings: RunSettings) -> torch.optim.Optimizer:
-    named = [(name, p) for name, p in case.model.named_parameters() if p.requires_grad]
-    if settings.optimizer is not None or settings.decay_only != "all":
-        # Torch's own, by options.
-        made = make_optimizer(case.task, settings, named)
-        assert made is not None
-        return made
-    by_task = getattr(case.task, "parameter_groups", None)
-    return case.task.optimizer([p for _, p in named] if by_task is None else by_task(named))
-
-
-def _plain_scheduler(
-    case: TrialCase, settings: RunSettings, optimizer: torch.optim.Optimizer
-) -> Any:
-    if settings.lr_schedule is not None:
-        made = make_scheduler(case.task, settings, optimizer, case.length)
-        return None if made is None else made.rule
-    hook = getattr(case.task, "scheduler", None)
-    if hook is None:
-        return None
-    return hook(optimizer, **{name: getattr(case.length, name) for name in totals_asked(hook)})
 
 
 # Training in pieces -----------------------------------------------------------------------------
@@ -381,9 +352,10 @@ class TrainingInPieces:
                         self._backward(s, micro, version)
         weights = [loss[1] for loss in losses if len(loss) > 1]
         if weights:
+            scale = 1 / math.fsum(weights) if any(weights) else 0.0
             for p in self._parameters.values():
                 if p.grad is not None:
-                    p.grad /= math.fsum(weights)
+                    p.grad *= scale
         return losses
 
     def _enter(self, b: int, i: int, call: Call) -> _Flight:

@@ -25,6 +25,8 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage import stage
+from timeprest.runtime.stage.summed_losses import MiniBatchMeans
 from timeprest.runtime.verify import check as checking
 from timeprest.runtime.verify.check import HELD, INLINE, ONE_BY_ONE, WHOLE, check
 from timeprest.runtime.verify.compare import TrainingResults, compare, weight_spread
@@ -172,6 +174,21 @@ def test_a_loss_that_counts_words_is_one_of_whole_mini_batches(variant, n, more)
     assert report.verdict == "same"
     assert all(each.same for each in report.against)
     assert not report.notes
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [
+        (MiniBatchMeans, "settle", lambda own, self, weight, n: own(self, 2 * weight, n)),
+        (stage, "step_optimizer", lambda own, optimizer: [own(optimizer), own(optimizer)]),
+    ],
+)
+def test_plain_training_has_no_part_in_what_stages_do_wrong(where, name, wrong, monkeypatch):
+    """Of weighted losses and of updates: the other side is a loop of the user's own."""
+    own = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *given: wrong(own, *given))
+    plan = plan_for("WordSumTask", "gpipe", 2, 4)
+    assert check(plan, settings_for("WordSumTask"), inline=True).verdict == "differs"
 
 
 @pytest.mark.slow
