@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,10 +21,13 @@ from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
     batch_size_of,
+    check_whole,
     first_batch,
     may_vary,
+    pick,
     read_batch,
     rows_among,
+    rows_of,
     some_samples,
 )
 from .tasks.shapes import LookedAt, look_at_batches, samples_alone
@@ -58,6 +61,20 @@ class InputSpec:
         return torch.randint(0, self.high, shape).to(self.dtype)
 
 
+_EXPORTED = (
+    "torch.export has fixed its mode and its numbers of samples; give the module that was exported "
+    "(its weights: module.load_state_dict(program.state_dict))"
+)
+
+_NO_GROUP = (
+    "(data are the same for all workers, which share each mini-batch among them: leave out "
+    "DistributedSampler, and what else asks torch.distributed for this process's part)"
+)
+
+_WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2")
+"""What files of weights, or of exported programs, are called like."""
+
+
 @dataclass(frozen=True)
 class Target:
     """A model that can be profiled, and trained where `task` isn't None.
@@ -81,25 +98,35 @@ class Target:
         if not isinstance(model, nn.Module):
             given = "None" if model is None else f"a {type(model).__name__}"
             what = "" if self.task is None else "model() "
-            raise TargetError(f"{self.name}: {what}gave {given} where a torch.nn.Module is needed")
+            more = "" if type(model).__name__ != "ExportedProgram" else f": {_EXPORTED}"
+            raise TargetError(
+                f"{self.name}: {what}gave {given} where a torch.nn.Module is needed{more}"
+            )
         for name, module in model.named_modules():
+            shown = repr(name) if name else "the model"
+            if isinstance(module, fx.GraphModule) and "train" in vars(module):
+                # It has one mode for good, and says so whenever another is asked for.
+                raise TargetError(
+                    f"{self.name}: {shown} is the module of an exported program: {_EXPORTED}"
+                )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise TargetError(
-                    f"{self.name}: {name!r} has sparse gradients, which can't be measured or sent: "
+                    f"{self.name}: {shown} has sparse gradients, which can't be measured or sent: "
                     "make it with sparse=False"
                 )
             if isinstance(module, nn.SyncBatchNorm):
                 # Its group is every process, those of other stages too; on a CPU it fails at once.
                 raise TargetError(
-                    f"{self.name}: {name!r} is a SyncBatchNorm, which would gather from the "
+                    f"{self.name}: {shown} is a SyncBatchNorm, which would gather from the "
                     "processes of all stages: use BatchNorm, with tp-run --deferred-batch-norm for "
                     "running statistics of whole mini-batches"
                 )
             if isinstance(module, torch.jit.ScriptModule) and any(module.state_dict()):
                 # A trace goes into its code, which hides what weights it uses: nobody'd train them.
                 raise TargetError(
-                    f"{self.name}: {name!r} is made by torch.jit, which hides its parameters from "
-                    "the graph of layers: use the module itself (without torch.jit.script or trace)"
+                    f"{self.name}: {shown} is made by torch.jit, which hides its parameters from "
+                    "the graph of layers: use the module itself, without torch.jit.script, trace "
+                    "or load (its weights: module.load_state_dict(scripted.state_dict()))"
                 )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
@@ -125,6 +152,18 @@ class Target:
         if self._first_batch is not None:
             return rows_among(*self._first_batch, "train", samples)
         return some_samples(self._training(), "train", samples, self._arguments_among)
+
+    def whole_and_parts(self, samples: int) -> tuple[Call, list[Call]] | None:
+        """A batch that the data puts together by itself, and its first and last samples; None where
+        samples are put together one by one, or it has no whole numbers, that could count in it."""
+        if self._first_batch is None:
+            return None
+        call, _ = self._first_batch
+        rows = rows_of(call.tensors, "train")
+        if rows <= samples or not any(_may_count(tensor) for tensor in call.tensors):
+            return None
+        ends = torch.arange(samples), torch.arange(rows - samples, rows)
+        return call, [call.with_tensors(pick(call.tensors, end, rows)) for end in ends]
 
     def look_at_batches(self, mini_batch: int, most: int | None = None) -> LookedAt | None:
         """Look at the shapes of the training data's first mini-batches; None where they can't
@@ -152,7 +191,14 @@ class Target:
         """The training data. Raises TargetError."""
         task = self.task
         assert task is not None
-        return call_users_code(self.name, "data('train')", lambda: task.data("train"))
+        try:
+            found = call_users_code(self.name, "data('train')", lambda: task.data("train"))
+        except TargetError as error:
+            if "process group" not in str(error):
+                raise
+            raise TargetError(f"{error} {_NO_GROUP}") from error
+        check_whole(found, "train")
+        return found
 
     @functools.cached_property
     def _first_batch(self) -> tuple[Call, Any] | None:
@@ -244,6 +290,10 @@ TASK_NEEDED = (
 """What to do about a model that is to be trained."""
 
 
+def _may_count(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = False) -> Target:
     """Find the target.
 
@@ -270,6 +320,11 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
                 f"{name}: --input {spec.name}=…: no argument can have that name; write the "
                 "argument's, like mask=64:int64"
             )
+    if head.endswith(_WEIGHTS):
+        raise TargetError(
+            f"{head}: is called like a file of weights; a target is code that makes the model and "
+            "may load them there: file.py:NAME or pkg.module:NAME"
+        )
     if not tail:
         raise TargetError(
             f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME, "

@@ -228,6 +228,8 @@ def measure(
     with platform.working():
         placed = {size: _placed(platform, *found) for size, found in calls.items()}
         call = placed[TRACE_SAMPLES][0]
+        if not platform.computed:
+            _try_parts(target, model, platform)
         _try(target, lambda: settle(model, call, target.name))
         left_out: tuple[str, ...] = ()
         if asked is None and len(sizes) > 1 and sizes[0] == 1:
@@ -361,6 +363,30 @@ def _try(target: Target, call: Callable[[], Any]) -> None:
         raise
     except Exception as failure:  # whatever the user's model raises
         raise _failed(target, failure) from failure
+
+
+def _try_parts(target: Target, model: nn.Module, platform: Platform) -> None:
+    """Look whether parts of a batch, which the data put together by themselves, are batches too:
+    they aren't where numbers count in the whole of it."""
+    found = target.whole_and_parts(TRACE_SAMPLES)
+    if found is None:
+        return
+    whole, *parts = (_placed(platform, call, ())[0] for call in (found[0], *found[1]))
+    with unchanged(model), torch.no_grad():
+        try:
+            whole.of(model)
+        except Exception:  # the user's model, of which others tell
+            return
+        for part in parts:
+            try:
+                part.of(model)
+            except Exception as failure:
+                raise TargetError(
+                    f"{target.name}: the model takes a batch of {len(whole.tensors[0])} samples, "
+                    f"and fails on {TRACE_SAMPLES} of them: {describe_error(failure)}. Whole "
+                    "numbers that count in all of a batch (offsets, edges between samples) can't "
+                    "be cut into micro-batches: let each sample have its own"
+                ) from failure
 
 
 def _try_reads(

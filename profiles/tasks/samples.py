@@ -14,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Subset,
     TensorDataset,
@@ -81,8 +82,23 @@ def size_of(given: Given, split: Split, mini_batch: int) -> int | None:
     return size
 
 
+def check_whole(given: Given, split: Split) -> None:
+    """Raise TargetError for data of which a sampler gives each process another part."""
+    if not isinstance(given, DataLoader):
+        return
+    inside = given.batch_sampler
+    for sampler in (given.sampler, inside, getattr(inside, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise TargetError(
+                f"data({split!r}): a DistributedSampler gives one of {sampler.num_replicas} parts "
+                "of the samples, and here all workers read the same mini-batches, which replicas "
+                "share: leave it out (shuffle=True shuffles)"
+            )
+
+
 def check_batches(given: Given, split: Split, mini_batch: int) -> None:
     """Raise TargetError for training data in batches of another size than mini-batches have."""
+    check_whole(given, split)
     size = batch_size_of(given)
     if size is not None and size != mini_batch:
         raise TargetError(
@@ -326,9 +342,16 @@ def rows_of(inputs: Sequence[Tensor], split: Split) -> int:
     found = {tensor.shape[0] if tensor.dim() else 0 for tensor in inputs}
     if len(found) != 1 or not min(found):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+        flat = any(tensor.dim() == 1 and tensor.dtype == torch.int64 for tensor in inputs)
+        more = (
+            " (of words of all samples in one row, and offsets where each begins, nobody can tell: "
+            "give a row of words for each sample, padded to the longest)"
+            if flat and len(inputs) > 1
+            else ""
+        )
         raise TargetError(
             f"data({split!r}): the inputs of a batch have the shapes {shapes}: each must have a "
-            "row for every sample, so that it can be cut into micro-batches"
+            f"row for every sample, so that it can be cut into micro-batches{more}"
         )
     return found.pop()
 

@@ -20,7 +20,14 @@ from ...profiles.tasks.hooks import call_hook
 from ...profiles.tasks.loaders import tell_epoch
 from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, only
 from ...profiles.tasks.prefetch import LOADING, Ahead
-from ...profiles.tasks.samples import Names, batch_size_of, collates, comes_in_batches, size_of
+from ...profiles.tasks.samples import (
+    Names,
+    batch_size_of,
+    check_whole,
+    collates,
+    comes_in_batches,
+    size_of,
+)
 from ...profiles.tasks.task import Split, Task
 from ...profiles.tracing.random_states import same_states, states
 
@@ -48,6 +55,7 @@ class Samples:
             parts: of samples, that are wanted: only those are read, where the data can.
         """
         self.dataset: Any = call_hook(f"data({split!r})", task.data, split)
+        check_whole(self.dataset, split)
         self.split = split
         self.micro_batch = micro_batch
         self.mini_batch = batch_size_of(self.dataset) or mini_batch or micro_batch

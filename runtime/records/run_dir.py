@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,8 @@ def load_tied_names(path: str | Path) -> dict[str, str]:
 
 def _weight_files(path: str | Path) -> list[Path]:
     files = sorted((Path(path) / "weights").glob("stage*.safetensors"))
+    if Path(path).is_file():
+        raise FileError(f"{path}: is a file; the directory of a run is needed")
     if not files:
         raise FileError(f"{path}: no weights in it; has the run ended?")
     return files
@@ -322,7 +325,7 @@ def tensor_metadata(path: Path) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError, MemoryError) as error:
-        raise FileError(f"{path}: can't be read: {error}") from None
+        raise _unread(path, error) from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -334,4 +337,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError, MemoryError) as error:
-        raise FileError(f"{path}: can't be read: {error}") from None
+        raise _unread(path, error) from None
+
+
+def _unread(path: Path, error: Exception) -> FileError:
+    """Why a safetensors file can't be read: it may be torch's own kind of file."""
+    begin = b""
+    with suppress(OSError), path.open("rb") as file:
+        begin = file.read(4)
+    # A zip archive, or a pickle as it was before torch 1.6.
+    if begin not in (b"PK\3\4", b"\x80\2\x8a\n"):
+        return FileError(f"{path}: can't be read: {error}")
+    return FileError(
+        f"{path}: was written by torch.save, and this takes safetensors: write it anew by "
+        'safetensors.torch.save_file(torch.load("…"), "….safetensors"), with what a model\'s '
+        "state_dict() has and nothing besides"
+    )

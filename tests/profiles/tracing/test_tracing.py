@@ -242,7 +242,7 @@ def test_an_untraceable_model_is_blamed_on_its_own_line():
 USER_FILE = """
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def net():
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -270,6 +270,42 @@ lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
 sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
 synced = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
 scripted = nn.Sequential(nn.Linear(3, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
+traced = torch.jit.trace(nn.Linear(3, 2), torch.randn(2, 3))
+
+def program(): return torch.export.export(nn.Linear(3, 2), (torch.randn(2, 3),))
+def exported(): return nn.Sequential(nn.Linear(3, 3), program().module())
+
+class Parts(Task):
+    def data(self, split):
+        data = super().data(split)
+        sampler = DistributedSampler(data, num_replicas=2, rank=0)
+        return DataLoader(data, batch_size=4, sampler=sampler)
+
+class OwnPart(Task):
+    def data(self, split):
+        data = super().data(split)
+        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.EmbeddingBag(20, 4), nn.Linear(4, 2)
+    def forward(self, words, offsets): return self.out(self.words(words, offsets))
+
+class Offsets(Task):
+    # Words of all samples in one row: one or several for each.
+    most = 3
+    def model(self): return Bag()
+    def data(self, split):
+        samples = [torch.arange(1 + k % self.most) for k in range(20)]
+        return DataLoader(samples, 4, collate_fn=self.together)
+    def together(self, samples):
+        begins = torch.tensor([0, *map(len, samples[:-1])]).cumsum(0)
+        inputs = {"words": torch.cat(samples), "offsets": begins}
+        return inputs, torch.zeros(len(samples), 2)
+
+class EvenOffsets(Offsets):
+    most = 1
 """
 
 
@@ -305,6 +341,8 @@ def test_a_seed_makes_the_same_weights_whoever_draws_them():
     [
         ("nothing", "no such target; give alexnet, .*digits"),
         ("no_such_file.py:x", "no such file"),
+        ("model.pt", "model.pt: is called like a file of weights; a target is code"),
+        ("model.safetensors:x", "is called like a file of weights"),
         ("no.such.module:x", "No module named 'no'"),
         ("{file}:missing", "there is no 'missing' in it; it has"),
         ("{file}:three", "is a model, not a task|is a int"),
@@ -330,6 +368,13 @@ def test_bad_targets_are_named(name, message, user_file):
         ("lazy", ["3"], "'0.weight' has no shape before the model's first call"),
         ("sparse", ["3"], "'0' has sparse gradients.*: make it with sparse=False"),
         ("scripted", ["3"], "'1' is made by torch.jit, which hides its parameters"),
+        ("traced", ["3"], "py:traced: the model is made by torch.jit, .*load_state_dict"),
+        ("program", ["3"], "gave a ExportedProgram .*give the module that was exported"),
+        ("exported", ["3"], "'1' is the module of an exported program: .*give the module that"),
+        ("Parts", [], "a DistributedSampler gives one of 2 parts .*: leave it out"),
+        ("OwnPart", [], "group has not been initialized.*leave out DistributedSampler"),
+        ("Offsets", [], "of words of all samples in one row, and offsets where each begins"),
+        ("EvenOffsets", [], "takes a batch of 4 samples, and fails on 2 of them: .*offsets, edges"),
         ("synced", ["3"], "'1' is a SyncBatchNorm, .*: use BatchNorm, .* --deferred-batch-norm"),
     ],
 )

@@ -772,9 +772,12 @@ def tp_run_prints(*arguments):
 
 def test_starting_from_what_doesnt_fit(stopped, tmp_path):
     plan = plan_for(f"{TASKS}:ShakenTask", "gpipe", 2)
+    saved = tmp_path / "weights.pt"
+    torch.save(resolve(f"{TASKS}:ShakenTask").model(0).state_dict(), saved)
     for start, message in (
         (tmp_path / "nowhere", "no such run directory, checkpoint or safetensors file"),
         (tmp_path, "holds no checkpoint and no weights"),
+        (saved, "weights.pt: was written by torch.save, and this takes safetensors: .*save_file"),
         (stopped, "'l0.weight' has shape \\[7, 5\\], and \\[6, 5\\] in this model"),
     ):
         settings = settings_for(f"{TASKS}:ShakenTask", start_from=str(start))
