@@ -35,6 +35,20 @@ _UNKNOWN = (
     "does with whole mini-batches: either the loss isn't a mean over the samples (it may return "
     "(sum, weight) instead: docs/tasks.md), or a layer mixes the samples of a batch"
 )
+_HOOKS_BY_PART = (
+    "hooks ({names}) make the difference: they see what comes of a micro-batch, in any pipeline, "
+    "and not of the mini-batch; without them both are the same"
+)
+_HOOKS_UNSEEN = (
+    "hooks ({names}) make the difference: what they do to the model isn't done in its stages; "
+    "without them both sides are the same. Do it in a forward or in the loss, or leave it out"
+)
+_ASKS_DETERMINISTIC = (
+    "the forward asks whether torch's deterministic algorithms are on, as a check and "
+    "--deterministic have them, and goes another way in its stages, which were traced without: "
+    "make it the same for both"
+)
+_SHOWN = 3
 _MIXES = (
     "{where} mixes the samples of a batch: what it gives for samples of a mini-batch isn't what it "
     "gives for those of a micro-batch, in any pipeline"
@@ -47,15 +61,81 @@ _TERM = (
 )
 
 
-def why_not_whole(prepared: Prepared, tolerance: float) -> list[str]:
+def why_not_whole(
+    prepared: Prepared, tolerance: float, *, without_hooks: Callable[[], bool]
+) -> list[str]:
     """Sentences that say why plain training on whole mini-batches differs from that on their
-    micro-batches."""
-    try:
+    micro-batches.
+
+    Args:
+        without_hooks: whether the two are the same where no hook is called.
+    """
+    found = []
+    with suppress(TimeprestError, RuntimeError):
         with WithoutDropout(), HeldStatistics():
             whole, by_part = (_Look(prepared, by_micro_batch=by) for by in (False, True))
-        return list(_causes(whole, by_part, prepared.task, tolerance)) or [_UNKNOWN]
-    except (TimeprestError, RuntimeError):
-        return [_UNKNOWN]
+        found = list(_causes(whole, by_part, prepared.task, tolerance))
+    named = hooks_of(PlainTraining(prepared, by_micro_batch=False).model)
+    if not found and named and without_hooks():
+        found.append(_HOOKS_BY_PART.format(names=_some(named)))
+    return found or [_UNKNOWN]
+
+
+def why_not_one_by_one(prepared: Prepared, same_within: Callable[..., bool]) -> list[str]:
+    """Sentences that say why a run differs from plain training on the same micro-batches.
+
+    Args:
+        same_within: whether it differs no more where that runs within a context, made of its model.
+    """
+    named = hooks_of(PlainTraining(prepared, by_micro_batch=True).model)
+    if named and same_within(without_hooks):
+        return [_HOOKS_UNSEEN.format(names=_some(named))]
+    if same_within(lambda model: _not_deterministic()):
+        return [_ASKS_DETERMINISTIC]
+    return []
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Names of modules and parameters that have hooks."""
+    return [name or "the model" for name, hooks in _every_hook(model) if hooks]
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """No hook of its modules and parameters is called."""
+    kept = [(hooks, dict(hooks)) for _, hooks in _every_hook(model)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
+
+
+def _every_hook(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
+    for name, module in model.named_modules():
+        for kind in ("_forward_pre", "_forward", "_backward_pre", "_backward"):
+            yield name, getattr(module, f"{kind}_hooks")
+    for name, p in model.named_parameters():
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
+            yield name, hooks or {}
+
+
+@contextmanager
+def _not_deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in dict.fromkeys(names[:_SHOWN]))
+    return f"{shown} and more" if len(names) > _SHOWN else shown
 
 
 class _Look:

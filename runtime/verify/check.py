@@ -6,7 +6,8 @@ Systems that flush must be plain training; the others are held against their own
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
 from ..training.plain import PlainTraining
-from .causes import why_not_whole
+from .causes import why_not_one_by_one, why_not_whole, without_hooks
 from .compare import TOLERANCES, Difference, TrainingResults, compare, weight_spread
 
 STEPS = 3
@@ -202,8 +203,22 @@ def _against_plain(
         notes.append(_MIXES.format(m=plan.micro_batch, b=plan.mini_batch))
         # Whether that is all which makes a mini-batch another one.
         against.insert(1, _held(prepared, folder, tolerance))
-    if against[-1].same and not all(one.same for one in against[:-1] if one.counts):
-        notes += why_not_whole(prepared, tolerance)
+    if not against[-1].same:
+
+        def same_within(context: Callable[[nn.Module], AbstractContextManager[None]]) -> bool:
+            other = PlainTraining(prepared, folder / "again", by_micro_batch=True)
+            with context(other.model):
+                other.run()
+            others = _plain_training(other, folder / "again", prepared)
+            return all(one.same for one in compare(found, others, tolerance, spread=spread))
+
+        notes += why_not_one_by_one(prepared, same_within)
+    elif not all(one.same for one in against[:-1] if one.counts):
+        notes += why_not_whole(
+            prepared,
+            tolerance,
+            without_hooks=lambda: _held(prepared, folder, tolerance, without_hooks).same,
+        )
     return against, notes
 
 
@@ -219,16 +234,25 @@ def _random_numbers(plain: PlainTraining, prepared: Prepared) -> list[str]:
     return notes + ([_LOSS_DRAWS.format(why=why)] if traits.loss_draws else [])
 
 
-def _held(prepared: Prepared, folder: Path, tolerance: float) -> Against:
+def _held(
+    prepared: Prepared,
+    folder: Path,
+    tolerance: float,
+    context: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> Against:
     """Plain training on micro-batches against that on the whole mini-batch, for one mini-batch,
-    with batch norms that do the same to both."""
+    with batch norms that do the same to both.
+
+    Args:
+        context: what both run within, made of their model.
+    """
     first = prepared.segments[0]
     samples = min(first.samples, first.mini_batch)
     segment = replace(first, mini_batches=1, samples=samples, rest=0, offset=0)
     one, found = replace(prepared, segments=(segment,)), []
     for name in ("held-whole", "held-single"):
         plain = PlainTraining(one, folder / name, by_micro_batch=name == "held-single")
-        with HeldStatistics():
+        with HeldStatistics(), context(plain.model):
             plain.run()
         found.append(_plain_training(plain, folder / name, one))
     whole, single = found

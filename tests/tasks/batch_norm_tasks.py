@@ -143,6 +143,15 @@ class Counting(Apart):
         return nn.functional.cross_entropy(output["scores"], target, weights)
 
 
+class Clamped(Apart):
+    """A hook on a parameter does to each micro-batch's gradient what it would to the whole."""
+
+    def model(self):
+        model = super().model()
+        model.first.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+
 class Noisy(Apart):
     """The loss adds noise to what it is given."""
 

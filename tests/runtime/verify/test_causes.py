@@ -19,6 +19,7 @@ from timeprest.profiles.tasks.loss_parts import loss_in_parts
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify.causes import hooks_of, why_not_one_by_one
 from timeprest.runtime.verify.check import HELD, ONE_BY_ONE, WHOLE, check
 from timeprest.runtime.verify.dry_run import dry_run
 
@@ -58,6 +59,7 @@ def test_batch_norms_alone_are_no_other_training():
         ("BalancedInLoss", "loss can't be taken apart in 'scores': .* what they have in common"),
         ("Counting", "loss can't be taken apart: .* may return .sum, weight. instead"),
         ("Balanced", "'balance' of the model's result has nothing of each sample"),
+        ("Clamped", "hooks .'first.weight'. make the difference: .* of a micro-batch"),
         ("Centered", "the forward, ahead of 'score' .Linear., mixes the samples of a batch"),
     ],
 )
@@ -98,6 +100,33 @@ def test_a_loss_that_cant_be_taken_apart_is_told_before_the_run(
     )
     if name == "Counting":
         assert "(sum, weight)" in lines[0]
+
+
+def test_what_stages_dont_do_is_named():
+    """By what it hangs on: hooks, or a mode that a check has on."""
+    prepared = prepare(plan_for("Clamped"), RunSettings(task=f"{FILE}:Clamped"))
+    model = prepared.task.model()
+    asked, wanted = [], [1]
+
+    def same_within(context):
+        with context(model):
+            asked.append((hooks_of(model), torch.are_deterministic_algorithms_enabled()))
+        return wanted[0] == len(asked)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for same, why in ((1, "hooks .'first.weight'. make"), (2, "asks whether .* deterministic")):
+            asked.clear()
+            wanted[0] = same
+            (line,) = why_not_one_by_one(prepared, same_within)
+            assert re.search(why, line)
+        assert asked == [([], True), (["first.weight"], False)]
+        wanted[0] = 0
+        assert not why_not_one_by_one(prepared, same_within)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert hooks_of(model) == ["first.weight"]
 
 
 def test_a_result_of_as_many_rows_by_chance_is_no_samples():
