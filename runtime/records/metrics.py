@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,10 +31,15 @@ T = TypeVar("T")
 class SegmentMetrics:
     """Metrics of one segment on one worker. Times in seconds on that process's own clock.
 
+    Nothing in it grows with the mini-batches: an epoch may be a whole run.
+
     Attributes:
-        updates: when each update ended.
-        losses: mean loss of each mini-batch, on the last stage.
-        weights: of each of them in a mean over mini-batches: its samples, or what counts in it.
+        first_update_s, last_update_s: when the first update ended, and the last one so far.
+        step_s: from the update before that, or since the segment began.
+        weighted_loss: on the last stage, of the epoch up to now: mean losses of mini-batches times
+            their weights, which are their samples, or what counts in them.
+        weight: sum of those; None: nothing yet.
+        counted: weight of the last mini-batch.
         sent_bytes: outputs and gradients for other stages.
     """
 
@@ -43,9 +48,12 @@ class SegmentMetrics:
     loading_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
-    updates: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    first_update_s: float | None = None
+    last_update_s: float = 0.0
+    step_s: float = 0.0
+    weighted_loss: float = 0.0
+    weight: float | None = None
+    counted: float = 0.0
     sent_bytes: int = 0
 
     def add(self, times: OperationTimes) -> None:
@@ -57,13 +65,28 @@ class SegmentMetrics:
         self.communication_s += times.communication_s
         self.loading_s += times.loading_s
 
+    def updated(self, at_s: float) -> None:
+        """An update has ended then."""
+        if self.first_update_s is None:
+            self.first_update_s = at_s
+            assert self.first_s is not None
+            self.last_update_s = self.first_s
+        self.step_s, self.last_update_s = at_s - self.last_update_s, at_s
+
+    def tell(self, loss: float, weight: float) -> None:
+        """Account for a mini-batch's mean loss."""
+        self.counted = weight
+        if weight:
+            self.weighted_loss += loss * weight
+            self.weight = (self.weight or 0.0) + weight
+
     def period_s(self, segment: Segment) -> float | None:
         """Mean time of a mini-batch from the first update to the last; filling and draining are
         left out."""
-        if len(self.updates) < 2:
-            return None
         between = segment.mini_batches - segment.together(0)
-        return (self.updates[-1] - self.updates[0]) / between
+        if self.first_update_s is None or not between:
+            return None
+        return (self.last_update_s - self.first_update_s) / between
 
 
 class Updated(NamedTuple):
@@ -335,6 +358,11 @@ class EpochSums(msgspec.Struct, kw_only=True):
     largest_distance: float | None = 0.0
     """Both None where weights weren't numbers."""
 
+    def begin(self, metrics: SegmentMetrics) -> None:
+        """A segment begins: its losses are added to those before, in the sequence in which they
+        would be without it."""
+        metrics.weighted_loss, metrics.weight = as_float(self.weighted_loss), self.weight
+
     def add(
         self,
         segment: Segment,
@@ -345,10 +373,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         """A segment is done. `beside`: metrics of the worker's other stages."""
         self.mini_batches += segment.mini_batches
         self.samples += segment.samples
-        for loss, weight in zip(metrics.losses, metrics.weights, strict=True):
-            if weight:
-                self.weighted_loss = as_float(self.weighted_loss) + loss * weight
-                self.weight = (self.weight or 0.0) + weight
+        self.weighted_loss, self.weight = metrics.weighted_loss, metrics.weight
         self.wall_s += wall_s((metrics, *beside))
         self.others_s += sum(m.compute_s + m.communication_s + m.loading_s for m in beside)
         self.compute_s += metrics.compute_s
@@ -358,9 +383,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
         counted = self.version_differences, seen.differences
         self.version_differences = summed_counts(counted)
         self.backwards += seen.backwards
-        distances = [float(distance) for distance in seen.distances]
-        self.distances = as_float(self.distances) + sum(distances)
-        self.largest_distance = max(as_float(self.largest_distance), *distances, 0.0)
+        seen.read(seen.noted)
+        self.distances = as_float(self.distances) + seen.distance
+        self.largest_distance = max(as_float(self.largest_distance), seen.largest_distance)
 
     def stage_epoch(self, epoch: int) -> StageEpoch:
         """The epoch on this stage."""

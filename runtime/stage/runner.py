@@ -29,7 +29,7 @@ from ..prepare.messages import MessageRoute, MessageSeries, by_name, join, messa
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
 from ..prepare.tied_parameters import same_tensors
-from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch, Updated
+from ..records.metrics import EvaluationMetrics, SegmentMetrics, Updated
 from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
 from .gradients import SKIP, NotFinite, StageGradients, finite_gradients
@@ -237,11 +237,6 @@ class StageRunner:
             return {}
         return same_tensors(self.state(), model.names)
 
-    def record(self, epoch: StageEpoch) -> None:
-        """Write down the metrics of an epoch."""
-        if self.epoch_file is not None:
-            self.epoch_file.epoch(epoch)
-
     def finish(self) -> None:
         """The segment's operations are handed in: wait for them, and let the last messages go."""
         with self._explained():
@@ -315,7 +310,7 @@ class StageRunner:
         sent = mark()
         spans = Spans(begin, start, end, sent, [(start, end)], [(end, sent)])
         staleness = self.stage.staleness
-        read = partial(staleness.read, len(staleness.distances))
+        read = partial(staleness.read, staleness.noted)
         self._handed_in(op, version, forward_version, spans, before=read)
 
     def _weight(self, op: Op) -> None:
@@ -384,7 +379,7 @@ class StageRunner:
 
         def after() -> None:
             self.updated = updated
-            self.metrics.updates.append(self.clock.time_s(end))
+            self.metrics.updated(self.clock.time_s(end))
             found = self._losses.read(due) if losses is None else losses
             for b, loss in zip(due, found, strict=True):
                 self._tell_loss(b, loss)
@@ -394,12 +389,11 @@ class StageRunner:
 
     def _tell_loss(self, mini_batch: int, loss: float) -> None:
         assert self.segment is not None
-        self.metrics.losses.append(loss)
         weight = float(self.segment.samples_of(mini_batch))
         if self._loss_weights is not None:
             weight = self._loss_weights.weights.pop(mini_batch)
         left_out = self.not_finite.policy == SKIP and not math.isfinite(loss)
-        self.metrics.weights.append(0.0 if left_out else weight)
+        self.metrics.tell(loss, 0.0 if left_out else weight)
         if self.on_mini_batch:
             self.on_mini_batch(self.segment, mini_batch, loss)
 

@@ -41,17 +41,15 @@ def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[s
         mini_batch: in the segment.
     """
     metrics, updated = runner.metrics, runner.updated
-    before = metrics.updates[-2] if len(metrics.updates) > 1 else metrics.first_s
-    assert before is not None
     together = segment.together(mini_batch)
     found = {
-        "seconds": (metrics.updates[-1] - before) / together,
+        "seconds": metrics.step_s / together,
         "samples": float(segment.samples_of(mini_batch)),
     }
     if runner.prepared.flops_per_sample is not None:
         found["flops"] = 3 * runner.prepared.flops_per_sample * found["samples"]
     if runner.prepared.model.loss.weighted:
-        found["counted"] = metrics.weights[-1]
+        found["counted"] = metrics.counted
     if updated.lr is not None:
         found["lr"] = updated.lr
     if updated.gradient_norm is not None:

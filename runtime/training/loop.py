@@ -7,6 +7,7 @@ The same loop is run by a worker in its own process (`worker`) and by all worker
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -34,7 +35,6 @@ from ..prepare.messages import MessageRoute, MessageSeries
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import (
-    EpochRecord,
     EpochSums,
     EvaluationMetrics,
     EvaluationRecord,
@@ -165,9 +165,9 @@ class Course:
         self.barrier = barrier
         self.replica_barrier = replica_barrier
         self._sent_bytes = [0 for _ in runners]
-        self._periods_s: list[list[float]] = [[] for _ in runners]
-        self.epochs: list[EpochRecord] = []
-        self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
+        self._periods_s = [array("d") for _ in runners]
+        # Of runs that write them down, they are read at the end: there may be many.
+        self._stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self.sums = [EpochSums() for _ in runners]
         self.done = 0
         self._checkpoints = checkpoints
@@ -201,9 +201,6 @@ class Course:
         settings = self.prepared.settings
         self.done = settings.resume_at or 0
         for position, runner in enumerate(self.runners):
-            if settings.resumed:
-                before = read_stage_epochs(where.stage_metrics(runner.replica))
-                self.stage_epochs[position] += before
             found = restore_worker(where, settings, runner)
             if found is not None:
                 self._random[position], self.sums[position] = found
@@ -298,12 +295,13 @@ class Course:
             test = self._evaluate() if self.prepared.settings.evaluate else {}
         for position, runner in enumerate(self.runners):
             sums, self.sums[position] = self.sums[position], EpochSums()
-            self.stage_epochs[position].append(sums.stage_epoch(segment.epoch))
-            runner.record(self.stage_epochs[position][-1])
+            seen = sums.stage_epoch(segment.epoch)
+            if runner.epoch_file is None:
+                self._stage_epochs[position].append(seen)
+            else:
+                runner.epoch_file.epoch(seen)
             if runner.tells:
-                record = sums.record(segment, test, runner.stage.lr)
-                self.epochs.append(record)
-                self.observer.epoch(record)
+                self.observer.epoch(sums.record(segment, test, runner.stage.lr))
 
     def _write_checkpoint(self, segment: Segment) -> None:
         if self._checkpoints is None:
@@ -319,8 +317,9 @@ class Course:
                 self.prepared.pipeline, segment.mini_batches
             )
         order = self._orders[segment.mini_batches]
-        for runner in self.runners:
+        for runner, sums in zip(self.runners, self.sums, strict=True):
             runner.begin(segment, order)
+            sums.begin(runner.metrics)
         series = [runner.series(segment.mini_batches) for runner in self.runners]
         routes = self.prepared.distribution.routes
         self._announce(series, routes, lambda: whole_sequence(self.prepared.pipeline, order))
@@ -472,14 +471,14 @@ class Course:
 
     def reports(self) -> list[StageReport]:
         """What each runner of this process measured."""
-        found = []
+        found, every = [], [self._epochs(position) for position in range(len(self.runners))]
         for runner, sent_bytes, periods_s, epochs in zip(
-            self.runners, self._sent_bytes, self._periods_s, self.stage_epochs, strict=True
+            self.runners, self._sent_bytes, self._periods_s, every, strict=True
         ):
             times = training_times(epochs)
             rank = runner.replica.rank
-            every = zip(self.runners, self.stage_epochs, strict=True)
-            together = worker_epochs([each for r, each in every if r.replica.rank == rank])
+            of_rank = zip(self.runners, every, strict=True)
+            together = worker_epochs([each for r, each in of_rank if r.replica.rank == rank])
             found.append(
                 StageReport(
                     stage=runner.number,
@@ -491,7 +490,7 @@ class Course:
                     loading_s=times.loading_s,
                     wall_s=training_times(together).wall_s,
                     sent_bytes=sent_bytes,
-                    periods_s=periods_s,
+                    periods_s=list(periods_s),
                     peak=self._peak(rank),
                     rss_peak_bytes=_rss_peak_bytes(),
                     device=str(runner.device),
@@ -509,6 +508,11 @@ class Course:
                 )
             )
         return found
+
+    def _epochs(self, position: int) -> list[StageEpoch]:
+        """Of a runner, in all the run. Raises FileError."""
+        file = self.runners[position].epoch_file
+        return self._stage_epochs[position] if file is None else list(read_stage_epochs(file.path))
 
     def _peak(self, rank: int) -> MemoryByKind | None:
         """The most that a worker held, at moments of any of its stages."""

@@ -6,6 +6,7 @@ parameters, stand for all of them: distances are exact for smaller stages, estim
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import SupportsFloat
@@ -24,17 +25,20 @@ class Staleness:
 
     Attributes:
         differences: how often each version difference was seen.
-        distances: per backward that ran on other weights than its forward, ‖W_B − W_F‖ / ‖W_F‖;
-            of a GPU they come late, and are read when told to.
+        noted: backwards that ran on other weights than their forwards.
+        distance, largest_distance: sum and largest of their ‖W_B − W_F‖ / ‖W_F‖; of a GPU they come
+            late, and are read when told to.
         backwards: all of them.
         versions_held: most weight versions held at once.
     """
 
     differences: dict[int, int] = field(default_factory=dict)
-    distances: list[SupportsFloat] = field(default_factory=list)
+    noted: int = 0
+    distance: float = 0.0
+    largest_distance: float = 0.0
     backwards: int = 0
     versions_held: int = 1
-    _read: int = 0
+    _coming: deque[SupportsFloat] = field(default_factory=deque)
 
     def note(self, difference: int, distance: SupportsFloat) -> None:
         """Count a backward."""
@@ -42,13 +46,15 @@ class Staleness:
         self.backwards += 1
         # Most are 0 where nothing was to be computed.
         if distance != 0.0:
-            self.distances.append(distance)
+            self.noted += 1
+            self._coming.append(distance)
 
     def read(self, count: int) -> None:
         """Read so many of the distances, which have come by now."""
-        for k in range(self._read, count):
-            self.distances[k] = float(self.distances[k])
-        self._read = count
+        while self.noted - len(self._coming) < count:
+            distance = float(self._coming.popleft())
+            self.distance += distance
+            self.largest_distance = max(self.largest_distance, distance)
 
 
 class Sample:

@@ -60,6 +60,13 @@ class ShortEpochs(MLPTask):
         return TensorDataset(*(part[:42] for part in super().data(split).tensors))
 
 
+class LongEpoch(MLPTask):
+    """The same on 4200 samples: what it has, again and again."""
+
+    def data(self, split):
+        return TensorDataset(*(part.repeat(7, 1) for part in super().data(split).tensors))
+
+
 class WeightedTask(MLPTask):
     """The same, where columns of the target count 1, 2 and 3 times, or not at all."""
 
