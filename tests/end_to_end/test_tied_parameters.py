@@ -167,9 +167,9 @@ def test_an_exported_tie_is_written_once(every, tmp_path):
 
 def test_a_copy_that_misses_gradients_is_found(monkeypatch):
     """The check would see it: without the sum, each copy steps by its own part."""
-    from timeprest.runtime.stage.runner import StageRunner
+    from timeprest.runtime.stage.gradients import StageGradients
 
-    monkeypatch.setattr(StageRunner, "_start_all_reduces", lambda self, losses: [])
+    monkeypatch.setattr(StageGradients, "start_sums", lambda self, losses: [])
     report = check(plan_for("TiedTask", "gpipe", 2), settings_for("TiedTask"), inline=True)
     assert report.verdict == "differs"
     assert report.against[1].differences[1].name == "wte.weight"
