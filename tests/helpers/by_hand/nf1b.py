@@ -74,7 +74,7 @@ def list_schedule_of_replicas(pipeline, mini_batches):
     """The same of a chain of stages whose replicas have paces of their own, without transfer times.
 
     Micro-batch i is replica i mod r's. A backward can start when its last share can, and each share
-    starts by itself; then all replicas update together.
+    starts by itself; then all replicas update together, or where no update follows, each goes on.
     """
     most = mini_batches + 2 * max(pipeline.limits)
     n, stages = pipeline.micro_batches, range(pipeline.stages)
@@ -105,7 +105,7 @@ def list_schedule_of_replicas(pipeline, mini_batches):
         if begun >= n * (done + 1) and None not in shares:
             yield max(*shares, *free[s]), 0, s, Op("B", done)
 
-    while any(Op("U", mini_batches - 1) not in ops for ops in orders):
+    while any(Op("B", mini_batches - 1) not in ops for ops in orders):
         _, _, s, op = min((option for s in stages for option in options(s)), key=lambda o: o[:3])
         orders[s].append(op)
         b, i = op.mini_batch, op.micro_batch
@@ -118,8 +118,10 @@ def list_schedule_of_replicas(pipeline, mini_batches):
             takes_s = pipeline.backward_s[s] * paces[s][j] * len(taken(s, j))
             free[s][j] = max(ready_b(s, b, j), free[s][j]) + takes_s
             ended_b[s, b, j] = free[s][j]
-        orders[s].append(Op("U", b))
-        free[s] = [max(free[s]) + pipeline.update_s[s]] * len(free[s])
+        if pipeline.updates_after(b):
+            free[s] = [max(free[s]) + pipeline.update_s[s]] * len(free[s])
+        if pipeline.updates_after(b) or b == mini_batches - 1:
+            orders[s].append(Op("U", b))
     return Schedule(
         tuple(tuple(op for op in ops if op.mini_batch < mini_batches) for ops in orders)
     )

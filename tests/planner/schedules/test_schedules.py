@@ -360,12 +360,14 @@ def chain_of_replicas(seed):
         links=tuple(links),
         limits=tuple(max(1, stages - s + draw.choice([0, 0, 1])) for s in range(stages)),
         paces=tuple(map(tuple, paces)),
+        update_every=draw.choice([1, 1, 3]),
     )
 
 
-@pytest.mark.parametrize("seeds", [range(20), range(20, 40)])
+# Of the last ones' replicas, one is to go on long before the other, as no update follows.
+@pytest.mark.parametrize("seeds", [range(20), range(20, 40), (656, 958)])
 def test_nf1b_follows_its_rule_with_replicas_of_different_pace(seeds):
-    """A forward waits for its own replica, a backward for the last of them."""
+    """A forward waits for its own replica, a backward for the last of them, as does an update."""
     for seed in seeds:
         pipeline = chain_of_replicas(seed)
         assert make_schedule(pipeline, 6) == list_schedule_of_replicas(pipeline, 6), seed

@@ -19,6 +19,7 @@ from timeprest.runtime.prepare.loss import LossKind, kind_of_loss
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.stage.summed_losses import MiniBatchMeans
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -190,6 +191,27 @@ def test_the_next_update_is_made_again(variant, update_every, mlp_profile, tmp_p
         run(plan, how, tmp_path / str(steps), inline=True)
         ends = load_weights(tmp_path / str(steps))
         assert all(torch.equal(ends[name], w) == (updates == 1) for name, w in first.items())
+
+
+def test_gradients_that_wait_for_the_next_mini_batchs():
+    """They are counted while they wait; where nothing counts in the next one, they are all."""
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    means = MiniBatchMeans([p])
+    p.grad = torch.ones_like(p)
+    means.settle(4.0, 3)
+    means.set_aside()
+    assert p.grad is None
+    assert means.aside_bytes == 24
+    p.grad = torch.full_like(p, 6.0)
+    means.settle(1.0, 3)
+    assert means.aside_bytes == 0
+    assert torch.allclose(p.grad, torch.full_like(p, 1 / 12 + 2), rtol=0, atol=1e-15)
+    means.set_aside()
+    assert means.aside_bytes == 24
+    # A branch that was left out.
+    means.settle(2.0, 3)
+    assert means.aside_bytes == 0
+    assert torch.allclose(p.grad, torch.full_like(p, 1 / 12 + 2), rtol=0, atol=1e-15)
 
 
 def test_split_backwards_of_a_weight_that_is_used_twice(tmp_path):
