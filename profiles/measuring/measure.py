@@ -237,20 +237,22 @@ def measure(
         _tell(progress, "finding the graph")
         if not platform.computed:
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
-        traced = trace(
-            model,
-            target.name,
-            call,
-            front_end=front_end or target.front_end,
-            granularity=granularity,
-            verify=not platform.computed,
-        )
-        if looked is not None and looked.varying is not None and not platform.computed:
-            smallest = looked.call(TRACE_SAMPLES, looked.smallest)
-            check_other(model, target.name, traced, _placed(platform, *smallest)[0])
+        with platform.forward_context():
+            traced = trace(
+                model,
+                target.name,
+                call,
+                front_end=front_end or target.front_end,
+                granularity=granularity,
+                verify=not platform.computed,
+            )
+            if looked is not None and looked.varying is not None and not platform.computed:
+                smallest = looked.call(TRACE_SAMPLES, looked.smallest)
+                check_other(model, target.name, traced, _placed(platform, *smallest)[0])
         print_of_graph = fingerprint(traced)
         try:
-            graphs = [_for_size(traced, model, target, placed[size][0]) for size in sizes]
+            with platform.forward_context():
+                graphs = [_for_size(traced, model, target, placed[size][0]) for size in sizes]
             parts = {id(graph): parts_of(graph) for graph in {id(g): g for g in graphs}.values()}
             cases = [
                 MicroBatchCase(size, *placed[size], parts[id(graph)])

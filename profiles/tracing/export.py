@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -44,11 +45,64 @@ def trace_export(
 ) -> TracedModel:
     """Export `model`. Raises whatever torch.export or the user's forward raises.
 
+    Under autocast, what that converts would be operations of the graph, also in a run without: it
+    is off here, unless the forward asks whether it is on.
+
     Args:
         call: inputs to export with; two samples or more where the batch is free.
         free_batch: leave the first dimension of every input open; else the graph takes
             only as many samples as `call` has.
     """
+    kinds = [kind for kind in AUTOCASTS if torch.is_autocast_enabled(kind)]
+    if kinds:
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            asked = stack.enter_context(_asking_for_autocast())
+            try:
+                found = _exported(model, call, granularity, free_batch)
+            except Exception:  # by the other branch, maybe
+                if not asked:
+                    raise
+            if not asked:
+                return found
+        call = call.with_tensors([t.clone() for t in call.tensors])
+    return _exported(model, call, granularity, free_batch)
+
+
+AUTOCASTS = ("cpu", "cuda")
+"""Kinds of devices that autocast is switched on for, each by itself."""
+
+_ASKS = (
+    *("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled"),
+    *("is_autocast_cpu_enabled", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+)
+
+
+@contextmanager
+def _asking_for_autocast() -> Iterator[list[str]]:
+    """What is asked of autocast meanwhile, by others than torch itself."""
+    asked: list[str] = []
+    own = {name: getattr(torch, name) for name in _ASKS if hasattr(torch, name)}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch."):
+                asked.append(name)
+            return own[name](*arguments)
+
+        return ask
+
+    try:
+        for name in own:
+            setattr(torch, name, noting(name))
+        yield asked
+    finally:
+        for name, function in own.items():
+            setattr(torch, name, function)
+
+
+def _exported(model: nn.Module, call: Call, granularity: str, free_batch: bool) -> TracedModel:
     varying = call.varying or ((),) * len(call.tensors)
     shapes = tuple(
         dict.fromkeys((0, *more), torch.export.Dim.DYNAMIC) if t.dim() else None

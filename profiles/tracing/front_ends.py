@@ -237,7 +237,9 @@ def _attempt(
                 warnings.simplefilter("ignore")
                 # Fresh tensors: torch.export leaves marks on those that it is given.
                 fresh = call.with_tensors([t.clone() for t in call.tensors])
-                with _without_random_numbers(name, model):
+                # Evaluation has no gradients, which a forward may ask for.
+                learns = torch.is_grad_enabled() and model.training
+                with torch.set_grad_enabled(learns), _without_random_numbers(name, model):
                     traced = _TRACERS[name](model, fresh, granularity)
             if wanted is not None:
                 left = compare(model, traced.module, call, wanted)

@@ -277,7 +277,9 @@ def _same(mine: Any, own: Tensor) -> bool:
         return False
     if _is_fake(own):
         return True
-    tolerance = 1e-2 if _coarse(own) else 1e-4
+    # Under autocast, what is computed in half may be handed on in single precision.
+    coarse = _coarse(own) or torch.is_autocast_enabled(own.device.type)
+    tolerance = 1e-2 if coarse else 1e-4
     mine, own = dense(mine), dense(own)
     mine, own = (t.double() if not t.is_complex() else t for t in (mine, own))
     finite = own[own.isfinite()].abs()
@@ -479,7 +481,10 @@ def _shaken(model: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for k, (p, _) in enumerate(before):
-                p.mul_(1 + 8 * torch.finfo(p.dtype).eps * _drawn(p, k).sign())
+                last = 8 * torch.finfo(p.dtype).eps
+                if torch.is_autocast_enabled(p.device.type):
+                    last = max(last, torch.finfo(torch.get_autocast_dtype(p.device.type)).eps)
+                p.mul_(1 + last * _drawn(p, k).sign())
         yield
     finally:
         with torch.no_grad():

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...planner.plan import Plan
+from ...planner.plan import Plan, ProfileReference
 from ...profiles.errors import PlanError, UserError
 from ...profiles.measuring.platforms import wake
 from ...profiles.tracing.graph import GraphBody, graph_of, recompile
@@ -251,7 +252,53 @@ def used_bytes(device: torch.device) -> int | None:
     return total - free
 
 
-# Mixed precision --------------------------------------------------------------------------------
+# Mixed precision, and what else a forward may ask for -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What torch is switched to where a model runs, which its forward may ask for.
+
+    Attributes:
+        autocast: its dtype; None: off.
+        device: the kind of device that the model is going to run on.
+        deterministic: operations that are, or that needn't be; None: as the process has them.
+    """
+
+    autocast: torch.dtype | None
+    device: str = "cpu"
+    deterministic: bool | None = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Switch to them, for work on a CPU; back afterwards."""
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        dtype, on = self.autocast or torch.bfloat16, self.autocast is not None
+        with ExitStack() as stack:
+            for kind in {"cpu", self.device}:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
+            if self.deterministic is not None:
+                torch.use_deterministic_algorithms(self.deterministic, warn_only=True)
+            try:
+                yield
+            finally:
+                torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+    def __str__(self) -> str:
+        autocast = "off" if self.autocast is None else str(self.autocast).removeprefix("torch.")
+        return f"autocast {autocast}" + ", deterministic operations" * bool(self.deterministic)
+
+
+def modes_of_profile(profile: ProfileReference) -> Modes:
+    """Those that a profile was made under."""
+    return Modes(None if profile.autocast is None else getattr(torch, profile.autocast))
+
+
+def modes_of(plan: Plan, settings: RunSettings) -> Modes:
+    """Those of a run. Raises PlanError as `autocast_of`."""
+    kind = device_kind(plan, settings)
+    return Modes(autocast_of(plan, settings), kind, settings.deterministic or None)
 
 
 def autocast_of(plan: Plan, settings: RunSettings) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, tied_layers, values
 from ...profiles.tracing.shapes import specs_and_result
+from .devices import modes_of_profile
 from .loss import kind_of_loss
 from .prepare import laid_on
 from .tracing import trace_for_run
@@ -30,7 +31,7 @@ def facts_of(plan: Plan) -> ModelFacts:
         TraceError: the model can't be traced.
         PlanError: it is another model than the plan's, or the plan was edited and not checked.
     """
-    with settings_put_back():
+    with settings_put_back(), modes_of_profile(plan.profile).on():
         return _facts_of(plan)
 
 

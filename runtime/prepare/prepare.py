@@ -32,7 +32,7 @@ from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
 from .data import Segment, check_padding, run_length, segments, training_samples
-from .devices import autocast_of, forward_context
+from .devices import modes_of
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, check_parameters, kind_of_loss, why_apart
 from .tied_parameters import (
@@ -219,23 +219,24 @@ def prepare(
         PlanError: the plan is for another model, its stages don't fit together, or it has what
             can be planned but not run yet.
     """
-    autocast = autocast_of(plan, settings)
     replicas, workers = all_replicas(plan), workers_of(plan)
     shares = tuple(share_of(plan, replica) for replica in replicas)
     samples = [shares[replica.number].samples for replica in replicas if replica.leads]
     # What every stage has room for.
     least = min(samples)
-    traced = trace_for_run(
-        settings.task,
-        plan,
-        samples,
-        evaluate=settings.evaluate,
-        seed=settings.seed,
-        threads=settings.threads,
-        tell=tell,
-    )
-    model, task = traced.model, traced.task
-    with forward_context(autocast):
+    modes = modes_of(plan, settings)
+    with modes.on():
+        traced = trace_for_run(
+            settings.task,
+            plan,
+            samples,
+            evaluate=settings.evaluate,
+            seed=settings.seed,
+            threads=settings.threads,
+            tell=tell,
+            modes=modes,
+        )
+        model, task = traced.model, traced.task
         looks = {n: traced.look(n) for n in traced.training}
         result, wanted = looks[samples[-1]].result, looks[samples[-1]].target
         loss = kind_of_loss(task, result, wanted)
@@ -248,7 +249,7 @@ def prepare(
     random = None
     # What is compiled draws where nobody sees it.
     if not settings.dropout and not settings.compile:
-        with forward_context(autocast):
+        with modes.on():
             random = traced.random_calls(least, plan.mini_batch, groups)
     tell("cutting the model into stages")
     pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
@@ -293,7 +294,7 @@ def prepare(
             matrices=matrices,
             # What it takes is looked at below, and isn't held on to.
             loss=replace(loss, takes=()),
-            autocast=autocast,
+            autocast=modes.autocast,
             modes=traced.modes,
         ),
         distribution=distribution,

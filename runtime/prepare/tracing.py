@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
 from ...profiles.tracing.shapes import ValueSpec, rewritten_by, run_node_by_node, specs_and_result
+from .devices import Modes, modes_of_profile
 
 _SMALL_BYTES = 2**28
 
@@ -244,6 +245,7 @@ def trace_for_run(
     seed: int = 0,
     threads: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
+    modes: Modes | None = None,
 ) -> TracedTask:
     """Trace a task's model as the profiler did, for each of these numbers of samples.
 
@@ -254,6 +256,7 @@ def trace_for_run(
         seed: of the model's weights.
         threads: torch's, from when the task is imported; None: as they are.
         tell: is told what is being done.
+        modes: that are on, those of a run; None: as the profile was made.
 
     Raises:
         TargetError: the task can't be imported or built, or is no task.
@@ -292,6 +295,16 @@ def trace_for_run(
     first = traced(TRACE_SAMPLES, verify=not fake)
     found = fingerprint(first)
     if found != made_from.fingerprint:
+        profiled = replace(modes_of_profile(made_from), deterministic=False)
+        if modes is not None and modes != profiled:
+            with profiled.on(), suppress(TraceError):
+                if fingerprint(traced(TRACE_SAMPLES)) == made_from.fingerprint:
+                    raise PlanError(
+                        f"plan: the forward of {target.name} asks which modes are on, and does "
+                        f"something else under those of this run ({modes}) than under those of the "
+                        f"profile ({profiled}): run it as it was profiled, or profile it as it is "
+                        "to run"
+                    )
         raise PlanError(
             f"plan: was made for another model: {made_from.target} with fingerprint "
             f"{made_from.fingerprint}; {target.name} has {found}. Profile and solve again, or "
