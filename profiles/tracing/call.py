@@ -244,7 +244,8 @@ def settle(model: nn.Module, call: Call, target: str, *, fake: bool = False) -> 
         call.of(model)
         again = _numbers_held(model)
     for (module, name), numbers in held.items():
-        if again.get((module, name)) != numbers:
+        # Of fake tensors there are no numbers, which might be the same.
+        if again.get((module, name)) != numbers or "" in numbers:
             before.put_one_back(module, name)
 
 
@@ -284,7 +285,7 @@ def _numbers_held(model: nn.Module) -> dict[tuple[nn.Module, str], list[str]]:
     """The numbers in attributes of modules, in whatever nest of containers."""
     return {
         (module, name): [
-            summed(dense(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+            mark_of(leaf)[1] if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in tree_leaves(value)
             if isinstance(leaf, (float, Tensor))
         ]

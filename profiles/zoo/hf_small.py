@@ -81,7 +81,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 }
 """Further defaults of one model."""
 
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def small_sizes(

@@ -164,6 +164,8 @@ def test_sizes_that_were_not_given_fit_those_that_were():
     layers = hugging_face("gpt_neo,num_layers=3").model().config.attention_layers
     assert layers == ["global", "local", "global"]
     assert hugging_face("swin,window_size=3").model().config.depths == [2, 2]
+    # Its decoder starts with the last of 58,101 tokens.
+    assert hugging_face("marian").model().config.decoder_start_token_id == 0
 
 
 def test_a_model_is_tried_at_its_own_sizes_and_not_at_ours(tmp_path, monkeypatch):

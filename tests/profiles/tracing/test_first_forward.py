@@ -14,6 +14,7 @@ from timeprest.profiles.tracing.call import Call, settle, unchanged
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify.check import check
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 FILE = TESTS / "tasks/front_end_tasks.py"
 KINDS = {"hooks": 4, "exchanges": 1, "another class": 1, "freezes": 1}
@@ -98,6 +99,15 @@ def test_what_is_carried_on_is_not_begun():
     """The flag of hooks that are there stays, a state that another mini-batch left doesn't."""
     model, call = model_and_call("carries")
     settle(model, call, "it")
+    assert len(model.handles) == 2
+    assert model.state is None
+
+
+def test_nothing_fake_is_carried_on():
+    """A profile of a device that isn't there runs on tensors without numbers."""
+    with FakeTensorMode():
+        model = FirstForward("carries")
+        settle(model, Call((torch.randn(3, 4),), (None,)), "it")
     assert len(model.handles) == 2
     assert model.state is None
 
