@@ -74,8 +74,9 @@ def posts(
         replicas, routes: of all workers.
         shares: by the replicas' numbers.
     """
-    mine = [c for c in routes if not c.handed_over and rank in c.ends(FORWARD)]
-    messages = sorted(_messages(sequence, mine, shares), key=lambda m: m[:4])
+    # A receiver's room goes by what all its senders send.
+    every = _messages(sequence, [c for c in routes if not c.handed_over], shares)
+    messages = sorted((m for m in every if rank in m.route.ends(m.kind)), key=lambda m: m[:4])
     own = {r.stage: shares[r.number] for r in replicas if r.rank == rank}
     handed_in = list(accumulate(int(s in own and own[s].has(op)) for s, op in sequence))
     return [Post(handed_in[m.moment], m.route, m.kind) for m in messages]
@@ -84,7 +85,7 @@ def posts(
 def _messages(
     sequence: Sequenced, routes: Sequence[MessageRoute], shares: Sequence[Share]
 ) -> Iterable[_Message]:
-    """Those of these routes, each with its moment: a position in the sequence, behind which it
+    """Those of the routes, each with its moment: a position in the sequence, behind which it
     goes."""
     makes: dict[tuple[int, str], list[MessageRoute]] = {}
     takes: dict[tuple[int, str], list[MessageRoute]] = {}

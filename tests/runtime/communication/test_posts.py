@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
 from helpers.drawn.cases import examples
-from helpers.drawn.pipelines import ALL, laid_out, pipelines
+from helpers.drawn.pipelines import ALL, laid_out, pipelines, times
 from helpers.processes import hostile_device
 from helpers.processes.hostile_device import run_on_hostile_devices, workers_and_distribution
 from hypothesis import given, settings
@@ -72,7 +73,7 @@ def test_no_run_stands_still_on_a_device_where_all_wait_for_all(name, shape, sta
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(90))
 @given(pipelines(EVERY, most_stages=4, most_micro_batches=4), st.integers(0, 99))
 def test_nor_do_drawn_pipelines(pipeline, seed):
     check(pipeline, 4)
@@ -80,7 +81,7 @@ def test_nor_do_drawn_pipelines(pipeline, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(90))
 @given(pipelines(ALL, most_micro_batches=4, placed=True), st.integers(0, 99))
 def test_nor_those_with_several_stages_on_a_device(pipeline, seed):
     check(pipeline, 4)
@@ -88,11 +89,36 @@ def test_nor_those_with_several_stages_on_a_device(pipeline, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(90))
 @given(laid_out(), st.integers(0, 99))
 def test_nor_those_with_replicas(pipeline, seed):
     check(pipeline, 3)
     check(pipeline, 3, waits=0.4, seed=seed)
+
+
+@st.composite
+def orders(draw):
+    """Pipelines with orders that come of other times than theirs."""
+    pipeline = draw(
+        pipelines(EVERY, most_stages=4, most_micro_batches=4, placed=draw(st.booleans()))
+    )
+    schedule = make_schedule(pipeline, 4)
+    others = {
+        name: tuple(draw(times) for _ in getattr(pipeline, name))
+        for name in ("forward_s", "backward_s")
+    }
+    share = [0.5 * seconds for seconds in others["backward_s"]]
+    return replace(pipeline, **others, weight_s=tuple(share[: len(pipeline.weight_s)])), schedule
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(60))
+@given(orders(), st.integers(0, 99))
+def test_nor_do_orders_that_others_have_made(drawn, seed):
+    pipeline, schedule = drawn
+    sequence = whole_sequence(pipeline, schedule)
+    for waits in (1.0, 0.4):
+        run_on_hostile_devices(pipeline, sequence, posts, waits, seed)
 
 
 def early(rank, *others):
