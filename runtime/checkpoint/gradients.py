@@ -37,8 +37,19 @@ class GradientFiles:
         self.module = module
         self.names = names
         self.updates = 0
-        if optimizer is not None:
+        if optimizer is None:
+            return
+        try:
             optimizer.register_step_pre_hook(self._write)
+        except AttributeError:
+            # One around another that leaves torch's own initialization out.
+            step = optimizer.step
+
+            def writing(*arguments: Any, **more: Any) -> Any:
+                self._write()
+                return step(*arguments, **more)
+
+            optimizer.step = writing  # type: ignore[method-assign]
 
     def _write(self, *_: Any) -> None:
         found = {

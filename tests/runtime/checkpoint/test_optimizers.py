@@ -108,8 +108,9 @@ def test_modes_in_processes(mlp_profile, tmp_path):
         assert torch.equal(tensor, other[name]), name
 
 
-def test_the_check_goes_by_modes_too(mlp_profile):
-    report = check(plan_for(mlp_profile, "gpipe"), settings_for("Modes", epochs=1), inline=True)
+@pytest.mark.parametrize("name", ["Modes", "LookaheadTask"])
+def test_the_check_goes_by_their_methods_too(name, mlp_profile):
+    report = check(plan_for(mlp_profile, "gpipe"), settings_for(name, epochs=1), inline=True)
     assert report.verdict == "same"
 
 
