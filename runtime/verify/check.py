@@ -6,6 +6,7 @@ Systems that flush must be plain training; the others are held against their own
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import nn
 
 from ...planner.plan import Plan
 from ...profiles.autograd.dropout import HeldStatistics
-from ...profiles.errors import UserError
+from ...profiles.errors import TaskWarning, UserError
 from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tasks.optimizers import for_use
 from ..prepare.devices import device_kind
@@ -153,9 +154,14 @@ def check(
             other = RunDir(folder / "inline")
             # What is compiled is held against what isn't.
             plainly = msgspec.structs.replace(settings, compile=False, transport="auto")
-            run(plan, plainly, other.path, inline=True)
+            with warnings.catch_warnings():
+                # They have been told.
+                warnings.simplefilter("ignore", TaskWarning)
+                run(plan, plainly, other.path, inline=True)
             differences = compare(found, _training_of(other, prepared), tolerance)
-            against, notes = [Against(what=INLINE, differences=differences)], []
+            against = [Against(what=INLINE, differences=differences)]
+            # What the inline run has in common with processes, neither of them tells.
+            notes = [prepared.model.loss.apart] if prepared.model.loss.apart else []
         same = all(one.same for one in against if one.counts)
         return CheckReport(
             variant=plan.variant,

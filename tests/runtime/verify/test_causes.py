@@ -102,6 +102,17 @@ def test_a_loss_that_cant_be_taken_apart_is_told_before_the_run(
         assert "(sum, weight)" in lines[0]
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_runs_of_a_loss_that_cant_be_taken_apart_are_the_same_and_say_so(recwarn):
+    """Of a system that doesn't flush."""
+    plan, settings = plan_for("Contrastive", "timeprest"), RunSettings(task=f"{FILE}:Contrastive")
+    report = check(plan, settings)
+    assert report.verdict == "same"
+    assert "can't be taken apart" in report.notes[0]
+    assert len([w for w in recwarn if "can't be taken apart" in str(w.message)]) == 1
+
+
 def test_what_stages_dont_do_is_named():
     """By what it hangs on: hooks, or a mode that a check has on."""
     prepared = prepare(plan_for("Clamped"), RunSettings(task=f"{FILE}:Clamped"))
