@@ -28,7 +28,7 @@ from ..checkpoint.gradients import keep_gradients
 from ..checkpoint.start import restore_worker, rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
-from ..communication.posts import Post, Sequenced, posts
+from ..communication.posts import Post, Posts, Sequenced, posts
 from ..prepare.data import Segment, real_samples
 from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state, used_bytes
 from ..prepare.messages import MessageRoute, MessageSeries
@@ -173,6 +173,7 @@ class Course:
         self._checkpoints = checkpoints
         self._agree = agree
         self._orders: dict[int, Schedule] = {}
+        self._posts: dict[tuple[int, int], Sequence[Post]] = {}
         self._figures = StepFigures()
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
@@ -321,8 +322,15 @@ class Course:
             runner.begin(segment, order)
             sums.begin(runner.metrics)
         series = [runner.series(segment.mini_batches) for runner in self.runners]
-        routes = self.prepared.distribution.routes
-        self._announce(series, routes, lambda: whole_sequence(self.prepared.pipeline, order))
+
+        def posted(rank: int) -> Sequence[Post]:
+            key = rank, segment.mini_batches
+            if key not in self._posts:
+                sequence = whole_sequence(self.prepared.pipeline, order)
+                self._posts[key] = self._posted(rank, sequence, self.prepared.distribution.routes)
+            return self._posts[key]
+
+        self._announce(series, posted)
         if len(self.runners) == 1:
             runner = self.runners[0]
             with self._stream(0):
@@ -334,24 +342,14 @@ class Course:
         for runner in self.runners:
             runner.finish()
 
-    def _announce(
-        self,
-        series: Sequence[Sequence[MessageSeries]],
-        routes: Sequence[MessageRoute],
-        sequence: Callable[[], Sequenced],
-    ) -> None:
-        """Tell each worker's channels of all messages to come.
+    def _posted(
+        self, rank: int, sequence: Sequenced, routes: Sequence[MessageRoute]
+    ) -> Sequence[Post]:
+        shares = self.prepared.distribution.shares
+        return posts(rank, sequence, self.prepared.replicas, shares, routes)
 
-        Args:
-            series: of each runner.
-            routes: that they go, between all workers.
-            sequence: makes that of all workers' operations.
-        """
-
-        def posted(rank: int) -> list[Post]:
-            prepared = self.prepared
-            return posts(rank, sequence(), prepared.replicas, prepared.distribution.shares, routes)
-
+    def _announce(self, series: Sequence[Sequence[MessageSeries]], posted: Posts) -> None:
+        """Tell each worker's channels of all messages to come. `series`: of each runner."""
         by_rank: dict[int, list[MessageSeries]] = {}
         for runner, mine in zip(self.runners, series, strict=True):
             by_rank.setdefault(runner.replica.rank, []).extend(mine)
@@ -426,7 +424,8 @@ class Course:
         series = [runner.begin_evaluation() for runner in self.runners]
         count, ahead = self.runners[0].evaluations, EVALUATION_AHEAD
         steps = self._evaluations(count)
-        self._announce(series, routes, lambda: [at for step in steps for at in step])
+        sequence = [at for step in steps for at in step]
+        self._announce(series, lambda rank: self._posted(rank, sequence, routes))
         compare_evaluation(self.runners)
         if self.prepared.pipeline.placement:
             # Nobody waits for room for what is taken so many steps later.
