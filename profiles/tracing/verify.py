@@ -111,7 +111,7 @@ def run(
         numbers, second = _numbers(model), None
         leaves, structure = _taken_apart(module, call)
         kept = _kept(leaves)
-        if not _all_same(alone, kept):
+        if not all_same(alone, kept):
             raise TraceError(_remembers(left, _places(model)))
         buffers = [_buffers(model, module)]
         gradients = None
@@ -247,7 +247,8 @@ def _places(model: nn.Module) -> dict[str, Any]:
     return {name: mark(value) for name, value in places_of(model).items()}
 
 
-def _all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two results' tensors are the same but for rounding."""
     return all(_same(a, b) for a, b in zip(some, others, strict=False) if isinstance(b, Tensor))
 
 

@@ -237,6 +237,8 @@ def prepare(
             modes=modes,
         )
         model, task = traced.model, traced.task
+        if any(stage.recompute for stage in plan.stages) and not traced.fake:
+            traced.check_without_gradients(least)
         looks = {n: traced.look(n) for n in traced.training}
         result, wanted = looks[samples[-1]].result, looks[samples[-1]].target
         loss = kind_of_loss(task, result, wanted)

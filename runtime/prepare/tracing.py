@@ -28,7 +28,9 @@ from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
+from ...profiles.tracing.random_states import seed_all
 from ...profiles.tracing.shapes import ValueSpec, rewritten_by, run_node_by_node, specs_and_result
+from ...profiles.tracing.verify import all_same
 from .devices import Modes, modes_of_profile
 
 _SMALL_BYTES = 2**28
@@ -169,6 +171,26 @@ class TracedTask:
         for node in graph.inputs:
             specs.pop(node.name, None)
         return ForwardLook(specs, result, wanted)
+
+    def check_without_gradients(self, samples: int) -> None:
+        """Check that a forward of so many samples does the same without gradients, as the first run
+        of what is computed again has none.
+
+        Raises PlanError.
+        """
+        module, results = self.training[samples].module, list[Sequence[Any]]()
+        tensors = self.target.call(samples)[0].tensors
+        for grad in (True, False):
+            with unchanged(module), torch.set_grad_enabled(grad):
+                torch.manual_seed(0)
+                seed_all(0)
+                results.append(take_apart(module(*[t.clone() for t in tensors]))[0])
+        if not all_same(*results):
+            raise PlanError(
+                f"plan: the forward of {self.target.name} asks whether gradients are on "
+                "(torch.is_grad_enabled), and does something else without them: what is computed "
+                "again is run without first; plan without --recompute"
+            )
 
     def rewritten(self, samples: int) -> frozenset[int]:
         """Storages of the parameters that aren't trained and that a forward of so many samples

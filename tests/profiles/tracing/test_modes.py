@@ -131,3 +131,31 @@ def test_a_run_under_other_modes_than_the_profile_is_refused(
     other = RunSettings(task=task, steps=1, evaluate=False, **change)
     with nothing_left(), pytest.raises(PlanError, match=f"asks which modes are on.*{modes}"):
         run(plan, other, tmp_path / "other", inline=True)
+
+
+class Kept(nn.Conv1d):
+    """One of torch.nn's kinds, which is called as a whole."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        return h * 2 if torch.is_grad_enabled() else h
+
+
+class AsksForGradients(MLPTask):
+    def model(self):
+        layers = (nn.Unflatten(1, (5, 1)), Kept(5, 4, 1), nn.Flatten(), nn.Linear(4, 3))
+        return nn.Sequential(*layers).double()
+
+
+def test_what_is_computed_again_may_not_ask_for_gradients(tmp_path):
+    """The first of its two runs has none."""
+    task = f"{Path(__file__)}:AsksForGradients"
+    profile = measure(
+        resolve(task), batch_size=8, micro_batch_sizes=[4], seconds=0, granularity="1"
+    )
+    plan = plan_by_hand(with_times(profile), "gpipe", 2, 2)
+    again = plan_by_hand(with_times(profile), "gpipe", 2, 2, recompute=(True, True))
+    settings = RunSettings(task=task, steps=1, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    with pytest.raises(PlanError, match=r"asks whether gradients are on .* without --recompute"):
+        run(again, settings, tmp_path / "again", inline=True)
