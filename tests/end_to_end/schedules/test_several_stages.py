@@ -376,6 +376,10 @@ def test_a_report_has_a_row_for_each_worker(mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 4, 4, placement=V)
     settings = RunSettings(task=mlp_target, steps=12, evaluate=False)
     summary = run(plan, settings, tmp_path / "run", inline=True)
+    # What stage 1 hands over to stage 2, and is handed back, isn't sent.
+    sent = [report.sent_bytes for report in summary.stages]
+    assert sent[0] == sent[1] > 0
+    assert sent[2] == sent[3] > 0
     facts = read_facts(tmp_path / "run")
     assert [worker.name for worker in facts.workers] == ["stages 0 and 3", "stages 1 and 2"]
     assert not any("No operations" in line for line in facts.missing)

@@ -17,6 +17,9 @@ class PretendGpu:
 
     Attributes:
         worker: the one that computes now.
+        memory: of slots, and of tensors that streams were told of.
+        kept: where it begins, and how long it is: what copies may read.
+        closed: addresses of memory that nobody writes to any more.
     """
 
     def __init__(self, seed):
@@ -24,7 +27,8 @@ class PretendGpu:
         self.draw = random.Random(seed)
         self.streams = []
         self.events = {}
-        self.kept = []
+        self.kept, self.memory = [], []
+        self.closed = set()
         self.numbers = itertools.count(1)
 
     def run(self):
@@ -78,13 +82,21 @@ def pretend(monkeypatch, seed=0):
     gpu = PretendGpu(seed)
     computing = {}
 
+    def within(address, nbytes):
+        """Where memory that is kept begins, of which this is a part."""
+        for begin, length in gpu.kept:
+            if begin <= address and address + nbytes <= begin + length:
+                return begin
+        return None
+
     class Driver:
         def here(self):
             pass
 
         def allocate(self, nbytes):
             memory = ctypes.create_string_buffer(nbytes)
-            gpu.kept.append(memory)
+            gpu.memory.append(memory)
+            gpu.kept.append((ctypes.addressof(memory), nbytes))
             return ctypes.addressof(memory)
 
         def free(self, address):
@@ -97,10 +109,15 @@ def pretend(monkeypatch, seed=0):
             return int.from_bytes(handle, "little")
 
         def close(self, address):
-            pass
+            gpu.closed.add(address)
 
         def copy(self, target, source, nbytes, stream):
-            stream.put(lambda: ctypes.memmove(target, source, nbytes))
+            def does():
+                assert within(source, nbytes) is not None, "this may have been let go"
+                assert within(target, nbytes) not in gpu.closed, "this is closed"
+                ctypes.memmove(target, source, nbytes)
+
+            stream.put(does)
 
     def current(device=None):
         if gpu.worker not in computing:
@@ -120,7 +137,10 @@ def pretend(monkeypatch, seed=0):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpu))
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: gpu.kept.append(tensor)
-    )
+
+    def record_stream(tensor, stream):
+        gpu.memory.append(tensor)
+        gpu.kept.append((tensor.data_ptr(), tensor.nbytes))
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     return gpu

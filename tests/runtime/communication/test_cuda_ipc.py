@@ -62,7 +62,10 @@ def test_messages_are_what_was_sent_however_late_copies_are(routes, seed, monkey
     for k in range(count):
         for c in routes:
             gpu.worker = 0
-            source.send(c, FORWARD, torch.full(c.shape(FORWARD), float(k)).to(c.spec.dtype))
+            message = torch.zeros(c.shape(FORWARD), dtype=c.spec.dtype)
+            # What makes it is under way, too.
+            torch.cuda.current_stream().put(lambda made=message, k=k: made.fill_(k))
+            source.send(c, FORWARD, message)
             gpu.worker = 1
             if k:
                 found.append((c, k - 1, target.receive(c, FORWARD)))
@@ -78,8 +81,10 @@ def test_messages_are_what_was_sent_however_late_copies_are(routes, seed, monkey
 
 
 def test_memory_is_given_back_when_the_sender_is_through(monkeypatch):
-    pretend(monkeypatch)
+    gpu = pretend(monkeypatch)
     source, target = both(route())
+    # Whose copy is still to come.
+    source.send(route(), FORWARD, torch.ones(2, 3))
     ended = []
     waits = threading.Thread(target=lambda: (target.end(), ended.append(1)))
     waits.start()
@@ -88,6 +93,7 @@ def test_memory_is_given_back_when_the_sender_is_through(monkeypatch):
     source.end()
     waits.join(5)
     assert ended
+    gpu.run()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import check_other, trace
+from timeprest.profiles.tracing.shapes import ValueSpec
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.stage.micro_batch import input_shapes
 from timeprest.runtime.verify.check import check
 
 FILE = TESTS / "tasks/shape_tasks.py"
@@ -200,3 +202,18 @@ def test_processes_are_the_inline_run(name, transport, varying, unpadded, tmp_pa
     tests = [[epoch.test for epoch in summary.epochs] for summary in summaries]
     assert tests[0] == tests[1]
     assert summaries[1].stages[0].transport == {"shm": "shared memory"}.get(transport, transport)
+
+
+def test_what_a_forward_keeps_goes_by_the_numbers_it_gets():
+    """A size makes what depends on it larger, though it is as long itself."""
+    specs = {
+        "h": ValueSpec("h", "tensor", (2, 4), torch.float32, True),
+        "n": ValueSpec("n", "size", (2,), torch.int64, False, (2, 4)),
+    }
+
+    def shapes(n, h=(2, 4)):
+        values = {"x": torch.zeros(3), "h": torch.zeros(h), "n": torch.tensor(n)}
+        return input_shapes(("x", "h", "n"), values, specs)
+
+    assert shapes((2, 4)) == shapes((2, 4))
+    assert len({shapes((2, 4)), shapes((2, 8)), shapes((2, 4), (2, 8))}) == 3

@@ -90,6 +90,17 @@ def test_micro_batches_of_padding_alone_count_nothing(deferred, recompute, tmp_p
         torch.testing.assert_close(found[f"first.{name}"], tensor, rtol=0, atol=1e-10)
 
 
+def test_one_value_has_no_variance():
+    """Of a mini-batch with a single sample, beside one of padding."""
+    norm = nn.BatchNorm1d(3, momentum=None)
+    deferred = DeferredBatchNorm(norm)
+    with deferred.forward(0, 1, 2):
+        norm(torch.randn(2, 3))
+    deferred.settle(0)
+    assert norm.running_mean.tolist() == [0.0] * 3
+    assert norm.running_var.tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize("name", ["Traced", "Exported"])
 @pytest.mark.parametrize("recompute", [True, SOME_LAYERS])
 def test_what_is_computed_again_counts_once(recompute, name, tmp_path):

@@ -63,6 +63,16 @@ def test_large_numbers_whose_sum_overflows_are_finite():
     assert not finiteness([torch.ones(2), whole])()
 
 
+def test_mini_batches_are_kept_once_and_in_their_sequence():
+    found = NotFinite("warn")
+    found.check_loss(5, math.nan)
+    assert not found.check_gradients(5, lambda: False)
+    found.nothing_counts(3)
+    found.check_loss(4, math.inf)
+    found.check_loss(6, 0.5)
+    assert found.mini_batches == [3, 4, 5]
+
+
 def test_a_loss_that_isnt_finite_stops_the_run(mlp_profile, tmp_path):
     plan, task = made("BadLoss", mlp_profile)
     message = r"stage 1, at 1F2\.1: the loss of mini-batch 2 is nan: stopped"

@@ -212,6 +212,18 @@ def test_of_what_failed_late_the_first_is_told():
     under_way.blame()
 
 
+def test_who_looks_for_a_cause_waits_for_no_device(monkeypatch):
+    """It may be what hangs."""
+    monkeypatch.setattr(clocks, "_BLAMED_S", 0.05)
+    clock = Late()
+    clock.through = lambda mark: False
+    clock.wait = lambda mark: pytest.fail("waits")
+    under_way = UnderWay(clock)
+    under_way.add(clock.mark(), lambda: pytest.fail("it isn't through"))
+    under_way.blame()
+    assert len(under_way) == 1
+
+
 def test_times_between_events_follow_the_hosts_clock(monkeypatch):
     """Though CUDA tells them in float32: over hours they'd be off by a quarter of a millisecond."""
 
