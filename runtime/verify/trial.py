@@ -24,7 +24,7 @@ from ...profiles.measuring.measure import TRIAL_MICRO_BATCHES, TrialCase, TrialR
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.units import format_bytes
 from ..communication.transport import free_bytes
-from ..prepare.devices import forward_context, move, own_device
+from ..prepare.devices import forward_context, modes_of, move, own_device
 from ..prepare.prepare import Prepared, laid_on
 from ..prepare.tied_parameters import check_memory
 from ..prepare.tracing import trace_for_run
@@ -103,7 +103,8 @@ def try_plan(prepared: Prepared) -> tuple[str, ...]:
     """
     plan, settings = prepared.plan, prepared.settings
     size, device = plan.micro_batch, own_device(plan, settings, 0)
-    traced = trace_for_run(settings.task, plan, [size], evaluate=False, seed=settings.seed)
+    with modes_of(plan, settings).on():
+        traced = trace_for_run(settings.task, plan, [size], evaluate=False, seed=settings.seed)
     graph = traced.training[size]
     move([traced.model, graph.module], device)
     groups, _ = laid_on(plan, traced, size)
@@ -301,6 +302,10 @@ _LOSS_READS = (
     "keeps in an attribute, a list or a dict), and has that of another micro-batch, or of another "
     "process; return it from the model's forward"
 )
+_OVERTAKEN = (
+    "a backward takes what its forward has left in an attribute, where another micro-batch's "
+    "forward has been by then; keep it on ctx, or save it by ctx.save_for_backward"
+)
 _LAYER_READS = (
     "a layer reads what another leaves outside its result (what a hook or a layer keeps in an "
     "attribute, a list or a dict), and has that of another micro-batch, or of another process; "
@@ -425,8 +430,8 @@ class _TrialRun:
         whole, cut = self.whole, replace(self.whole, cuts=self.all.cuts)
         if self.odd(whole) is not None:
             return self._of_graph()
-        if self.odd(replace(whole, together=True)) is not None:
-            return _LOSS_READS
+        if (odd := self.odd(replace(whole, together=True))) is not None:
+            return _OVERTAKEN if odd.what in (GRADIENT, BUFFER) else _LOSS_READS
         if self.odd(cut) is not None:
             return self._of_cut(cut)
         if self.odd(replace(cut, together=True)) is not None:

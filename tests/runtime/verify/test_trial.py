@@ -111,6 +111,26 @@ class AskingTask(Task):
     net = Asking
 
 
+class Latest(torch.autograd.Function):
+    """Its input of the latest call is an attribute of the layer."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer, layer.given = layer, x.detach()
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.layer.given * gradient, None
+
+
+class Overtaken(Task):
+    def model(self):
+        net = super().model()
+        net.c.register_forward_hook(lambda layer, x, y: Latest.apply(y, layer))
+        return net
+
+
 class Hooked(Task):
     """A layer clips the gradient of what another one takes, too."""
 
@@ -179,6 +199,7 @@ class KeptInClosure(Kept):
         (LossOfAHook, {}, "the loss reads what the model's forward leaves outside its result"),
         (LossOfAGraph, {}, "the loss reads what the model's forward leaves outside its result"),
         (Reading, {}, "a layer reads what another leaves outside its result"),
+        (Overtaken, {}, "a backward takes what its forward has left in an attribute"),
         (AskingTask, {"autocast": torch.bfloat16}, "the forward asks whether autocast is on"),
         (Hooked, {}, "cut before and behind b: a layer does something to what others take"),
     ],
