@@ -90,7 +90,7 @@ def run(
         RunError: training failed; the message says which stage, at which operation and why.
         PeerError: another worker is gone or stuck, where this process is one.
     """
-    where = RunDir(run_dir)
+    where = RunDir(Path(run_dir).absolute())
     settings = check_settings(settings)
     check_delays(plan, settings)
     where.check_new()
@@ -130,7 +130,7 @@ def resume(
         UserError: the run has ended, or is going on, its plan or settings have been changed, or
             a change can't be.
     """
-    where = RunDir(run_dir)
+    where = RunDir(Path(run_dir).absolute())
     plan, settings = where.read()
     observer = observer or Observer()
     if rendezvous is None:
@@ -152,7 +152,7 @@ def _run(
     inline: bool,
 ) -> RunSummary:
     """Check whatever can be checked before training, get the directory ready, and train."""
-    here = workers_of(plan)
+    here, folder = workers_of(plan), os.getcwd()
     if rendezvous is not None:
         here = here[rendezvous.rank : rendezvous.rank + 1]
         keep_freed_memory()
@@ -217,6 +217,9 @@ def _run(
         if tells:
             observer.begin(_begun(prepared, where))
         begin = time.perf_counter()
+        if rendezvous is None and not inline:
+            # Workers begin where this process has begun, whatever the task's code did here.
+            os.chdir(folder)
         reports = _train(prepared, where, observer, rendezvous, inline=inline)
         seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
         done, stopped = prepared.segments, _stopped(observer)
@@ -408,7 +411,9 @@ class Trainer:
                 give(named, task)
             elif name_of(task) != named:
                 raise UserError(f"task: the run's is {named}, found by that name; leave task out")
-        self.plan, self.settings, self.where = plan, settings, Path(run_dir)
+        self.plan, self.settings = plan, settings
+        # The task's code may go to another folder.
+        self.where = Path(run_dir).absolute()
         self.callbacks = tuple(callbacks)
         self._observer = Callbacks((*self.callbacks, MetricLogs()))
         self._max_restarts = whole(max_restarts, "max_restarts", 0)

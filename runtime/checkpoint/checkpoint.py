@@ -88,6 +88,9 @@ class Log(Protocol):
     def flush(self) -> None:
         """Write all that was noted."""
 
+    def size(self) -> int:
+        """Its bytes."""
+
 
 def plan_checksum(plan: Plan) -> str:
     """Changes whenever the plan does; not with its plugin's content, which the user is told of."""
@@ -381,7 +384,7 @@ class CheckpointWriter:
         found = {}
         for log in self.logs.get(replica.number, ()):
             log.flush()
-            found[str(log.path.relative_to(self.where.path))] = log.path.stat().st_size
+            found[str(log.path.relative_to(self.where.path))] = log.size()
         return found
 
     def _end(self, partial: Path, target: Path, segment: Segment) -> None:

@@ -263,7 +263,7 @@ class ProcessAllReduce(AllReducer):
             if self._rank in ranks:
                 self._on_device[name] = group
                 pending = _ProcessPending(self, name)
-                pending.add([torch.zeros(1, device=device)])
+                pending.add([torch.zeros(1, dtype=torch.float32, device=device)])
                 pending.wait()
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:

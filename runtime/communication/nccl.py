@@ -151,7 +151,7 @@ class NcclChannels(PeerChannels):
 
     def _greet(self, direction: Direction) -> None:
         """The first message of a direction makes its communicator; both ends wait for that."""
-        greeting = torch.zeros(1, device=self.device)
+        greeting = torch.zeros(1, dtype=torch.float32, device=self.device)
         source, target = (end.rank for end in direction)
         with self.talking_to(target if self.rank == source else source):
             posted = (

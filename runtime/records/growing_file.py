@@ -53,15 +53,26 @@ class GrowingFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write what waits. What the file is called is looked at, too: in a folder that was renamed
+        nobody would find what is written."""
         left = memoryview(b"".join(self._waiting))
         # What fails isn't tried again when the file is closed.
         self._waiting, self._bytes = [], 0
         try:
             while left:
                 left = left[os.write(self._file.fileno(), left) :]
+            gone = not os.path.lexists(self.path)
         except OSError as error:
             raise self._failed(error) from None
+        if gone:
+            raise FileError(
+                f"{self.path}: isn't there any more: it, or its folder, was renamed or removed "
+                "while it was written to; put it back, and go on with --resume"
+            )
+
+    def size(self) -> int:
+        """Bytes of it, with what was there before."""
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Write what waits, and close the file."""

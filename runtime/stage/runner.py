@@ -359,7 +359,7 @@ class StageRunner:
         checked = mark()
         if agrees:
             # The update is left out everywhere or nowhere.
-            bad = torch.tensor([0.0 if finite else 1.0])
+            bad = torch.tensor([0.0 if finite else 1.0], dtype=torch.float32)
             agreeing = self.all_reduce.start(ALL_WORKERS, [bad])
             yield
             agreeing.wait()

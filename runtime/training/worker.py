@@ -185,12 +185,12 @@ def train_worker(
     status.go_on()
 
     def agree(yes: bool) -> bool:
-        against = torch.tensor([float(not yes)])
+        against = torch.tensor([float(not yes)], dtype=torch.float32)
         _reduce(worker, opened.sums, ALL_WORKERS, against)
         return not against.item()
 
     def barrier(group: str) -> None:
-        _reduce(worker, opened.sums, group, torch.zeros(1))
+        _reduce(worker, opened.sums, group, torch.zeros(1, dtype=torch.float32))
 
     # Those that share one of its stages share all of them.
     of_stage = partial(barrier, stage_group(worker.stages[0]))

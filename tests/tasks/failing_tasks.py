@@ -79,3 +79,21 @@ class NotesEnvironment(MLPTask):
         with Path(os.environ["SEEN"]).open("a") as file:
             file.write(f"{dict(os.environ)}\n")
         return super().optimizer(parameters)
+
+
+class GoesElsewhere(MLPTask):
+    """Its data are read in another folder."""
+
+    def data(self, split):
+        os.chdir(os.environ["ELSEWHERE"])
+        return super().data(split)
+
+
+class OtherDefault(MLPTask):
+    """Makes numbers of another kind, where it has the last layer."""
+
+    def optimizer(self, parameters):
+        parameters = list(parameters)
+        if any(p.shape == (3, 4) for p in parameters):
+            torch.set_default_dtype(torch.float64)
+        return super().optimizer(parameters)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from helpers.output.lines import is_progress
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
@@ -94,6 +95,38 @@ def test_all_end_soon_and_the_cause_is_named(
     assert time.monotonic() - begin < 45
     assert "\n" not in str(caught.value)
     assert not workers(tmp_path / "run")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("task", ["GoesElsewhere", "OtherDefault"])
+def test_what_a_task_sets_for_its_process_ends_no_run(task, mlp_profile, tmp_path, monkeypatch):
+    """Another folder, where a run directory is relative; another default dtype, on one stage: gloo
+    ended the process then."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    named = f"{TESTS / 'tasks/failing_tasks.py'}:{task}"
+    before = torch.get_default_dtype()
+    try:
+        run(plan, RunSettings(task=named, steps=6, on_nan="skip"), "run")
+    finally:
+        torch.set_default_dtype(before)
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("renamed", ["run/log.jsonl", "run"])
+def test_a_file_that_is_renamed_while_it_is_written_to_is_missed(renamed, tmp_path):
+    file = GrowingFile(tmp_path / "run" / "log.jsonl")
+    file.append(b"a line\n")
+    file.flush()
+    assert file.size() == 7
+    (tmp_path / renamed).rename(tmp_path / "elsewhere")
+    file.append(b"a line\n")
+    with pytest.raises(FileError, match=r"log\.jsonl: isn't there any more: it, or its f"):
+        file.flush()
+    assert file.size() == 14
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
