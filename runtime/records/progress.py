@@ -56,10 +56,16 @@ class Observer:
         return True
 
 
+FULL_BYTES = 64 * 2**20
+"""Of a metrics file with all figures in it, which take fifteen times what losses do."""
+
+
 class MetricsFile(GrowingFile, Observer):
     """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
 
-    Every line of kind "mini_batches" holds the losses since the last one.
+    Every line of kind "mini_batches" holds the losses since the last one. Figures are thinned: as
+    the file comes to `FULL_BYTES`, and whenever it has doubled, half as many mini-batches have
+    them.
     """
 
     def __init__(self, path: Path, then: Observer, *, more: bool = False) -> None:
@@ -76,10 +82,13 @@ class MetricsFile(GrowingFile, Observer):
         self._figures: list[Mapping[str, float]] = []
         self._at = (0, 0, 0)
         self._written = 0.0
+        self._size, self._told = self.size(), 0
 
     def figures(self, found: Mapping[str, float]) -> None:
         """Note figures."""
-        self._figures.append(found)
+        every = 1 << (self._size // FULL_BYTES).bit_length()
+        self._figures.append({} if self._told % every else found)
+        self._told += 1
         self._then.figures(found)
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
@@ -122,7 +131,9 @@ class MetricsFile(GrowingFile, Observer):
         self._then.epoch(record)
 
     def _append_line(self, line: dict[str, Any]) -> None:
-        self.append(msgspec.json.encode(line) + b"\n")
+        text = msgspec.json.encode(line) + b"\n"
+        self._size += len(text)
+        self.append(text)
 
 
 class Tail:
