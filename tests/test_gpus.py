@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.drawn.pipelines import ALL
+from helpers.models.small import ZOO
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
@@ -80,12 +81,6 @@ def check_processes(plan, target, tmp_path, way, tolerance=0.0, **options):
     return summary
 
 
-@pytest.fixture(scope="session")
-def digits():
-    """With convolutions, whose library is loaded by the first of them."""
-    return with_times(measure(resolve("digits"), batch_size=8, micro_batch_sizes=[2, 8], seconds=0))
-
-
 @pytest.mark.processes
 @one_gpu
 @pytest.mark.parametrize("way", ["ipc", "gloo"])
@@ -107,21 +102,42 @@ def test_workers_of_several_stages_that_share_a_gpu(
     check_processes(plan, mlp_target, tmp_path, way, 1e-9, steps=6)
 
 
+SMALL = {"digits": "digits", "gpt2": f"{ZOO['gpt2']},tied=0", "resnet50": ZOO["resnet50"]}
+
+
+@pytest.fixture(scope="session")
+def profiles():
+    """Of the digits' network, with convolutions, whose library is loaded by the first of them; of a
+    GPT and a ResNet-50."""
+    found = {}
+
+    def profile(name):
+        if name not in found:
+            target = resolve(SMALL[name])
+            measured = measure(target, batch_size=8, micro_batch_sizes=[2, 8], seconds=0)
+            found[name] = with_times(measured)
+        return found[name]
+
+    return profile
+
+
 @pytest.mark.processes
 @one_gpu
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("variant", ALL)
-def test_processes_are_the_inline_run_to_the_last_bit(variant, digits, tmp_path):
+def test_processes_are_the_inline_run_to_the_last_bit(variant, name, profiles, tmp_path):
     """Through slots of the GPU's memory."""
-    check_processes(plan_for(digits, variant), "digits", tmp_path, "ipc", steps=8)
+    check_processes(plan_for(profiles(name), variant), SMALL[name], tmp_path, "ipc", steps=8)
 
 
 @pytest.mark.processes
 @two_gpus
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("variant", ALL)
-def test_so_are_stages_with_a_gpu_each(variant, digits, tmp_path):
+def test_so_are_stages_with_a_gpu_each(variant, name, profiles, tmp_path):
     """The first convolution waits for all that was posted, and nothing stands still."""
-    plan = plan_for(digits, variant)
-    summary = check_processes(plan, "digits", tmp_path, "nccl", steps=8, clip_norm=1.0)
+    plan, task = plan_for(profiles(name), variant), SMALL[name]
+    summary = check_processes(plan, task, tmp_path, "nccl", steps=8, clip_norm=1.0)
     assert [report.device for report in summary.stages] == ["cuda:0", f"cuda:{1 % CARDS}"]
 
 
@@ -168,8 +184,8 @@ def test_all_end_soon_when_one_dies(trap, way, mlp_profile, tmp_path, monkeypatc
 
 @pytest.mark.processes
 @one_gpu
-def test_runs_through_slots_go_on_and_evaluate(digits, tmp_path):
-    plan = plan_for(digits, "timeprest")
+def test_runs_through_slots_go_on_and_evaluate(profiles, tmp_path):
+    plan = plan_for(profiles("digits"), "timeprest")
     settings = RunSettings(
         task="digits", steps=8, checkpoint_every=4, device="cuda", deterministic=True
     )
