@@ -24,8 +24,12 @@ def reshape(op: Operation) -> Operand:
     if isinstance(target, Setting):
         found = _one_free_size(target)
         if found is not None and data.carries_batch:
-            target = found
-    if isinstance(target, Setting):
+            # Where the batch is, its sizes say.
+            sizes, place = target.value.probes[0].tolist(), found.index(-1)
+            axis = data.batch and follow_batch(
+                op.shape(), data.batch, sizes, op.builder.batch, [place]
+            )
+            return op.call(torch.reshape, data, found, batch=axis)
         return op.call(functions.reshape, data, target, allow_zero)
     full = _resolved(op, target, allow_zero)
     if op.builder.fixed and data.carries_batch and target.count(-1) <= 1:

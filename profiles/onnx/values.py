@@ -73,7 +73,11 @@ def find_batch(
 
 
 def follow_batch(
-    shape: Sequence[int], axis: BatchAxis, target: Sequence[int], batch: int
+    shape: Sequence[int],
+    axis: BatchAxis,
+    target: Sequence[int],
+    batch: int,
+    places: Sequence[int] | None = None,
 ) -> BatchAxis | None:
     """The batch's place after a reshape, or None where it can't be told.
 
@@ -82,6 +86,7 @@ def follow_batch(
         axis: the batch's place in it.
         target: all sizes after the reshape, as the file has them for `batch` samples.
         batch: the file's batch size.
+        places: dimensions of the target in which it may be; None: in any.
 
     With a batch of 1 several dimensions may fit. A dimension that is the batch and nothing
     else is preferred, of several the first (the batch comes first). Without such a one, a
@@ -92,7 +97,7 @@ def follow_batch(
     outer = prod(shape[: axis.dim]) * axis.outer
     inner = prod(shape[axis.dim + 1 :]) * axis.inner
     found = []
-    for k in range(len(target)):
+    for k in range(len(target)) if places is None else places:
         before, after = prod(target[:k]), prod(target[k + 1 :])
         if not before or not after or outer % before or inner % after:
             continue
@@ -102,7 +107,7 @@ def follow_batch(
     alone = [c for c in found if c.outer == c.inner == 1]
     if alone:
         return alone[0]
-    if len(found) != 1 or (found[0].outer > 1 and batch in target):
+    if len(found) != 1 or (places is None and found[0].outer > 1 and batch in target):
         return None
     return found[0]
 

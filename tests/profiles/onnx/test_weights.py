@@ -185,3 +185,27 @@ def test_inputs_that_the_file_has_not(folder):
         timeprest.onnx("open.onnx")()
     with pytest.raises(TargetError, match="for each of 'x', not for 'z'"):
         timeprest.onnx("open.onnx", inputs={"z": (3, 8, 6)})()
+
+
+def test_the_batch_is_where_sizes_that_are_computed_have_it(tmp_path):
+    """Time and batch in one dimension, of a file for one sample: it could be the other one, too."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], perm=[1, 0, 2]),
+        helper.make_node("Shape", ["t"], ["s"]),
+        *(helper.make_node("Gather", ["s", k], [f"s{k}"]) for k in ("i0", "i1")),
+        helper.make_node("Mul", ["si0", "si1"], ["m"]),
+        helper.make_node("Unsqueeze", ["m"], ["u"], axes=[0]),
+        helper.make_node("Concat", ["u", "width"], ["d"], axis=0),
+        helper.make_node("Reshape", ["t", "d"], ["f"]),
+        helper.make_node("Gemm", ["f", "w"], ["g"], transB=1),
+        helper.make_node("Concat", ["s0", "s1", "out"], ["e"], axis=0),
+        helper.make_node("Reshape", ["g", "e"], ["r"]),
+        helper.make_node("Transpose", ["r"], ["y"], perm=[1, 0, 2]),
+    ]
+    nodes[9:9] = [helper.make_node("Unsqueeze", [f"si{k}"], [f"s{k}"], axes=[0]) for k in (0, 1)]
+    numbers = {"i0": 0, "i1": 1, "width": [8], "out": [4]}
+    constants = [numpy_helper.from_array(np.array(v, "int64"), k) for k, v in numbers.items()]
+    path = save(tmp_path, nodes, [1, 16, 8], [*constants, tensor("w", 4, 8)])
+    model, x = import_onnx(path), torch.randn(3, 16, 8)
+    (weight,) = model.parameters()
+    torch.testing.assert_close(model(x), x @ weight.T)
