@@ -168,8 +168,10 @@ def trace(
     with _own_failures(model, target):
         wanted = run(model, model, call) if verify else None
     failures: list[_Failure] = []
+    # Who names the front end took its graph before.
+    crosses = verify or front_end is None
     for name in order:
-        traced, left = _attempt(model, call, name, granularity, wanted, failures)
+        traced, left = _attempt(model, call, name, granularity, wanted, failures, crosses=crosses)
         if traced is None:
             continue
         # In evaluation mode it has been said of training.
@@ -222,12 +224,15 @@ def _attempt(
     granularity: str,
     wanted: Seen | None,
     failures: list[_Failure],
+    *,
+    crosses: bool = True,
 ) -> tuple[TracedModel | None, list[str]]:
     """The graph that a front end makes, and what of the model's attributes it doesn't count in;
     None where it doesn't take the model, with the failure added.
 
     Args:
         wanted: what the model does on `call`; None: nothing is held against it.
+        crosses: look whether what goes from layer to layer can.
     """
     traced, left = None, list[str]()
     with modules_called() as called:
@@ -243,8 +248,9 @@ def _attempt(
                     traced = _TRACERS[name](model, fresh, granularity)
             if wanted is not None:
                 left = compare(model, traced.module, call, wanted)
-                # Whether what goes from layer to layer can; some forwards take gradients inside.
-                with torch.set_grad_enabled(wanted.gradients is not None):
+                learns = wanted.gradients is not None
+            if crosses:  # some forwards take gradients inside
+                with torch.set_grad_enabled(learns):
                     specs_and_result(traced, call.tensors, fake=False)
         except Exception as error:  # the user's forward runs here: anything may come out
             failures.append(_Failure(name, error, (traced is not None, len(called))))

@@ -135,5 +135,8 @@ def test_where_a_tuple_goes_from_layer_to_layer_the_next_front_end_is_tried():
     result, _ = run_pieces(traced, [[0], [1], [2]], (x,), 0)
     for found, wanted in zip(result, model(x), strict=True):
         assert torch.equal(found, wanted)
+    # Also where nothing is run, as for a device that isn't there.
+    unseen = trace(model, "it", positional(x), granularity="layers.*", verify=False)
+    assert unseen.front_end == "export"
     told = refusal(model, x, granularity="layers.*", front_end="fx")
     assert "is a tuple: only tensors" in told
