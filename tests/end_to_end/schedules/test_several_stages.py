@@ -389,6 +389,8 @@ def test_a_report_has_a_row_for_each_worker(mlp_profile, mlp_target, tmp_path):
         assert row["compute_s"] == pytest.approx(sum(report.compute_s for report in of_stages))
         assert row["idle_s"] == pytest.approx(of_stages[0].idle_s, abs=1e-9)
         assert sum(row["memory"]["measured"]) == of_stages[0].peak.total
+        weights = plan.predicted.device_of(worker.stages[0]).memory.weights_bytes
+        assert [report.peak.weights_bytes for report in of_stages] == [weights, weights]
         assert sum(row["memory"]["predicted"]) >= of_stages[0].peak.total
         (epoch,) = row["epochs"]
         counts = [Counter(report.version_differences) for report in of_stages]

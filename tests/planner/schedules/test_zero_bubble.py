@@ -13,7 +13,7 @@ from timeprest.planner.costs.memory import holdings
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import make_schedule, schedule_patterns
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.schedules.zero_bubble import postponed
+from timeprest.planner.schedules.zero_bubble import WeightsWhenIdle, postponed
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.simulator.timeline import least_period_s, simulate
 from timeprest.planner.systems.operations import Op, Schedule
@@ -145,6 +145,17 @@ def test_uneven_stages_get_weight_parts_where_they_would_be_idle():
     rows = [pattern.further.translate(None, b"\2\3") for pattern in schedule_patterns(pipeline)]
     assert b"\1\3" in postponed(pipeline, rows)[1]
     assert steady_state(pipeline).period_s < steady_state(unsplit(pipeline)).period_s
+
+
+def test_a_forward_is_ready_when_the_last_of_its_messages_is_there():
+    """Stage 2 has those of stage 1 at 7 and 13 s, and those of stage 0 at 11 and 12 s: no gap."""
+    pipeline = replace(equal_stages(3, 2), forward_s=(1.0, 6.0, 1.0))
+    skip = Link(0, 2, 10.0, 0.0, 0.0, has_gradient=False)
+    pipeline = replace(pipeline, links=(*pipeline.links, skip))
+    rows = (b"\0\0\1\1", b"\0\0\1\1", b"\0\1\0\1")
+    turns = [(s,) * 4 for s in range(3)]
+    placed = WeightsWhenIdle(pipeline, rows, turns, [2, 2, 2]).place()
+    assert placed[2] == (b"\0\1\0\1\3\3", (2,) * 6)
 
 
 def test_a_gradient_message_leaves_before_the_weight_part():

@@ -31,6 +31,7 @@ from timeprest.runtime.stage.optimizer import (
     _nesterov,
     check_choice,
     clip,
+    context_at,
     hook_warnings,
     learning_rate_factor,
     make_optimizer,
@@ -415,6 +416,13 @@ def test_factors():
         [1, 0.5, 0, 0]
     )
     assert learning_rate_factor("linear", 9, 4, 3) == 4 / 9
+
+
+def test_updates_are_counted_with_those_of_fewer_mini_batches(mlp_profile, mlp_target):
+    """12 mini-batches: two updates of 5, and one of 2."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2, update_every=5)
+    prepared = prepare(plan, RunSettings(task=mlp_target, steps=12, evaluate=False))
+    assert context_at(prepared, 1).updates == 3
 
 
 @pytest.mark.parametrize(

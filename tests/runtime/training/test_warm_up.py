@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.drawn.pipelines import ALL
@@ -109,3 +111,28 @@ def test_what_fails_in_it_is_left_to_the_run(mlp_profile, mlp_target, tmp_path, 
     monkeypatch.setattr(warming, "train_once", fails)
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
     assert run(plan, RunSettings(task=mlp_target, steps=2), tmp_path / "run", inline=True)
+
+
+def test_an_update_beforehand_is_of_stand_ins_alone():
+    """Though a scheduler has given the optimizer a step that is its own."""
+    stepped = []
+
+    class Notes(torch.optim.SGD):
+        def __getstate__(self):
+            # Torch's own leave out what they were given.
+            return vars(self).copy()
+
+        def step(self, closure=None):
+            stepped.append([tuple(p.shape) for p in self.param_groups[0]["params"]])
+            return super().step(closure)
+
+    weight = torch.nn.Parameter(torch.ones(100, 3))
+    optimizer = Notes([weight], lr=1.0, momentum=0.9)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+    warming._update_once(SimpleNamespace(optimizer=optimizer))
+    assert stepped == [[(64, 3)]]
+    assert not optimizer.state
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    # One with a state has made updates before, or is to go on from there.
+    warming._update_once(SimpleNamespace(optimizer=optimizer))
+    assert len(stepped) == 1
