@@ -10,7 +10,11 @@ import click
 
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, write_file
-from ..profiles.measuring.process_settings import keep_freed_memory, without_collections
+from ..profiles.measuring.process_settings import (
+    folder_kept,
+    keep_freed_memory,
+    without_collections,
+)
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json
@@ -250,7 +254,8 @@ def main(
     else:
         if options["edges"]:
             raise UserError("--edges: goes with a table of costs (.csv)")
-        profile = _measure(target, sizes, options, quiet=quiet)
+        with folder_kept():
+            profile = _measure(target, sizes, options, quiet=quiet)
     write_file(path, profile)
     if as_json:
         print_json(profile)

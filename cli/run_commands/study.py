@@ -13,6 +13,7 @@ from ...planner.study.results import results_of
 from ...planner.study.study import RISES, Study, write_study
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_outputs
+from ...profiles.measuring.process_settings import folder_kept
 from ...runtime.processes.locks import check_system
 from ...runtime.settings import settings_of
 from ..errors import Stopped, errors_as_lines, naming, output, print_json
@@ -194,10 +195,12 @@ def study(
         from ...runtime.verify.dry_run import usable_cores
 
         bar.doing("looking at the task")
-        with naming(plan_paths[0]):
+        kept = folder.absolute()
+        with folder_kept(), naming(plan_paths[0]):
             due = prospect(plans, plan_paths, settings, StudyChoices(**chosen))
         try:
-            found = conduct(due, folder, jobs or usable_cores(), bar, timeout_s)
+            with folder_kept():
+                found = conduct(due, kept, jobs or usable_cores(), bar, timeout_s)
         except KeyboardInterrupt:
             done = sum(1 for _ in folder.glob("*.json"))
             raise Stopped(

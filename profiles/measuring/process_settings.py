@@ -95,6 +95,16 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def folder_kept() -> Iterator[None]:
+    """For what is to be written afterwards: the user's code may go to another folder."""
+    folder = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+
+
+@contextlib.contextmanager
 def settings_put_back() -> Iterator[None]:
     """For a program that isn't ours: whatever measuring or training sets is set back when the
     context ends.

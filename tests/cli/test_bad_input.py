@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from fuzz.cases import CLUSTER, SPEC, TASK, fill, sound_run
 from fuzz.commands import command_named, inside
+from helpers.paths import TESTS
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError, UserError
@@ -638,3 +639,12 @@ def test_what_cannot_be_printed_is_said(box):
         assert ended(full, subprocess.PIPE, "--help") == (1, line)
         assert ended(full, full, "show", "nothing.json") == (2, "")
         assert ended(closed, subprocess.PIPE, "show", "plan.json") == (0, "")
+
+
+def test_a_task_that_goes_to_another_folder_takes_no_output_along(box, monkeypatch):
+    (box / "elsewhere").mkdir()
+    monkeypatch.setenv("ELSEWHERE", str(box / "elsewhere"))
+    task = f"{TESTS / 'tasks/failing_tasks.py'}:GoesElsewhere"
+    call("tp-profile", task, "--batch-size", "8", "-q", "-o", "mine.json", code=0)
+    assert (box / "mine.json").exists()
+    assert not list((box / "elsewhere").iterdir())
