@@ -90,6 +90,22 @@ def test_micro_batches_of_padding_alone_count_nothing(deferred, recompute, tmp_p
         torch.testing.assert_close(found[f"first.{name}"], tensor, rtol=0, atol=1e-10)
 
 
+def test_a_mini_batch_that_is_begun_is_settled_when_it_is_whole():
+    """The update of the one before lands between its micro-batches."""
+    norm, wanted = (nn.BatchNorm1d(3, momentum=0.1).double() for _ in range(2))
+    deferred, parts = DeferredBatchNorm(norm), torch.randn(4, 2, 3, dtype=torch.float64)
+    for done, (k, part) in enumerate(zip((0, 0, 1, 1), parts, strict=True)):
+        with deferred.forward(k, 2, 2):
+            norm(part)
+        if done == 2:
+            deferred.settle(0)
+    deferred.settle(1)
+    for whole in parts.view(2, 4, 3):
+        wanted(whole)
+    for name, buffer in wanted.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(name), buffer, rtol=0, atol=1e-12)
+
+
 def test_one_value_has_no_variance():
     """Of a mini-batch with a single sample, beside one of padding."""
     norm = nn.BatchNorm1d(3, momentum=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers.against_oracle import train
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.tables.run import compile_lines
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -183,3 +185,12 @@ def test_without_a_compiler_it_is_said_at_once(mlp_profile, mlp_target, tmp_path
     with pytest.raises(UserError, match=r"--compile: .*install g\+\+ or clang\+\+, or name one"):
         run(plan, settings, tmp_path / "run", inline=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variant", "same"),
+    [("gpipe", True), ("pipedream", True), ("timeprest", False), ("spectrain", False)],
+)
+def test_whose_backwards_run_on_other_weights(variant, same):
+    prepared = SimpleNamespace(pipeline=SimpleNamespace(variant=VARIANTS[variant]))
+    assert compiled.same_weights(prepared) == same

@@ -39,6 +39,7 @@ from timeprest.runtime.stage.optimizer import (
     squared_norm,
     total_norm,
 )
+from timeprest.runtime.weights.prediction import Predictor
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from whole_model_tasks import Hooked, NotingSGD
@@ -116,6 +117,19 @@ def test_what_maximizes_the_negated_loss_predicts_the_same(
         ends.append(load_weights(tmp_path / f"{sign}"))
     for name, weight in ends[0].items():
         assert torch.equal(ends[1][name], weight), name
+
+
+def test_the_greatest_second_moments_are_predicted_by_where_steps_go_by_them():
+    p = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = torch.optim.Adam([p], lr=0.1, betas=(0.5, 0.5), eps=0.0, amsgrad=True)
+    for grad in (8.0, 1.0):
+        p.grad = torch.full_like(p, grad)
+        optimizer.step()
+    found = {p: torch.empty_like(p)}
+    Predictor("optimizer-step", optimizer).predict(3, found)
+    # First moment 4 → 2.5 of 1 − 0.5², second 32 → 16.5, of which 32 stays the greatest.
+    step = (2.5 / 0.75) / math.sqrt(32 / 0.75)
+    assert torch.allclose(found[p], p.detach() - 3 * 0.1 * step, rtol=0, atol=1e-12)
 
 
 # Clipping ----------------------------------------------------------------------------------

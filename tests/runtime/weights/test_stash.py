@@ -20,7 +20,7 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.runner import StageRunner
-from timeprest.runtime.weights.staleness import Sample
+from timeprest.runtime.weights.staleness import Sample, WeightDistances
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -320,3 +320,16 @@ def test_plans_count_copies_that_weights_are_made_in(variant, n, mlp_profile, ml
 def test_distances_see_both_parts_of_complex_weights():
     weights = [nn.Parameter(torch.tensor([3.0 + 4.0j])), nn.Parameter(torch.tensor([12.0]))]
     assert float(Sample(weights).of(None).norm()) == 13.0
+
+
+def test_distances_from_nothing_are_zero():
+    weight = nn.Parameter(torch.zeros(3))
+    distances = WeightDistances([weight])
+    distances.forward((0, None), 0, 0, None)
+    distances.before_update(0)
+    weight.data.fill_(1.0)
+    assert float(distances.backward((0, None), 1, None)) == 0.0
+    distances.forward((1, None), 1, 1, None)
+    distances.before_update(1)
+    weight.data.fill_(3.0)
+    assert float(distances.backward((1, None), 2, None)) == 2.0
