@@ -4,6 +4,7 @@
 # make quick  lint and the tests that take no processes, no browser and no time (two minutes)
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
+# make hf-families  profile, plan and train Hugging Face families by name for docs/families.md (ten minutes)
 # make bench-exports  our cuts beside those that other engines make by default, simulated and in torch (some minutes)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test every-case quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -64,6 +65,9 @@ browser:
 
 model-table: $(READY)
 	$(BIN)/python docs/model_table.py
+
+hf-families: $(READY)
+	$(BIN)/python docs/families.py
 
 bench-planner: $(READY)
 	$(BIN)/python tests/benchmarks/planner.py

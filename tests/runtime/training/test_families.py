@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from importlib.util import find_spec
 
@@ -182,3 +183,30 @@ def test_the_example_fine_tunes_a_model_that_loads_anywhere(tmp_path, monkeypatc
     texts = tokens(["we saw rain and snow", "a soup the bread"], return_tensors="pt", padding=True)
     with torch.no_grad():
         assert model(**texts).logits.argmax(-1).tolist() == [0, 1]
+
+
+# By name alone (docs/families.md) ---------------------------------------------------------------
+
+PAGE = runpy.run_path(str(ROOT / "docs/families.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.choice(2)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gptj", "convnext", "gpt_neo"])
+def test_families_by_name_train_as_one_process_does(family):
+    found = PAGE["tried"](family)
+    assert found["through"] == 3, found
+    assert found["apart"] < 1e-4
+
+
+def test_the_page_of_families_has_each_with_its_end():
+    kinds = [family for some in PAGE["KINDS"].values() for family in some]
+    page = (ROOT / "docs/families.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `hf:([\w-]+)` \|(.*)\|$", page, re.MULTILINE))
+    assert sorted(rows) == sorted(kinds)
+    ends = re.findall(r"^- `hf:([\w-]+)`: \S", page, re.MULTILINE)
+    assert ends == [family for family in kinds if "equal, " not in rows[family]]
+    sound = PAGE["tried"]("wav2vec2")
+    assert sound["line"].startswith(
+        "hf:wav2vec2: wav2vec2 is neither a language model nor an image"
+    )
