@@ -336,6 +336,8 @@ def test_what_is_held_is_what_was_predicted(variant, drawn, tmp_path):
         assert report.peak.total <= predicted.memory_bytes
         assert report.peak.versions_bytes <= predicted.memory.versions_bytes
         assert report.versions_held == predicted.versions_held
+        accounted = predicted.accounted_memory.activations_bytes
+        assert report.peak.activations_bytes == accounted
     # It is for less: of activations, where several micro-batches are in flight.
     first, before = plan.predicted.stages[0].memory, plain.predicted.stages[0].memory
     assert first.activations_bytes < before.activations_bytes
