@@ -82,6 +82,20 @@ def test_gradients_that_are_views_of_one_are_added_apart(variant, placement, tmp
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream"])
+def test_gradients_that_stages_of_a_device_share_are_added_apart(variant, tmp_path):
+    """What stage 1 hands over for two tensors is one memory; stage 2 has more for one of them."""
+    name = f"{TESTS / 'tasks/variety_tasks.py'}:SumOfBothTask"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[8], seconds=0)
+    cut = [["one", "two"], ["sum"], ["last", "skip"]]
+    plan = plan_by_hand(with_times(profile), variant, 3, 1, cut=cut, placement=(0, 0, 0))
+    run(plan, RunSettings(task=name, steps=1, evaluate=False), tmp_path, inline=True)
+    _, model = train_plainly(name, plan.mini_batch, 1)
+    state = load_weights(tmp_path)
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(("variant", "n"), [("pipedream-2bw", 4), ("spectrain", 1)])
 def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
     variant, n, tmp_path

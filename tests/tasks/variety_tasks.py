@@ -576,6 +576,25 @@ class ShiftsTask(MLPTask):
         return nn.Sequential(first, Shifts(), nn.Tanh(), Shifts(), nn.Tanh(), last).double()
 
 
+class SumOfBoth(nn.Module):
+    """Two layers' results get one gradient, to the first of which a later layer adds its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTHS[0], 6), nn.Linear(WIDTHS[0], 6)
+        self.sum, self.skip = nn.Identity(), nn.Linear(6, WIDTHS[-1])
+        self.last = nn.Linear(6, WIDTHS[-1])
+
+    def forward(self, x):
+        one, two = self.one(x), self.two(x)
+        return self.last(torch.tanh(self.sum(one) + two)) + self.skip(one)
+
+
+class SumOfBothTask(MLPTask):
+    def model(self):
+        return SumOfBoth().double()
+
+
 class Query(nn.Module):
     """Gives a parameter, itself or computed."""
 
