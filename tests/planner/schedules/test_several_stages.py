@@ -229,3 +229,9 @@ def test_a_v_of_stages_that_need_not_follow_each_other(variant, ends):
     links = {(a, b): Link(a, b, 0.0, 0.0, 0.0, bool(back)) for a, b, back in sorted(ends)}
     pipeline = replace(pipeline, links=tuple(links.values()))
     check_schedule(pipeline, make_schedule(pipeline, 2), 2)
+
+
+@pytest.mark.parametrize(("placement", "n"), [((0, 1, 0, 1), 4), ((0, 1, 1, 0), 8)])
+def test_split_backwards_have_the_room_of_the_fullest_stage(placement, n):
+    """So ZB-H1 is never idle there: three units of each stage and micro-batch."""
+    assert steady_state(equal_stages("zb-h1", placement, n)).period_s == pytest.approx(2 * 3 * n)

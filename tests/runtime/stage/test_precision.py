@@ -143,6 +143,23 @@ def test_processes_equal_inline_under_autocast(profile, tmp_path):
         torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-6)
 
 
+def test_no_forward_keeps_its_own_copies_of_the_weights(profile, tmp_path, monkeypatch):
+    """Also where autograd may keep weights as they are, and bytes have been counted."""
+    asked, forward = [], WeightVersions.forward
+
+    def noted(self, tensors, *, hooks=True, substitutes=None):
+        asked.append(hooks)
+        return forward(self, tensors, hooks=hooks, substitutes=substitutes)
+
+    monkeypatch.setattr(WeightVersions, "forward", noted)
+    plan = plan_by_hand(profile, "gpipe", 2, 4)
+    for autocast in ("bfloat16", "off"):
+        how = RunSettings(task=TARGET, steps=2, evaluate=False, autocast=autocast)
+        run(plan, how, tmp_path / autocast, inline=True)
+        assert all(asked) == (autocast == "bfloat16")
+        asked.clear()
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_backward_makes_its_own_copies_of_the_weights(steps):
     """Two layers: the first one's gradient goes through the second one's weights."""

@@ -333,3 +333,20 @@ def test_distances_from_nothing_are_zero():
     distances.before_update(1)
     weight.data.fill_(3.0)
     assert float(distances.backward((1, None), 2, None)) == 2.0
+
+
+@pytest.mark.parametrize(("variant", "same"), [("pipedream", {True}), ("timeprest", {True, False})])
+def test_stages_say_whose_backwards_run_on_other_weights(
+    variant, same, mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    """There layers that a backward calls again are refused."""
+    found, backward = set(), WeightVersions.backward
+
+    def noted(self, tensors, *, same=True):
+        found.add(same)
+        return backward(self, tensors, same=same)
+
+    monkeypatch.setattr(WeightVersions, "backward", noted)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 1)
+    run(plan, RunSettings(task=mlp_target, steps=4, evaluate=False), tmp_path / "run", inline=True)
+    assert found == same
