@@ -102,7 +102,11 @@ def test_workers_of_several_stages_that_share_a_gpu(
     check_processes(plan, mlp_target, tmp_path, way, 1e-9, steps=6)
 
 
-SMALL = {"digits": "digits", "gpt2": f"{ZOO['gpt2']},tied=0", "resnet50": "resnet50:size=64,classes=5"}
+SMALL = {
+    "digits": "digits",
+    "gpt2": f"{ZOO['gpt2']},tied=0",
+    "resnet50": "resnet50:size=64,classes=5",
+}
 
 
 @pytest.fixture(scope="session")
