@@ -53,11 +53,19 @@ class MuonWithAdamW(Optimizer):
             AdamW(others, **adamw),
         ]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
         left = iter(self.param_groups)
         for part in self._parts:
             # The same groups, so that both see what a scheduler makes of their rates.
             part.param_groups = [next(left) for _ in part.param_groups]
             part.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Torch ends the loading of a state with it, which makes new groups."""
+        super().__setstate__(state)
+        self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

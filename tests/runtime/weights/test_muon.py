@@ -20,7 +20,7 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.optimizer import optimizer_of, system_optimizer
-from timeprest.runtime.weights.muon import has_muon, orthogonal_step
+from timeprest.runtime.weights.muon import MuonWithAdamW, has_muon, orthogonal_step
 
 pytestmark = pytest.mark.skipif(not has_muon(), reason="torch has no Muon before 2.9")
 
@@ -45,6 +45,30 @@ def test_orthogonalisation_is_the_oracles(shape):
         # About orthogonal: all singular values near 1.
         values = np.linalg.svd(found, compute_uv=False)
         assert np.all((values > 0.6) & (values < 1.3))
+
+
+def test_a_state_that_is_loaded_is_what_steps_go_on_with():
+    def made():
+        torch.manual_seed(0)
+        own = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(3))]
+        how = {"muon": {"lr": 0.1}, "adamw": {"lr": 0.1}}
+        return own, MuonWithAdamW([{"params": own}], own[:1], **how)
+
+    def step(own, optimizer, k):
+        for p in own:
+            p.grad = torch.full_like(p, 0.3 * k) + torch.arange(p.numel()).view_as(p) / 7
+        optimizer.step()
+
+    (whole, one), (parts, other) = made(), made()
+    step(whole, one, 1)
+    step(parts, other, 1)
+    _, again = made()
+    again.param_groups[0]["params"], again.param_groups[1]["params"] = [parts[0]], [parts[1]]
+    again.load_state_dict(other.state_dict())
+    for k in (2, 3):
+        step(whole, one, k)
+        step(parts, again, k)
+    assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
 
 
 def test_prediction_steps_as_torch_would():
