@@ -49,7 +49,7 @@ def device_lines(
         elif one_host:
             varying = plan.profile.varying is not msgspec.UNSET
             how = transport_of(("", str(rank % gpus)) for rank in range(workers))
-            how = between_processes(how, "auto", one_host=True, varying=varying)
+            how = between_processes(how, settings.transport, one_host=True, varying=varying)
             lines.append(
                 f"stages compute on {min(workers, gpus)} of {gpus} GPUs; messages by {how}"
             )
