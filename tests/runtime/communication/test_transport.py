@@ -102,6 +102,14 @@ def test_nothing_is_written_for_it(mlp_profile, mlp_target, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+def test_nor_for_messages_of_gpus_on_the_cpu(way, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    with pytest.raises(UserError, match=f"^--transport {way}: is of GPUs, and stages are on the C"):
+        running.run(plan, RunSettings(task=mlp_target, transport=way), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_local_rank_comes_from_the_launcher():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
     assert launched_by(torchrun).local_rank == 1
