@@ -42,7 +42,8 @@ def plan(mlp_profile, tmp_path):
 
 def start(hosts, folder, *options, **environment):
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    how = {**HOW, "cwd": folder, "env": {**os.environ, "PYTHONPATH": paths, **environment}}
+    given = {"PYTHONPATH": paths, "TIMEPREST_SECRET": "what these two hosts alone know"}
+    how = {**HOW, "cwd": folder, "env": {**os.environ, **given, **environment}}
     return [
         hosts.torchrun(host, 1, ["plan.json", "--run-dir", f"run{host}", *options], **how)
         for host in (0, 1)
