@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planner.partition.problem import StageProblem, members, stage_bytes, stage_load
-from ...planner.partition.published import COST_MODELS, problem_of
 from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
 from ...profiles.errors import InfeasibleError
 from ...profiles.files import MAX_FACTOR
@@ -21,6 +20,7 @@ from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName, Number, Whole
 from ..progress import Bar
 from ..tables.layout import compact_table, counted, first_to_last
+from .cost_models import COST_MODELS, problem_of
 
 if TYPE_CHECKING:
     from ...planner.partition.ilp.assignment import NoncontiguousAnswer

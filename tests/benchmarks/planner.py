@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from timeprest.cli.plan_commands.cost_models import problem_of
 from timeprest.planner.cluster.cluster import Cluster, uniform_cluster
 from timeprest.planner.partition.problem import StageProblem, cut_load
-from timeprest.planner.partition.published import problem_of
 from timeprest.planner.partition.solve import CutAnswer, solve_cut
 from timeprest.planner.plan import Plan
 from timeprest.planner.search.solve import solve

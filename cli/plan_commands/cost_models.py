@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...profiles.errors import UserError
-from ...profiles.published.workload import Node, Workload
-from .dp.identical_devices import IdenticalPlaces
-from .problem import (
+from ...planner.partition.dp.identical_devices import IdenticalPlaces
+from ...planner.partition.problem import (
     CutTensor,
     Mode,
     Option,
@@ -28,6 +26,8 @@ from .problem import (
     Vector,
     needs_of,
 )
+from ...profiles.errors import UserError
+from ...profiles.published.workload import Node, Workload
 
 # Parts of a `StageProblem`, made of a workload --------------------------------------------------
 
