@@ -25,6 +25,7 @@ from ..profiles.tasks.objects import SESSION, as_bytes, check_not_importing, giv
 from ..profiles.units import truth, whole
 from .checkpoint.start import (
     check_logs,
+    check_rates,
     check_settings,
     check_start,
     check_unfinished,
@@ -172,6 +173,7 @@ def _run(
     lines = [*try_optimizers(prepared), *try_state(prepared)]
     if settings.resumed:
         check_unfinished(prepared, where)
+        lines += check_rates(prepared, where)
     if settings.start_from is not None and not settings.resume_at:
         lines += check_start(prepared, Path(settings.start_from))
     for line in lines if tells else ():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import msgspec
 from torch import Tensor, nn
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
-from ...profiles.tasks.hooks import scheduler_step
 from ...profiles.tracing.call import mark_of
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import state_of, write
@@ -23,7 +24,13 @@ from ..records.operation_log import read_stage_epochs, record_named
 from ..records.progress import read_progress
 from ..records.run_dir import RunDir, load_weights, read_tensors
 from ..settings import RunSettings
-from ..stage.optimizer import check_choice, check_one_cycle
+from ..stage.optimizer import (
+    check_choice,
+    looked_at,
+    make_scheduler,
+    optimizer_of,
+    system_optimizer,
+)
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .checkpoint import (
@@ -32,6 +39,7 @@ from .checkpoint import (
     plan_checksum,
     settings_checksum,
 )
+from .learning_rate import go_on
 from .worker_state import (
     WorkerState,
     frozen_parameters,
@@ -78,23 +86,46 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
             f"{done} was the {then[2]}. of epoch {then[1] + 1}: put them back as they were, or "
             f"start another run from the weights: tp-run PLAN --from {where.path}"
         )
-    if scheduler_step(prepared.task) == "epoch":
-        return
-    for name in saved.info.files:
-        if name.startswith("state/") and name.endswith(".json") and (saved.path / name).exists():
-            most = _total_steps(saved.worker_state(Path(name).stem))
-            if most is not None:
-                check_one_cycle(most, prepared.length)
 
 
-def _total_steps(state: WorkerState) -> int | None:
-    """Updates that a OneCycleLR is for; None of another rule."""
+def check_rates(prepared: Prepared, where: RunDir) -> list[str]:
+    """Warnings of the learning rates that a run which goes on would have.
+
+    Not for runs on GPUs whose optimizers can't be made here: the workers find out.
+
+    Raises TargetError for a scheduler that ends before the run does.
+    """
+    settings = prepared.settings
+    if not settings.resume_at or settings.lr_schedule is not None:
+        return []
+    saved = Saved(where.checkpoint(settings.resume_at))
+    with looked_at(prepared):
+        for s in range(len(prepared.model.pieces)):
+            name = f"state/stage{s}"
+            if not (saved.path / f"{name}.json").exists():
+                continue
+            state, scheduler = saved.worker_state(f"stage{s}"), None
+            with suppress(UserError):
+                made = optimizer_of(prepared, s)
+                optimizer = None if made is None else system_optimizer(prepared, s, made)
+                scheduler = make_scheduler(prepared.task, settings, optimizer, prepared.length)
+            if scheduler is None or state.scheduler is None:
+                continue
+            with suppress(KeyError, ValueError, AttributeError):
+                # The worker says so where it isn't its state.
+                found = _scheduler_state(saved, name, state)
+                line = go_on(scheduler, found, state.run_length)
+                return [] if line is None else [line]
+            return []
+    return []
+
+
+def _scheduler_state(saved: Saved, name: str, state: WorkerState) -> Any:
     try:
-        found = unpack(state.scheduler, {})
-    except (KeyError, ValueError):
-        return None
-    known = isinstance(found, dict) and "_schedule_phases" in found
-    return found.get("total_steps") if known else None
+        return unpack(state.scheduler, {})
+    except KeyError:
+        # Hardly any has tensors; the file has the optimizer's, too.
+        return unpack(state.scheduler, saved.tensors(f"{name}.safetensors"))
 
 
 def settings_to_resume(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...profiles.errors import TargetError
 from ...profiles.files import TaggedFile
-from ...profiles.tasks.hooks import call_hook
+from ...profiles.tasks.hooks import RunLength, call_hook
 from ...profiles.tasks.optimizers import has_modes, has_own_state, train_mode
 from ...profiles.tracing.call import mark_of
 from ..prepare.devices import put
@@ -24,6 +24,7 @@ from ..prepare.tied_parameters import model_parameters, write
 from ..records.metrics import EpochSums
 from ..stage.optimizer import Scheduler
 from ..stage.stage import Stage
+from .learning_rate import go_on
 
 # Nested optimizer and scheduler state as JSON, its tensors apart --------------------------------
 # JSON has no tuples, no keys that aren't strings and no infinities: those are written as objects
@@ -113,6 +114,8 @@ class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     own: Any = None
     """Instead of both, what its state_dict() gives, where it keeps more."""
     scheduler: Any = None
+    run_length: RunLength | None = None
+    """Which the scheduler was made for; None: there is none, or it isn't known."""
     last_gradients: Any = None
     """Kept for predictions where the optimizer has no state."""
     sums: EpochSums
@@ -162,6 +165,7 @@ def capture(
             optimizer=None if optimizer is None else type(optimizer).__name__,
             **parts,
             scheduler=pack(_of_scheduler(stage.scheduler), tensors, "scheduler"),
+            run_length=None if stage.scheduler is None else stage.scheduler.length,
             last_gradients=pack({names[p]: g for p, g in last.items()}, tensors, "last gradients"),
             sums=sums,
             logs=logs,
@@ -249,7 +253,7 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
         if _TRAINED + name in tensors:
             p.detach().copy_(tensors[_TRAINED + name])
     if stage.scheduler is not None:
-        stage.scheduler.restore(unpack(state.scheduler, tensors))
+        go_on(stage.scheduler, unpack(state.scheduler, tensors), state.run_length)
     if stage.rules is not None:
         for key, means in stage.rules.kept.items():
             for name, p in named.items():

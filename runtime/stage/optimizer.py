@@ -229,23 +229,17 @@ class Scheduler:
     Attributes:
         rule: one of torch.optim.lr_scheduler's, or what steps like one.
         per_epoch: it is stepped after a stage's last update of each epoch; else after every one.
+        length: of the run.
+        begun: the options of the optimizer's groups before it had a scheduler.
+        remake: where it follows from the run's length: the same over another optimizer, for a run
+            of another length.
     """
 
     rule: Any
     per_epoch: bool = False
-
-    def restore(self, state: Any) -> None:
-        """Go on from a state. A rate that follows from the number of the update alone is that of a
-        run of this length, which may be another than the state's."""
-        self.rule.load_state_dict(state)
-        if isinstance(self.rule, LambdaLR):
-            for group, base, factor in zip(
-                self.rule.optimizer.param_groups,
-                self.rule.base_lrs,
-                self.rule.lr_lambdas,
-                strict=True,
-            ):
-                group["lr"] = base * factor(self.rule.last_epoch)
+    length: RunLength | None = None
+    begun: Sequence[Mapping[str, Any]] = ()
+    remake: Callable[[Optimizer, RunLength], Any] | None = None
 
     def after_update(self, *, ends_epoch: bool) -> None:
         """Step, where it is time. Raises RunError naming the hook."""
@@ -284,7 +278,8 @@ def make_scheduler(
         return None
     if settings.lr_schedule is not None:
         rule = partial(learning_rate_factor, settings.lr_schedule, settings.warmup, length.steps)
-        return Scheduler(LambdaLR(optimizer, rule))
+        return Scheduler(LambdaLR(optimizer, rule), length=length)
+    begun = options_of(optimizer.param_groups)
     found = task_scheduler(task, optimizer, length)
     if found is None:
         return None
@@ -296,7 +291,22 @@ def make_scheduler(
     per_epoch = scheduler_step(task) == "epoch"
     if isinstance(found, OneCycleLR) and not per_epoch:
         check_one_cycle(found.total_steps, length)
-    return Scheduler(found, per_epoch)
+    asks = totals_asked(task.scheduler)  # type: ignore[attr-defined]
+    return Scheduler(
+        found, per_epoch, length, begun, partial(task_scheduler, task) if asks else None
+    )
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What an optimizer's groups have besides parameters, in memory of its own."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]
 
 
 def check_one_cycle(most: int, length: RunLength) -> None:
@@ -304,8 +314,8 @@ def check_one_cycle(most: int, length: RunLength) -> None:
     if most < length.steps:
         raise TargetError(
             f"scheduler: the task's OneCycleLR is for {most} updates, and the run has "
-            f"{length.steps}: have the method ask for `steps` (docs/tasks.md); one that has begun "
-            "can't grow: a longer run takes its weights with --from"
+            f"{length.steps}: have the method ask for `steps` (docs/tasks.md); where "
+            "the run has begun, another one takes its weights with --from"
         )
 
 
@@ -474,7 +484,7 @@ def check_updates(prepared: Prepared) -> None:
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
     settings = prepared.settings
-    with _made_to_be_looked_at(prepared):
+    with looked_at(prepared):
         for s in range(len(prepared.model.pieces)):
             optimizer = optimizer_of(prepared, s)
             if optimizer is not None:
@@ -494,7 +504,7 @@ def hook_warnings(prepared: Prepared) -> list[str]:
     """Warnings of what in the task's hooks may be meant otherwise than it is taken."""
     lines = misspelt_hooks(prepared.task)
     settings, length = prepared.settings, prepared.length
-    with _made_to_be_looked_at(prepared):
+    with looked_at(prepared):
         # Optimizers for GPUs alone can't be made here: then nothing is said.
         with suppress(UserError):
             made = [optimizer_of(prepared, s) for s in range(len(prepared.model.pieces))]
@@ -528,7 +538,7 @@ _OTHER_STEP = (
 
 
 @contextmanager
-def _made_to_be_looked_at(prepared: Prepared) -> Iterator[None]:
+def looked_at(prepared: Prepared) -> Iterator[None]:
     """Optimizers that are made here give their parameters no hooks that stay."""
     every = {p: None for piece in prepared.model.pieces for p in piece.module.parameters()}
     before = [[dict(hooks) for hooks in _hooks_of(p)] for p in every]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from mlp_task import MLPTask, ShortEpochs
 
@@ -346,6 +348,78 @@ class AskedCycle(ShortEpochs):
 
     def scheduler(self, optimizer, steps):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
+
+
+class InParts(ShortEpochs):
+    """A rate that rises, and falls along half a cosine until the run ends."""
+
+    def scheduler(self, optimizer, steps):
+        rises = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=2)
+        falls = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - 2)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [rises, falls], [2])
+
+
+class Chained(ShortEpochs):
+    """Two rules at once, one of the run's length."""
+
+    def scheduler(self, optimizer, steps):
+        first = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        second = torch.optim.lr_scheduler.PolynomialLR(optimizer, steps, power=2.0)
+        return torch.optim.lr_scheduler.ChainedScheduler([first, second])
+
+
+class EpochTotals(ShortEpochs):
+    """Stepped after each epoch, of which the run has so many."""
+
+    scheduler_step = "epoch"
+
+    def scheduler(self, optimizer, steps, steps_per_epoch):
+        return torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1.0, 0.1, total_iters=-(-steps // steps_per_epoch)
+        )
+
+
+class Fixed(ShortEpochs):
+    """As long as a run of four updates."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=4)
+
+
+class FixedCosine(ShortEpochs):
+    """The same in two parts."""
+
+    def scheduler(self, optimizer):
+        return InParts.scheduler(self, optimizer, 4)
+
+
+class FixedEpochs(ShortEpochs):
+    """As long as a run of one epoch."""
+
+    scheduler_step = "epoch"
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.PolynomialLR(optimizer, 1)
+
+
+class WarmedUp(ShortEpochs):
+    """A rate that has risen long before the end."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=2)
+
+
+class Drawn(torch.optim.lr_scheduler.LRScheduler):
+    """A rate that nobody can have again."""
+
+    def get_lr(self):
+        self.drawn = [random.random() for _ in self.base_lrs]
+        return [lr * drawn for lr, drawn in zip(self.base_lrs, self.drawn, strict=True)]
+
+
+class DrawnTotals(ShortEpochs):
+    def scheduler(self, optimizer, steps):
+        return Drawn(optimizer)
 
 
 class Warmed(ShortEpochs):

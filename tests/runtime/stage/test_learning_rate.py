@@ -13,13 +13,14 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.hooks import RunLength
+from timeprest.runtime.checkpoint.learning_rate import go_on
 from timeprest.runtime.checkpoint.worker_state import unpack
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_epochs
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.optimizer import hook_warnings, make_scheduler
+from timeprest.runtime.stage.optimizer import Scheduler, hook_warnings, make_scheduler
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
 
@@ -131,16 +132,68 @@ def test_what_cannot_be_stepped_is_refused_before_the_run(name, mlp_profile, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_a_schedule_of_a_runs_length_is_not_of_a_longer_one(mlp_profile, tmp_path):
-    """Said before it trains, and the run goes on as it was."""
+def warned(recwarn):
+    lines = [str(w.message) for w in recwarn.list if "the run has grown" in str(w.message)]
+    recwarn.clear()
+    return lines
+
+
+def state_at_the_end(where):
+    """What stage 1 has of rates in the newest checkpoint."""
+    folder = max((where / "checkpoints").iterdir(), key=lambda path: path.name)
+    state = msgspec.json.decode((folder / "state/stage1.json").read_bytes())
+    return {name: state[name] for name in ("updates", "scheduler", "run_length", "groups")}
+
+
+@pytest.mark.parametrize("name", ["Totals", "AskedCycle", "InParts", "Chained", "EpochTotals"])
+def test_a_schedule_of_the_runs_length_grows_with_it(name, mlp_profile, tmp_path, recwarn):
+    """To the last bit of rates and momenta; grown twice, and begun again in between."""
     plan, where = plan_of(mlp_profile), tmp_path / "run"
-    settings = settings_of("AskedCycle", epochs=1, steps=4, checkpoint_every=2)
-    run(plan, settings, where, inline=True)
-    before = load_weights(where)
+    for steps, path in ((12, tmp_path / "whole"), (4, where)):
+        settings = settings_of(name, epochs=1, steps=steps, checkpoint_every=2)
+        run(plan, settings, path, inline=True)
+    resume(where, steps=8, inline=True)
+    resume(where, at=6, inline=True)
+    resume(where, steps=12, inline=True)
+    assert warned(recwarn) == []
+    assert state_at_the_end(where) == state_at_the_end(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Fixed", "a LinearLR, is for 4 steps, as the run was"),
+        ("FixedCosine", "a SequentialLR, is for 4 steps, as the run was"),
+        ("FixedEpochs", "a PolynomialLR, is for 1 steps, as the run was"),
+        ("DrawnTotals", "a Drawn, goes on as in a run of 4: a new one, stepped as often, isn't in"),
+        ("WarmedUp", ""),
+        ("ToldUpdate", ""),
+        ("Epochs", ""),
+    ],
+)
+def test_one_that_cannot_grow_says_so_once(name, says, mlp_profile, tmp_path, recwarn):
+    plan, where = plan_of(mlp_profile), tmp_path / "run"
+    run(plan, settings_of(name, epochs=1, steps=4), where, inline=True)
+    assert warned(recwarn) == []
+    resume(where, steps=8, inline=True)
+    lines = warned(recwarn)
+    assert len(lines) == bool(says)
+    for line in lines:
+        assert line.startswith("the run has grown from 4 to 8 updates, and the task's scheduler, ")
+        assert says in line
+
+
+def test_a_cycle_that_ends_before_the_run_is_refused_when_it_goes_on():
+    """The task has another one now."""
+    states = []
+    for updates in (4, 8):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        rule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=updates)
+        states.append(rule.state_dict())
+    scheduler = Scheduler(rule, length=RunLength(8, 4))
+    go_on(scheduler, states[1], None)
     with pytest.raises(TargetError, match=r"is for 4 updates, and the run has 8.* --from"):
-        resume(where, steps=8, inline=True)
-    resume(where, at=2, inline=True)
-    assert all(torch.equal(weight, before[name]) for name, weight in load_weights(where).items())
+        go_on(scheduler, states[0], None)
 
 
 @pytest.mark.parametrize("name", ["Open", "ToldUpdate", "Epochs", "Cycled", "Totals", "MLPTask"])
