@@ -154,6 +154,9 @@ def plan(
     sequence: Literal["best", "listed"] = "best",
     recompute: Literal["off", "on", "selective", "auto"] = "off",
     tied: Tied = "together",
+    run_ahead: Literal["paper", "auto"] = "paper",
+    max_in_flight: int | None = None,
+    max_difference: int | None = None,
     pins: Mapping[str, int] | None = None,
     solver: str = "auto",
     time_limit_s: float | None = 60.0,
@@ -188,6 +191,10 @@ def plan(
         recompute: stages compute activations again instead of keeping them: all, or those of some
             layers.
         tied: layers that share parameters are on one device "together", or "split" over several.
+        run_ahead: in systems without a flush, stage s of S has S - s mini-batches in flight at
+            most, as in the "paper", or as many as pay ("auto").
+        max_in_flight, max_difference: mini-batches in flight and version difference of any stage
+            at most; None: there is no such bound.
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
         time_limit_s: the search ends then, with the best plan so far; None: no limit.
         update_every: mini-batches per update.
@@ -226,7 +233,12 @@ def plan(
         raise UserError(f"cluster: leave out {', '.join(given)}; the cluster says it")
     variant = _one_system(variant)
     chosen = words(
-        tied=tied, placement=placement, sequence=sequence, recompute=recompute, solver=solver
+        tied=tied,
+        placement=placement,
+        sequence=sequence,
+        recompute=recompute,
+        run_ahead=run_ahead,
+        solver=solver,
     )
     if seen is not None and not callable(seen):
         raise UserError(f"seen: give a function of a plan, not {shown(seen)}")
@@ -255,6 +267,10 @@ def plan(
         stages=count_or_auto(stages, "stages"),
         replicas=_with_replicas(replicas),
         stages_per_device=count_or_auto(stages_per_device, "stages_per_device"),
+        max_in_flight=None if max_in_flight is None else whole(max_in_flight, "max_in_flight"),
+        max_difference=(
+            None if max_difference is None else whole(max_difference, "max_difference", 0)
+        ),
         pins=_stages_of_layers(pins),
         time_limit_s=number(time_limit_s, "time_limit_s"),
         seen=seen,

@@ -126,6 +126,11 @@ class Evaluation:
         """Per stage, the in-flight limit."""
         return tuple(stage.in_flight for stage in self.stages)
 
+    @property
+    def difference(self) -> int:
+        """The largest version difference of any stage, in the steady state."""
+        return max(stage.version_difference for stage in self.prediction.stages)
+
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
         """Stages over the memory of one of their devices, and by how many bytes."""
         return [(s, need - limit) for s, need, limit in self._needs(cluster) if need > limit]
@@ -533,7 +538,7 @@ def _steady_difference(pipeline: Pipeline, held: Holdings, cycle: int) -> int:
 
 def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Plan:
     """The plan file's content for evaluated stages. Raises PlanError as `check_plan` does."""
-    profile, predicted = question.profile, found.prediction
+    profile, predicted, own = question.profile, found.prediction, question.matrix_state_factor
     if profile.loading_s_per_sample is not msgspec.UNSET:
         loading_s = profile.loading_s_per_sample * question.mini_batch
         predicted = predicted.loading(loading_s)
@@ -546,11 +551,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             profile=ProfileReference.to(profile),
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,
-            matrix_state_factor=(
-                msgspec.UNSET
-                if question.matrix_state_factor is None
-                else question.matrix_state_factor
-            ),
+            matrix_state_factor=msgspec.UNSET if own is None else own,
             update_every=question.update_every,
             tied=question.tied,
             order=question.order or msgspec.UNSET,
@@ -588,7 +589,7 @@ def better(found: Evaluation, best: Evaluation) -> bool:
         return (
             len({d for stage in e.stages for d in stage.devices}),
             len(e.stages),
-            max(stage.version_difference for stage in e.prediction.stages),
+            e.difference,
             max(e.prediction.device_of(s).memory_bytes for s in range(len(e.stages))),
         )
 

@@ -17,6 +17,7 @@ from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.schedules.given import read_order
+from ...planner.schedules.schedules import RUN_AHEAD
 from ...planner.search.choices import PLACEMENTS, RECOMPUTE
 from ...planner.search.device_sequences import SEQUENCES
 from ...planner.search.recheck import question_of, signed
@@ -184,6 +185,27 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     ),
     click.option(
         "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
+    ),
+)
+@group(
+    "Staleness",
+    choice(
+        "--run-ahead",
+        RUN_AHEAD,
+        "paper",
+        "Without a flush: S - s mini-batches in flight on stage s, or as many as pay.",
+    ),
+    click.option(
+        "--max-in-flight",
+        type=Whole(),
+        metavar="L",
+        help="Mini-batches in flight on a stage at most.",
+    ),
+    click.option(
+        "--max-difference",
+        type=Whole(0),
+        metavar="D",
+        help="Updates between a mini-batch's forward and the weights of its backward at most.",
     ),
 )
 @group(

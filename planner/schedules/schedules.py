@@ -5,8 +5,8 @@ A schedule is a pure function of the pipeline; timing jitter never changes it, s
 In-flight limits count mini-batches whose forward has begun and whose backward isn't done at a
 stage. What they mean differs from rule to rule, with D stages behind a stage:
 
-- nf1b: a forward of a new mini-batch waits for room. From 1 to 1 + 2·D make sense: D + 1 keep
-  every stage busy where messages take no time, the rest is room for messages under way.
+- nf1b: a forward of a new mini-batch waits for room. The papers have D + 1 = S - s at most; up to
+  1 + 2·D make sense, as room for messages under way.
 - 1f1b: the mini-batches whose forward runs before the first backward. From 1 to D + 1: nothing
   comes back earlier than after the D stages behind.
 - 1f1b-micro: D + 1 micro-batches run forward before the first backward, N ≥ S of them make a
@@ -27,6 +27,7 @@ say what devices do (`interleaved`, `v_shaped`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
@@ -42,25 +43,69 @@ from .zero_bubble import postponed
 Ranges = tuple[tuple[int, int], ...]
 """Per stage, the least and the most."""
 
+RUN_AHEAD = ("paper", "auto")
+"""Stages run as far ahead as the papers have it, or as far as it pays."""
 
-def limit_ranges(variant: Variant, stages: int, *, several: bool = False) -> Ranges:
+
+@dataclass(frozen=True)
+class StalenessBounds:
+    """How far stages may run ahead, and with it how old weights become.
+
+    Attributes:
+        run_ahead: one of RUN_AHEAD. "paper": a stage has no more mini-batches in flight than stages
+            from it on, S - s, PipeDream's number and that of TiMePReSt's figures. "auto": as many
+            as make sense.
+        max_in_flight: no stage's limit is above it; None: only `run_ahead` bounds them.
+        max_difference: nor its version difference; None: there is no bound. An L of k·(it) + 1
+            keeps to it, k mini-batches having an update: no more backwards than L - 1 come between
+            a mini-batch's forward and its own. More may, but where every stage fills up to L.
+    """
+
+    run_ahead: str = "paper"
+    max_in_flight: int | None = None
+    max_difference: int | None = None
+
+
+PAPER_STALENESS, ANY_STALENESS = StalenessBounds(), StalenessBounds("auto")
+"""What the papers have, and whatever makes sense to a schedule."""
+
+
+def limit_ranges(
+    variant: Variant,
+    stages: int,
+    *,
+    several: bool = False,
+    within: StalenessBounds = ANY_STALENESS,
+    update_every: int = 1,
+) -> Ranges:
     """The in-flight limits that make sense at each stage; equal where there is no choice.
 
     Within them limits must not rise along the pipeline.
 
+    Where devices have several stages, no paper has a schedule without a flush. Stages stay what
+    they are there, so the papers' limit is S - s of all stages. No such pipeline waits for ever:
+    what has been in flight for longest may always go on. But it idles for longer, up to a fifth of
+    the period of equal stages, as mini-batches wait at each stage for the device's others, too.
+
     Args:
-        several: devices have several stages, so that mini-batches wait at each for the others.
+        several: devices have several stages.
+        within: no larger ones than that allows; but the least that a system has.
+        update_every: mini-batches per update.
     """
     if variant.order is not None:
         return tuple((limit, limit) for limit in variant.order.limits)
     behind = range(stages - 1, -1, -1)
-    if variant.schedule == "nf1b" or (several and variant.schedule == "1f1b"):
-        return tuple((1, 1 + 2 * d) for d in behind)
-    if variant.schedule in ("1f1b", "1f1b-deep"):
-        return tuple((1, 1 + d) for d in behind)
     if variant.schedule == "1f1b-micro":
         return tuple((2, 2) if d else (1, 1) for d in behind)
-    return ((1, 1),) * stages
+    if variant.schedule not in ("nf1b", "1f1b", "1f1b-deep"):
+        return ((1, 1),) * stages
+    waits = variant.schedule == "nf1b" or (several and variant.schedule == "1f1b")
+    each = 2 if waits and within.run_ahead == "auto" else 1
+    most = within.max_in_flight or 1 + each * stages
+    fills = variant.schedule == "1f1b" and not several and variant.backward_weights != "forward"
+    if fills and within.max_difference is not None:
+        most = min(most, update_every * within.max_difference + 1)
+    return tuple((1, min(1 + each * d, most)) for d in behind)
 
 
 def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:

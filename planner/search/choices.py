@@ -12,7 +12,7 @@ from ..costs.recomputation import Recompute, Selection, of_stage
 from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
 from ..plan import MAX_MICRO_BATCHES, PlanStage
-from ..schedules.schedules import limit_ranges
+from ..schedules.schedules import PAPER_STALENESS, RUN_AHEAD, StalenessBounds, limit_ranges
 from ..systems.placement import Pattern, numbered_devices
 from ..systems.variants import Variant
 
@@ -25,15 +25,17 @@ RECOMPUTE = ("off", "on", "selective", "auto")
 
 @dataclass(frozen=True)
 class Freedom:
-    """What the search may choose besides cut, micro-batches and limits.
+    """What the search may choose besides cut and micro-batches.
 
     Attributes:
         replicas: stages may take several devices.
         recompute: one of RECOMPUTE.
+        staleness: what bounds in-flight limits and version differences.
     """
 
     replicas: bool = False
     recompute: str = "off"
+    staleness: StalenessBounds = PAPER_STALENESS
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,10 @@ class Choice:
         """S."""
         return len(self.nodes)
 
-    def limit_ranges(self, variant: Variant) -> tuple[tuple[int, int], ...]:
-        """The in-flight limits that make sense."""
-        several = bool(numbered_devices(self.devices))
-        return limit_ranges(variant, self.stages, several=several)
+    @property
+    def several(self) -> bool:
+        """Whether some device has several stages."""
+        return bool(numbered_devices(self.devices))
 
     def with_limits(self, limits: Sequence[int]) -> tuple[PlanStage, ...]:
         """The plan's stages with these in-flight limits."""
@@ -246,7 +248,24 @@ def _numbers(per_device: int | None, patterns: tuple[Pattern, ...]) -> tuple[int
     return (2,) if patterns == ("v",) else tuple(range(2, MOST_PER_DEVICE + 1))
 
 
-# Which branches there are ------------------------------------------------------------------------
+def check_staleness(question: Question, asked: StalenessBounds, stages: int | None) -> None:
+    """Raises PlanError for bounds that aren't any, or that no plan of the system keeps to."""
+    if asked.run_ahead not in RUN_AHEAD:
+        raise PlanError(f"--run-ahead {asked.run_ahead}: give one of {', '.join(RUN_AHEAD)}")
+    most, difference = asked.max_in_flight, asked.max_difference
+    if difference is not None and difference < 0:
+        raise PlanError(f"--max-difference {difference}: give at least 0")
+    if most is None:
+        return
+    variant = question.system
+    least = limit_ranges(variant, 2 if stages is None else stages, within=asked)[0][0]
+    if variant.order is not None:
+        what, least = "the order", max(variant.order.limits)
+    else:
+        what = variant.name
+    if most < least:
+        has = f": {what} has {least} mini-batches in flight on a stage" if least > 1 else ""
+        raise PlanError(f"--max-in-flight {most}{has}; give at least {least}")
 
 
 # What a stage has in flight when its memory is at its peak: for sure, or by a guess -------------

@@ -19,7 +19,6 @@ from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.problem import Answer, Cut, StageProblem
 from ..partition.solve import DpSource, Enough
-from ..schedules.schedules import limit_ranges
 from .choices import Branch, Choice, capped, choice_of, in_flight_under
 from .places import Assumptions
 from .relaxation import Relaxation
@@ -93,12 +92,12 @@ class Fitting:
                 choice = choice_of(problem, cut)
                 if not relaxation.allows(choice.stages, branch.micro_batches):
                     continue
-                ranges = limit_ranges(relaxation.variant, choice.stages)
+                ranges = relaxation.limit_ranges(choice.stages)
                 worth = [max(low, choice.stages - s) for s, (low, _) in enumerate(ranges)]
                 limits = tuple(map(min, capped(ranges, cap), worth))
                 stages = choice.with_limits(limits)
                 found = evaluate(question, stages, branch.micro_batches)
-                if not found.over_limit(cluster):
+                if search.counts(found, cluster):
                     yield found
                     break
 
@@ -111,7 +110,7 @@ class Fitting:
         if self.search.identical:
             cut = self._cut_on(cluster)
             found = None if cut is None else self._evaluated(cluster, cut)
-            best = None if found is None or found.over_limit(cluster) else found
+            best = found if found is not None and self.search.counts(found) else None
         else:
             # More micro-batches leave devices idle for less.
             branches = sorted(self.search.branches, key=lambda b: -b.micro_batches)
@@ -276,7 +275,7 @@ class Fitting:
     def _evaluated(self, cluster: Cluster, found: tuple[Choice, int]) -> Evaluation:
         choice, micro_batches = found
         question = _on(self.search.question, cluster)
-        limits = capped(limit_ranges(question.system, choice.stages), 1)
+        limits = capped(self.search.relaxation.limit_ranges(choice.stages), 1)
         return evaluate(question, choice.with_limits(limits), micro_batches)
 
 

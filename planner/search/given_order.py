@@ -80,7 +80,7 @@ def search_of(
     question: Question,
     order: Order,
     *,
-    recompute: str,
+    freedom: Freedom,
     solver: str,
     pins: Callable[[Relaxation], Sequence[tuple[int, int]]],
     budget: Budget,
@@ -96,7 +96,7 @@ def search_of(
     Raises PlanError where the model can't be cut into so many stages.
     """
     (n,) = micro_batch_counts(question, order.micro_batches)
-    relaxation = Relaxation(question, Freedom(False, recompute))
+    relaxation = Relaxation(question, freedom)
     several = relaxation.with_several_stages() if order.placement else relaxation
     most = several.graph.most_stages
     if order.stages > most:

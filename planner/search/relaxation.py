@@ -26,6 +26,7 @@ from ..partition.device_loads import SentOn
 from ..partition.dp.identical_devices import IdenticalPlaces
 from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
 from ..partition.waits import Waits, Ways
+from ..schedules.schedules import Ranges, limit_ranges
 from ..systems.variants import Variant
 from .choices import Branch, Freedom
 from .places import (
@@ -83,6 +84,13 @@ class Relaxation:
     def limited(self) -> bool:
         """Whether any device's memory is limited."""
         return any(d.memory_bytes is not None for d in self.question.cluster.devices)
+
+    def limit_ranges(self, stages: int, *, several: bool = False) -> Ranges:
+        """The in-flight limits to choose from (`schedules.limit_ranges`)."""
+        within, every = self.freedom.staleness, self.question.update_every
+        return limit_ranges(
+            self.variant, stages, several=several, within=within, update_every=every
+        )
 
     def allows(self, stages: int, micro_batches: int) -> bool:
         """Whether the system runs so many stages with so many micro-batches."""
@@ -209,9 +217,19 @@ class Relaxation:
         In `pipedream-2bw` every stage runs a micro-batch forward after the backward of the N-th
         one before it at the latest. So a period takes at least as long as one micro-batch needs
         from a stage to the end and back; of that only layers count that all paths go through, and
-        that gradients come back along.
+        that gradients come back along. Where a user limits mini-batches in flight to L, a period
+        takes 1 / L of that of one.
         """
-        return self._way_s(micro_batches) if self.variant.schedule == "1f1b-micro" else 0.0
+        n, asked = micro_batches, self.freedom.staleness
+        if self.variant.schedule == "1f1b-micro":
+            return self._way_s(n)
+        if self.variant.flushes or (asked.max_in_flight, asked.max_difference) == (None, None):
+            return 0.0
+        (_, limit), *_ = self.limit_ranges(len(self.graph.names))
+        replicas = max(self.replica_counts(n), default=1)
+        if self.variant.backward_unit == "micro":
+            return self._way_s(n) * n / ((limit - 1) * n + replicas)
+        return self._way_s(n, replicas, -(-n // replicas)) / limit
 
     def way_and_back_s(self, micro_batches: int) -> float:
         """As `round_trip_s`, for systems that flush too: they have no more in flight either."""
@@ -235,8 +253,10 @@ class Relaxation:
     def _work_s(self, size: int) -> float:
         return float(np.add(*self._once(self.graph.costs(size))).sum())
 
-    def _way_s(self, micro_batches: int) -> float:
-        work = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
+    def _way_s(self, micro_batches: int, replicas: int = 1, backwards: int = 1) -> float:
+        """Of a micro-batch as small as so many replicas make it, there and as often back."""
+        forward, backward = self._once(self.graph.costs(self._size(micro_batches, replicas)))
+        work = forward + backward * backwards
         return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
 
     @property

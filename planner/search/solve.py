@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...profiles.errors import InfeasibleError, PlanError
@@ -18,9 +18,17 @@ from ..evaluate import Evaluation, Question, better, gap_between, make_plan
 from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
+from ..schedules.schedules import StalenessBounds
 from ..systems.orders import Order
 from ..systems.variants import variant_named
-from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts, stages_asked
+from .choices import (
+    RECOMPUTE,
+    Branch,
+    Freedom,
+    check_staleness,
+    micro_batch_counts,
+    stages_asked,
+)
 from .device_sequences import (
     SEQUENCES,
     bound_sequences,
@@ -68,6 +76,7 @@ class SearchRequest:
         sequence: one of `SEQUENCES`; only for plans with a stage for each device.
         recompute: "off", "on", "selective" or "auto": stages compute none of their activations
             again, all, those of some layers, or whatever is best.
+        run_ahead, max_in_flight, max_difference: as of `schedules.StalenessBounds`.
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
             else the ILP.
@@ -83,10 +92,19 @@ class SearchRequest:
     placement: str = "auto"
     sequence: str = "listed"
     recompute: str = "off"
+    run_ahead: str = "paper"
+    max_in_flight: int | None = None
+    max_difference: int | None = None
     pins: tuple[tuple[str, int], ...] = ()
     solver: str = "auto"
     time_limit_s: float | None = 60.0
     effort: int = EFFORT
+
+    @property
+    def freedom(self) -> Freedom:
+        """What the search may choose."""
+        staleness = StalenessBounds(self.run_ahead, self.max_in_flight, self.max_difference)
+        return Freedom(self.replicas, self.recompute, staleness)
 
 
 MUON = {"optimizer_state_factor": 2.0, "matrix_state_factor": 1.0}
@@ -174,6 +192,11 @@ def solve(
         if search.best is None:
             raise
         stopped = INTERRUPTED
+    if search.best is None and search.least_difference is not None:
+        raise InfeasibleError(
+            f"--max-difference {request.max_difference}: no plan that fits has less than "
+            f"{search.least_difference}; give at least that"
+        )
     if search.best is None:
         apart = placed is None and order is None
         why = diagnose if apart else lacking
@@ -207,7 +230,7 @@ def _ordered(
     return search_of(
         question,
         order,
-        recompute=request.recompute,
+        freedom=replace(request.freedom, replicas=False),
         solver=request.solver,
         pins=lambda relaxation: _pins(relaxation, request.pins, order.stages),
         budget=Budget(request.effort, _deadline(request)),
@@ -364,9 +387,9 @@ def explore(
 ) -> SearchState:
     """The search that answers a request; not begun yet. Raises PlanError."""
     _check_request(question, request)
-    freedom, deadline = Freedom(request.replicas, request.recompute), _deadline(request)
+    deadline = _deadline(request)
     counts = micro_batch_counts(question, request.micro_batches)
-    relaxation = Relaxation(question, freedom)
+    relaxation = Relaxation(question, request.freedom)
     # Of a small graph there is always time to list the downsets: without them plans are found late.
     listed = None if deadline is None else max(deadline, time.monotonic() + SOON_S / 2)
     source = source_for(relaxation.problem(Branch(counts[0])), request.solver, listed)
@@ -405,6 +428,7 @@ def _check_request(question: Question, request: SearchRequest) -> None:
     refusal = question.system.recompute_refusal
     if request.recompute == "on" and refusal:
         raise PlanError(f"--recompute on: {refusal}")
+    check_staleness(question, request.freedom.staleness, request.stages)
     if request.solver not in SOLVERS:
         raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
     if request.sequence not in SEQUENCES:

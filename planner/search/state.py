@@ -11,6 +11,7 @@ import msgspec
 
 from ...profiles.errors import ScheduleError
 from ...profiles.units import format_seconds
+from ..cluster.cluster import Cluster
 from ..costs.memory import room_bytes
 from ..costs.recomputation import fewest, of_stage
 from ..evaluate import Evaluation, Question, better, evaluate, lay_out
@@ -19,7 +20,6 @@ from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..plan import PlanStage
-from ..schedules.schedules import limit_ranges
 from ..simulator.timeline import filled_and_drained_s, least_period_s
 from ..systems.placement import numbered_devices
 from ..systems.variants import Variant
@@ -28,6 +28,7 @@ from .choices import (
     Choice,
     InFlight,
     PlacedBranch,
+    Ranges,
     all_limits,
     capped,
     caps,
@@ -178,6 +179,7 @@ class SearchState:
         bounds: no plan of a branch has a shorter period.
         floors: of some branches, what bounds are at the least, in whatever sequence of devices.
         sharper_views: of each branch, the view that its bound is from.
+        least_difference: the least version difference of plans that fit, but for that.
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
         shortest_s: per choice, its shortest period so far, whether it fits or not.
@@ -200,6 +202,7 @@ class SearchState:
     shortest_s: dict[Choice, float] = field(default_factory=dict)
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
+    least_difference: int | None = None
     _least_share: float = float("inf")
     _tried: dict[Hashable, Evaluation | None] = field(default_factory=dict)
 
@@ -217,6 +220,26 @@ class SearchState:
     def period_s(self) -> float:
         """Of the best plan so far."""
         return self.best.prediction.period_s if self.best else float("inf")
+
+    def ranges(self, choice: Choice) -> Ranges:
+        """The in-flight limits that a choice may have."""
+        return self.relaxation.limit_ranges(choice.stages, several=choice.several)
+
+    def counts(self, found: Evaluation, cluster: Cluster | None = None) -> bool:
+        """Whether a plan is one that was asked for: it fits the devices, and no stage's version
+        difference is larger than may be.
+
+        Args:
+            cluster: in the place of the question's.
+        """
+        if found.over_limit(cluster or self.question.cluster):
+            return False
+        most, difference = self.relaxation.freedom.staleness.max_difference, found.difference
+        if most is None or difference <= most:
+            return True
+        least = self.least_difference
+        self.least_difference = difference if least is None else min(least, difference)
+        return False
 
     def forget_bounds(self) -> None:
         """Keep those alone that hold for every sequence of devices, and for branches that aren't
@@ -262,7 +285,7 @@ class SearchState:
         if not self.relaxation.limited:
             yield None
             return
-        ranges, tried = limit_ranges(variant, most), set()
+        ranges, tried = self.relaxation.limit_ranges(most), set()
         for cap in caps(ranges):
             limits = capped(ranges, cap)
             if limits not in tried:
@@ -295,7 +318,7 @@ class SearchState:
         """
         if not self.relaxation.allows(choice.stages, micro_batches):
             return True
-        ranges = choice.limit_ranges(self.relaxation.variant)
+        ranges = self.ranges(choice)
         vectors = all_limits(ranges)
         if vectors is not None and (every_limit or len(vectors) == 1):
             for limits in vectors:
@@ -308,7 +331,7 @@ class SearchState:
         """Evaluate a choice under some limits; under more while its relaxed load is less."""
         found = self._first_that_fits(choice, micro_batches)
         if found is not None and self.period_s > objective_s * SAME:
-            ranges = choice.limit_ranges(self.relaxation.variant)
+            ranges = self.ranges(choice)
             widest = tuple(most for _, most in ranges)
             if self._evaluate(choice, micro_batches, widest) is None:
                 self._widen(found, choice, micro_batches)
@@ -320,7 +343,7 @@ class SearchState:
         Args:
             load_s: no schedule of it has a shorter period.
         """
-        ranges = choice.limit_ranges(self.relaxation.variant)
+        ranges = self.ranges(choice)
         widest = tuple(most for _, most in ranges)
         laid = lay_out(self.question, choice.with_limits(widest), micro_batches)
         floor_s = max(load_s, least_period_s(laid.pipeline))
@@ -337,7 +360,7 @@ class SearchState:
     def try_every_limit(self, choice: Choice, micro_batches: int, floor_s: float) -> bool:
         """Evaluate a choice under all limits, until the period is the least there can be. Returns
         whether all were looked at; of too many, some are."""
-        vectors = all_limits(choice.limit_ranges(self.relaxation.variant))
+        vectors = all_limits(self.ranges(choice))
         if vectors is None:
             self.try_choice(choice, micro_batches, floor_s)
             return self.period_s <= floor_s * SAME
@@ -349,7 +372,7 @@ class SearchState:
 
     def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
         """With a mini-batch in flight for each stage behind, or as many as memory allows."""
-        ranges = choice.limit_ranges(self.relaxation.variant)
+        ranges = self.ranges(choice)
         behind = range(choice.stages - 1, -1, -1)
         usual = [
             (low, max(low, min(high, 1 + d))) for (low, high), d in zip(ranges, behind, strict=True)
@@ -362,7 +385,7 @@ class SearchState:
 
     def _widen(self, found: Evaluation, choice: Choice, micro_batches: int) -> None:
         """Raise single limits, while memory allows and the period gets shorter."""
-        ranges = choice.limit_ranges(self.relaxation.variant)
+        ranges = self.ranges(choice)
         limits = [stage.in_flight for stage in found.stages]
         if choice.stages > _MOST_WIDENED:
             return
@@ -398,7 +421,7 @@ class SearchState:
         self.shortest_s[choice] = min(period_s, self.shortest_s.get(choice, period_s))
         if over < self._least_share:
             self.closest, self._least_share = found, over
-        if found.over_limit(self.question.cluster):
+        if not self.counts(found):
             return None
         self.seen(found)
         if self.best is None or better(found, self.best):
@@ -419,8 +442,8 @@ class SearchState:
         """Lower the best plan's in-flight limits as far as its period stays, and there is time."""
         if self.best is None or len(self.best.stages) > _MOST_WIDENED:
             return
-        several = bool(numbered_devices([stage.devices for stage in self.best.stages]))
-        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages), several=several)
+        several = bool(self.best.pipeline.placement)
+        ranges = self.relaxation.limit_ranges(len(self.best.stages), several=several)
         for s in range(len(self.best.stages)):
             while True:
                 limits = list(self.best.limits)
@@ -434,7 +457,7 @@ class SearchState:
                 )
                 found = evaluate(self.question, stages, self.best.micro_batches)
                 # With fewer in flight before it a stage may hold more: other versions wait for it.
-                if found.over_limit(self.question.cluster):
+                if not self.counts(found):
                     break
                 if found.prediction.period_s > self.period_s * SAME:
                     break
@@ -456,7 +479,7 @@ class SearchState:
             found = evaluate(self.question, stages, best.micro_batches)
             over = {s for s, _ in found.over_limit(self.question.cluster)}
             if not over:
-                if found.prediction.period_s <= self.period_s * SAME:
+                if self.counts(found) and found.prediction.period_s <= self.period_s * SAME:
                     self.best = found
                 return
             stages = tuple(best.stages[s] if s in over else x for s, x in enumerate(stages))

@@ -32,7 +32,7 @@ def pareto_point(variant: str, found: Evaluation) -> ParetoPoint:
         evaluation=found,
         period_s=predicted.period_s,
         memory_bytes=max(each.memory_bytes for each in predicted.devices or predicted.stages),
-        version_difference=max(stage.version_difference for stage in predicted.stages),
+        version_difference=found.difference,
     )
 
 

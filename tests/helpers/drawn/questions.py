@@ -20,7 +20,7 @@ from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Networ
 from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.relaxation import Relaxation
 from timeprest.planner.systems.variants import VARIANTS
@@ -430,7 +430,7 @@ def all_plans(
             count = len(nodes)
             if variant.micro_batch_per_stage and n < count:
                 continue
-            vectors = falling(limit_ranges(variant, count))
+            vectors = falling(limit_ranges(variant, count, within=freedom.staleness))
             # A stage that has no layer of a set computes none again.
             ways = [dict.fromkeys(of_stage(each, mine) for each in chosen) for mine in nodes]
             for lay, again, limits in product(
@@ -567,7 +567,8 @@ def placed_plans(
                 continue
             several = len(set(lay)) < len(lay)
             for every, limits in product(
-                chosen, falling(limit_ranges(variant, len(lay), several=several))
+                chosen,
+                falling(limit_ranges(variant, len(lay), several=several, within=StalenessBounds())),
             ):
                 yield tuple(
                     PlanStage(

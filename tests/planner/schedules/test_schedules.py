@@ -16,7 +16,8 @@ from helpers.output.schedules import parse_schedule, schedule_text
 from hypothesis import example, given
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
-from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
+from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges, make_schedule
+from timeprest.planner.search.choices import all_limits
 from timeprest.planner.simulator.pipeline import Link, Route
 from timeprest.planner.simulator.timeline import simulate, warm_mini_batches
 from timeprest.planner.systems.operations import Op, Schedule, op_text, parse_op
@@ -288,6 +289,34 @@ def test_i_timeprest_holds_a_version_for_each_difference_and_one_more(stages, n)
 )
 def test_limit_ranges(variant, ranges):
     assert limit_ranges(VARIANTS[variant], 4) == ranges
+
+
+def test_limits_of_the_papers():
+    """PipeDream's and TiMePReSt's: a mini-batch for each stage from a stage on."""
+    paper = ((1, 4), (1, 3), (1, 2), (1, 1))
+    for name in ("timeprest", "pipedream", "pipemare"):
+        for several in (False, True):
+            found = limit_ranges(VARIANTS[name], 4, several=several, within=StalenessBounds())
+            assert found == paper
+    two = StalenessBounds(max_in_flight=2)
+    assert limit_ranges(VARIANTS["timeprest"], 4, within=two) == ((1, 2), (1, 2), (1, 2), (1, 1))
+    assert limit_ranges(VARIANTS["pipedream-2bw"], 3, within=two) == ((2, 2), (2, 2), (1, 1))
+    assert limit_ranges(VARIANTS["gpipe"], 2, within=two) == ((1, 1), (1, 1))
+
+
+@pytest.mark.parametrize("variant", [v for v, row in VARIANTS.items() if row.schedule == "1f1b"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_version_difference_that_implies_a_limit(variant, every):
+    """Every plan that keeps to it is among those of these limits, and each of them keeps to it."""
+    system, stages, most, count = VARIANTS[variant], 4, 1, 24
+    within = StalenessBounds(max_difference=most)
+    ranges = limit_ranges(system, stages, within=within, update_every=every)
+    for limits in all_limits(limit_ranges(system, stages)):
+        pipeline = replace(unit_pipeline(variant, stages, 1, limits), update_every=every)
+        order = make_schedule(pipeline, count)
+        found = set().union(*(steady_difference(pipeline, order, s, count) for s in range(stages)))
+        kept_to = all(limit <= high for limit, (_, high) in zip(limits, ranges, strict=True))
+        assert (max(found) <= most) == kept_to
 
 
 @pytest.mark.parametrize(("stages", "n"), [(1, 1), (2, 4), (3, 4), (4, 8), (4, 2)])

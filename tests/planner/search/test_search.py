@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice, pairwise, product
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.problem import Answer, members, stage_bytes, stage_load
-from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, limit_ranges
 from timeprest.planner.search import diagnosis, exploration, first_plans, state
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.choices import (
@@ -37,6 +37,7 @@ from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.relaxation import Relaxation
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import Budget, OutOfBudget
+from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
@@ -79,8 +80,7 @@ def all_plans(question, freedom, counts):
     for n in counts:
         for choice in all_choices(relaxation, n):
             if relaxation.allows(choice.stages, n):
-                ranges = limit_ranges(VARIANTS[question.variant], choice.stages)
-                for limits in all_limits(ranges, 10**6):
+                for limits in all_limits(relaxation.limit_ranges(choice.stages), 10**6):
                     yield choice, n, limits
 
 
@@ -110,7 +110,11 @@ def drawn_questions(draw, most):
     profile = draw(drawn_profiles(most=most))
     question = Question(profile, draw(drawn_clusters()), variant, profile.batch_size, 1.0)
     ways = ["off", "off", "auto"] + ["on"] * (not VARIANTS[variant].recompute_refusal)
-    freedom = Freedom(draw(st.booleans()), draw(st.sampled_from(ways)))
+    bounds = st.sampled_from([None, None, None, 1, 2])
+    staleness = StalenessBounds(draw(st.sampled_from(RUN_AHEAD)), draw(bounds), draw(bounds))
+    if staleness.max_in_flight == 1 and VARIANTS[variant].schedule == "1f1b-micro":
+        staleness = replace(staleness, max_in_flight=2)
+    freedom = Freedom(draw(st.booleans()), draw(st.sampled_from(ways)), staleness)
     counts = draw(st.sampled_from([None, None, 1, 2, 4, 3]))
     if VARIANTS[variant].whole_mini_batches:
         counts = None
@@ -122,10 +126,10 @@ def best_of_all(question, freedom, counts):
     # Too many are refused before any of them is evaluated.
     plans = list(islice(all_plans(question, freedom, counts), MOST_PLANS + 1))
     assume(len(plans) <= MOST_PLANS)
-    best = None
+    best, most = None, freedom.staleness.max_difference
     for choice, n, limits in plans:
         found = evaluate(question, choice.with_limits(limits), n)
-        if not found.over_limit(question.cluster):
+        if not found.over_limit(question.cluster) and (most is None or found.difference <= most):
             period = found.prediction.period_s
             best = period if best is None else min(best, period)
     return best
@@ -140,6 +144,7 @@ def solved(question, freedom, asked, solver):
             micro_batches=asked,
             replicas=freedom.replicas,
             recompute=freedom.recompute,
+            **asdict(freedom.staleness),
             solver=solver,
             optimizer_state_factor=1.0,
             time_limit_s=None,
@@ -380,11 +385,51 @@ def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
     assert cut.round_trip_s(2) == pytest.approx(trip_s / 2)
 
 
-@settings(ALL, max_examples=examples(40))
-@given(drawn_questions(most=4), st.sampled_from([1, 2, 4]))
-def test_no_2bw_plan_is_faster_than_its_round_trip(drawn, n):
-    question = replace(drawn[0], variant="pipedream-2bw")
-    freedom = Freedom(replicas=True)
+def test_staleness_is_the_users_to_bound():
+    """Far messages: more in flight than S - s are worth it, where they are asked for."""
+    asked = chain(4), uniform_cluster(4, latency="2ms"), "timeprest"
+    found = {
+        text: solve(*asked, stages=4, micro_batches=4, **more)
+        for text, more in {
+            "paper": {},
+            "auto": {"run_ahead": "auto"},
+            "limit": {"run_ahead": "auto", "max_in_flight": 3},
+            "fresh": {"run_ahead": "auto", "max_difference": 1},
+            "none": {"max_difference": 0},
+        }.items()
+    }
+    limits = {text: [stage.in_flight for stage in plan.stages] for text, plan in found.items()}
+    period_s = {text: plan.predicted.period_s for text, plan in found.items()}
+    assert limits["auto"][0] > 4 >= limits["paper"][0]
+    assert limits["limit"][0] <= 3
+    assert limits["none"] == [1] * 4
+    difference = {
+        text: max(stage.version_difference for stage in plan.predicted.stages)
+        for text, plan in found.items()
+    }
+    assert difference["fresh"] == 1
+    assert difference["none"] == 0
+    assert period_s["auto"] < period_s["paper"] < period_s["fresh"] < period_s["none"]
+
+
+def test_a_difference_that_no_plan_keeps_to_says_the_least_there_is():
+    order = parse_order("0F0.0 0F1.0 | 0B0 0F2.0\n1F0.0 1B0 | 1F1.0 1B1")
+    asked = chain(4), uniform_cluster(2), "pipedream-unstashed"
+    with pytest.raises(InfeasibleError, match=r"--max-difference 0: .* less than 1; give"):
+        solve(*asked, order=order, max_difference=0)
+    assert solve(*asked, order=order, max_difference=1).stages[0].in_flight == 2
+    with pytest.raises(PlanError, match="the order has 2 mini-batches in flight on a stage; give"):
+        solve(*asked, order=order, max_in_flight=1)
+
+
+@settings(ALL, max_examples=examples(60))
+@given(drawn_questions(most=4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+def test_no_plan_is_faster_than_a_round_trip_of_what_may_be_in_flight(drawn, n, limit):
+    question, freedom = (
+        drawn[0],
+        Freedom(True, staleness=StalenessBounds("auto", max_in_flight=limit)),
+    )
+    assume(n == 1 or not question.system.whole_mini_batches)
     trip_s = Relaxation(question, freedom).round_trip_s(n)
     for number, (choice, _, limits) in enumerate(all_plans(question, freedom, [n])):
         assume(number < MOST_PLANS)

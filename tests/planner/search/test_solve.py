@@ -48,10 +48,8 @@ def brute_force(profile, cluster, variant, stages, counts):
     best = None
     for cut in all_cuts(profile, stages):
         for n in counts:
-            for scale in (0, 1, 2):
+            for scale in (0, 1):
                 limits = [1 if VARIANTS[variant].flushes else 1 + scale * d for d in depth]
-                if variant == "pipedream" and scale == 2:
-                    continue
                 found = evaluate(question, lone_stages(cut, limits), n)
                 if not found.over_limit(cluster):
                     period = found.prediction.period_s
@@ -190,6 +188,13 @@ def test_tied_layers_stay_together():
         ({"mini_batch": 4 * 10**12}, "4096 are the most"),
         ({"mini_batch": 10**12 + 39}, "profile again with|are the most"),
         ({"variant": "pipedream", "micro_batches": 2}, "whole mini-batches"),
+        ({"run_ahead": "far"}, "--run-ahead far: give one of paper, auto"),
+        ({"max_in_flight": 0}, "--max-in-flight 0; give at least 1"),
+        ({"max_difference": -1}, "--max-difference -1: give at least 0"),
+        (
+            {"variant": "pipedream-2bw", "max_in_flight": 1},
+            "pipedream-2bw has 2 mini-batches in flight on a stage; give at least 2",
+        ),
     ],
 )
 def test_contradictions_are_named(options, message):

@@ -147,7 +147,7 @@ def test_auto_takes_more_stages_only_where_they_pay():
     layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((2, 3, 1))]
     edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
     fast = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
-    asked = {"micro_batches": 1, "stages_per_device": None}
+    asked = {"micro_batches": 1, "stages_per_device": None, "run_ahead": "auto"}
     # A cut can't balance them; the V whose bottom is the second layer does.
     plan = solve(profile_by_hand(layers, edges), fast, **asked)
     assert [stage.devices[0] for stage in plan.stages] == [0, 1, 0]
@@ -231,6 +231,7 @@ def test_cuts_that_a_wire_is_too_slow_for_are_passed_over():
         stages=4,
         stages_per_device=2,
         placement="loop",
+        run_ahead="auto",
     )
     # Between even stages there would be 7 + 1 + 8 kB a sample on one wire.
     assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 1]
