@@ -23,6 +23,7 @@ from .planner.cluster.cluster import (
     uniform_cluster,
 )
 from .planner.cluster.contention import contention_on, with_contention
+from .planner.cluster.headroom import parse_headroom
 from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
@@ -164,6 +165,7 @@ def plan(
     optimizer_state: float | Literal["muon"] | None = None,
     devices: int = 2,
     memory: str | float | None = None,
+    headroom: str | float | None = None,
     bandwidth: str | float = DEFAULT_BANDWIDTH,
     latency: str | float = DEFAULT_LATENCY,
     per_machine: int | None = None,
@@ -202,6 +204,8 @@ def plan(
             of hidden layers and 2 of others; as profiled by default.
         devices: how many equal ones.
         memory: limit of each device, such as "16GiB"; None: there is none.
+        headroom: what plans leave free of each device's memory, such as "8%" or "4GiB"; None: 8 %
+            of GPUs that weren't measured, else nothing. Devices of a cluster file may say it.
         bandwidth, latency: between devices, such as "12GB/s" and "10us".
         per_machine: devices in a machine, all by default; between_bandwidth and between_latency
             are of the links between machines then.
@@ -260,6 +264,7 @@ def plan(
         variant,
         mini_batch=None if mini_batch is None else whole(mini_batch, "mini_batch"),
         order=None if order is None else read_order(order),
+        headroom=None if headroom is None else parse_headroom(headroom, "headroom"),
         **state,
         update_every=whole(update_every, "update_every"),
         **chosen,

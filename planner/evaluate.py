@@ -132,7 +132,7 @@ class Evaluation:
         return max(stage.version_difference for stage in self.prediction.stages)
 
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
-        """Stages over the memory of one of their devices, and by how many bytes."""
+        """Stages over what they may take of one of their devices, and by how many bytes."""
         return [(s, need - limit) for s, need, limit in self._needs(cluster) if need > limit]
 
     def memory_shares(self, cluster: Cluster) -> list[float]:
@@ -141,10 +141,10 @@ class Evaluation:
         return [need / limit for _, need, limit in self._needs(cluster)]
 
     def _needs(self, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-        """Stage, the bytes its device needs, and those of the smallest of its devices."""
+        """Stage, the bytes its device needs, and what the smallest of its devices has for it."""
         for s, stage in enumerate(self.stages):
-            limits = [cluster.devices[d].memory_bytes for d in stage.devices]
-            limit = min((m for m in limits if m is not None), default=None)
+            smallest = cluster.tightest(stage.devices)
+            limit = None if smallest is None else smallest.usable_bytes
             if limit is not None:
                 yield s, self.prediction.device_of(s).memory_bytes, limit
 

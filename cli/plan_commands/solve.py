@@ -12,6 +12,7 @@ import msgspec
 from ...planner.cluster.changes import clusters_after
 from ...planner.cluster.cluster import Cluster
 from ...planner.cluster.contention import contention_on, with_contention
+from ...planner.cluster.headroom import parse_headroom
 from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
@@ -153,6 +154,15 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
 )
 @cluster_options
 @group(
+    "Memory",
+    click.option(
+        "--headroom",
+        metavar="SHARE|BYTES",
+        help="Of each device's memory, kept free: 8% or 4GiB.  [default: 8% of GPUs that weren't "
+        "measured, else 0]",
+    ),
+)
+@group(
     "Stages",
     click.option("--stages", default="auto", metavar="N", help="How many; auto: the best."),
     choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not."),
@@ -270,6 +280,8 @@ def solve(
     asked |= _state(asked.pop("optimizer_state"))
     asked["replicas"] = asked["replicas"] == "auto"
     asked["pins"] = _pins(asked["pins"])
+    headroom = asked["headroom"]
+    asked["headroom"] = None if headroom is None else parse_headroom(headroom)
     asked["order"] = None if order_path is None else read_order(order_path)
     if variant == "all":
         _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)

@@ -25,6 +25,7 @@ from .stages import (
     MOST_ROWS,
     device_count,
     device_name,
+    kept_free,
     memory_limit,
     memory_table,
     notes,
@@ -208,13 +209,14 @@ def fullest(plan: Plan) -> str:
     ]
     k = max(range(len(held)), key=shares.__getitem__)
     text = f"most on {device_name(plan, devices[k])}: {format_bytes(held[k])}"
-    limit = limits[k]
+    limit, free = limits[k], kept_free(plan, devices[k].stages[0])
     if limit is None:
         return f"{text}; its device has no limit"
-    over = held[k] - limit
+    over = held[k] - (limit - free)
+    left = f", {format_bytes(free)} kept free" if free else ""
     if over > 0:
-        return f"{text}, {format_bytes(over)} over its limit of {format_bytes(limit)}"
-    return f"{text}, {shares[k][0]:.0%} of its limit of {format_bytes(limit)}"
+        return f"{text}, {format_bytes(over)} over its limit of {format_bytes(limit)}{left}"
+    return f"{text}, {shares[k][0]:.0%} of its limit of {format_bytes(limit)}{left}"
 
 
 def proof(plan: Plan) -> str:

@@ -235,6 +235,7 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
     rows = _device_rows(plan, found, every=every)
     held = [each.predicted for each in found]
     limits = [memory_limit(plan, each.stages[0]) for each in found]
+    free = [kept_free(plan, each.stages[0]) for each in found]
     most = max(each.memory_bytes for each in held)
     # The fullest stands for its row.
     fullest = [max(row, key=lambda k: _full(held[k], limits[k])) for row in rows]
@@ -243,7 +244,10 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
         return fixed(name, [ranged(map(values, row), short_bytes) for row in rows])
 
     def bars(columns: int) -> list[Cell]:
-        return [memory_bar(console, by_kind(held[k]), limits[k] or most, columns) for k in fullest]
+        return [
+            memory_bar(console, by_kind(held[k]), limits[k] or most, columns, free[k])
+            for k in fullest
+        ]
 
     of_limit = any(limit is not None for limit in limits)
     key, columns = _keys(rows), []
@@ -257,7 +261,7 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
         Column("of its limit" if of_limit else "of the most", _MOST_BAR, _LEAST_BAR, bars, True),
     ]
     if of_limit:
-        columns.append(fixed("", [_percent(held[k], limits[k]) for k in fullest]))
+        columns.append(fixed("", [_percent(held[k], limits[k], free[k]) for k in fullest]))
     if len({limit for limit in limits if limit}) > 1 or (of_limit and None in limits):
         columns.append(fixed("limit", [_limits(limits[k] for k in row) for row in rows]))
     for kind in MEMORY:
@@ -275,7 +279,9 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
         "weight versions held. d: version difference, backward less forward. v: mini-batches from "
         "one to the next of the same sequence of updates. In the bars: "
     )
-    said += ", ".join(f"{LETTERS[kind]} {kind}" for kind in used) + "."
+    said += ", ".join(f"{LETTERS[kind]} {kind}" for kind in used)
+    free = any(map(partial(kept_free, plan), range(len(plan.stages))))
+    said += f", {_FREE} kept free." if free else "."
     if plan.order is not msgspec.UNSET:
         said += f" The order is a given one, in {plan.variant}'s weight rules."
     if shares_devices(plan):
@@ -309,14 +315,28 @@ def by_kind(held: StagePrediction | DevicePrediction) -> dict[str, int]:
 
 def memory_limit(plan: Plan, s: int) -> int | None:
     """Memory of the stage's smallest device, in bytes; None: no limit."""
-    sizes = (plan.cluster.devices[d].memory_bytes for d in plan.stages[s].devices)
-    return min((size for size in sizes if size is not None), default=None)
+    device = plan.cluster.tightest(plan.stages[s].devices)
+    return None if device is None else device.memory_bytes
 
 
-def memory_bar(console: Console, kinds: dict[str, int], whole: int, width: int) -> Text:
+def kept_free(plan: Plan, s: int) -> int:
+    """Bytes of that memory that the plan leaves free."""
+    device = plan.cluster.tightest(plan.stages[s].devices)
+    return 0 if device is None else device.free_bytes
+
+
+_FREE = "x"
+
+
+def memory_bar(
+    console: Console, kinds: dict[str, int], whole: int, width: int, free: int = 0
+) -> Text:
     """Kinds stacked in a bar of `width` columns that stands for `whole` bytes.
 
     Each column has the letter of what most of it is; on a terminal, in that kind's colour.
+
+    Args:
+        free: what at its end stays free.
     """
     bar = Text()
     held = sum(kinds.values())
@@ -334,7 +354,9 @@ def memory_bar(console: Console, kinds: dict[str, int], whole: int, width: int) 
         bar = bar[: width - 1]
         bar.append("!", f"bold {LIMIT.rich}")
         return bar
-    bar.append("·" * (width - drawn), "dim")
+    last = min(round(free * scale), width - drawn)
+    bar.append("·" * (width - drawn - last), "dim")
+    bar.append(_FREE * last, "dim")
     return bar
 
 
@@ -409,11 +431,11 @@ def _full(held: StagePrediction | DevicePrediction, limit: int | None) -> float:
     return held.memory_bytes / limit if limit else float(held.memory_bytes)
 
 
-def _percent(held: StagePrediction | DevicePrediction, limit: int | None) -> Text:
+def _percent(held: StagePrediction | DevicePrediction, limit: int | None, free: int) -> Text:
     if not limit:
         return Text("-")
     share = held.memory_bytes / limit
-    if share > 1:
+    if held.memory_bytes > limit - free:
         return Text(f"{_share(share)}!", style=f"bold {LIMIT.rich}")
     return Text(_share(share))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from msgspec import Meta
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
 from ...profiles.units import (
+    format_bytes,
     parse_bandwidth,
     parse_memory,
     parse_seconds,
@@ -22,6 +24,7 @@ from ...profiles.units import (
     truth,
     whole_number,
 )
+from .headroom import Headroom, parse_headroom
 
 # The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
 
@@ -31,7 +34,7 @@ DEFAULT_LATENCY = "50us"
 
 MAX_DEVICES = 65536
 
-_DEVICE = {"name", "memory", "speed", "count", "machine", "per_machine"}
+_DEVICE = {"name", "memory", "reserved", "speed", "count", "machine", "per_machine"}
 _NETWORK = {"bandwidth", "latency", "half_duplex", "overlap"}
 
 _INSTEAD = {"cores": "plan several stages for a device instead: tp-plan solve --stages-per-device"}
@@ -75,6 +78,8 @@ def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
         device: dict[str, Any] = {"speed": fields.get("speed", 1.0)}
         if "memory" in fields:
             device["memory_bytes"] = parse_memory(str(fields["memory"]), f"{where}.memory")
+        if "reserved" in fields:
+            device |= _reserved(fields["reserved"], device, f"{where}.reserved")
         count = _whole(fields.get("count", 1), f"{where}.count")
         homes = _machines_of(where, fields, count, machines)
         if k and (homes[0] is None) != ("machine" not in devices[0]):
@@ -88,6 +93,13 @@ def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
             names.add(name)
             devices.append({**device, "name": name} | ({"machine": home} if home else {}))
     return devices
+
+
+def _reserved(value: Any, device: dict[str, Any], where: str) -> dict[str, Any]:
+    given = parse_headroom(value, where)
+    if given.nbytes and given.nbytes >= device.get("memory_bytes", MAX_BYTES):
+        raise FileError(f"{where}: {value!r} is all of its memory; give less")
+    return given.fields
 
 
 def _machines_of(
@@ -198,6 +210,30 @@ class Device(
     """Relative to the device that was profiled: 2 halves every time."""
     machine: Annotated[str, Meta(min_length=1)] | None = None
     """Name of the machine it is in. Devices without one are together in a machine of their own."""
+    reserved_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] | None = None
+    """What plans leave free of its memory; None, and no share either: nothing was said of it."""
+    reserved_share: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    """The same as a share of it."""
+
+    @property
+    def says_reserved(self) -> bool:
+        """Whether what plans leave free was said of this device."""
+        return self.reserved_bytes is not None or self.reserved_share is not None
+
+    @property
+    def free_bytes(self) -> int:
+        """What plans leave free of its memory; 0 without a limit."""
+        memory = self.memory_bytes or 0
+        return min((self.reserved_bytes or 0) + ceil((self.reserved_share or 0.0) * memory), memory)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What stages may take of its memory; None: there is no limit."""
+        return None if self.memory_bytes is None else max(self.memory_bytes - self.free_bytes, 1)
+
+    def memory_for(self, nbytes: int) -> int:
+        """The memory that it would need for stages to take so many bytes."""
+        return ceil((nbytes + (self.reserved_bytes or 0)) / (1 - (self.reserved_share or 0.0)))
 
 
 class Network(
@@ -257,12 +293,37 @@ class Cluster(
 
     @property
     def uniform(self) -> bool:
-        """All devices have the same memory and speed."""
+        """All devices have the same memory for stages, and the same speed."""
         first = self.devices[0]
         return all(
-            device.memory_bytes == first.memory_bytes and device.speed == first.speed
+            device.usable_bytes == first.usable_bytes and device.speed == first.speed
             for device in self.devices
         )
+
+    def with_headroom(self, headroom: Headroom) -> Cluster:
+        """With so much reserved on each device that doesn't say it itself.
+
+        Raises UserError where that is all that one has.
+        """
+        if not any(headroom):
+            return self
+        for device in self.devices:
+            memory = device.memory_bytes
+            if memory is not None and not device.says_reserved and headroom.nbytes >= memory:
+                raise UserError(
+                    f"--headroom {format_bytes(headroom.nbytes)}: {device.name} has "
+                    f"{format_bytes(memory)} in all; give less"
+                )
+        devices = tuple(
+            device if device.says_reserved else msgspec.structs.replace(device, **headroom.fields)
+            for device in self.devices
+        )
+        return msgspec.structs.replace(self, devices=devices)
+
+    def tightest(self, devices: Iterable[int]) -> Device | None:
+        """Of these devices the one with the least memory for stages; None: none has a limit."""
+        limited = [self.devices[d] for d in devices if self.devices[d].memory_bytes is not None]
+        return min(limited, key=lambda device: device.usable_bytes or 0, default=None)
 
     @property
     def links(self) -> tuple[Network, ...]:

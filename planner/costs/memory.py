@@ -18,6 +18,7 @@ import numpy as np
 
 from ...profiles.files import TotalBytes
 from ...profiles.profile import Profile
+from ..cluster.cluster import Device
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, B, F, Op, U, in_rows
 from ..systems.variants import Variant
 from ..systems.versions import VersionWalk
@@ -388,11 +389,13 @@ def stepping_bytes(profile: Profile, parameter_bytes: int) -> int | msgspec.Unse
     return factor if factor is msgspec.UNSET else round(parameter_bytes * factor)
 
 
-def room_bytes(memory_bytes: int | None, profile: Profile) -> int | None:
-    """What a device's memory has for tensors; None: no limit."""
-    if memory_bytes is None or profile.reserved_bytes is msgspec.UNSET:
-        return memory_bytes
-    left = memory_bytes - profile.reserved_bytes
+def room_bytes(device: Device, profile: Profile) -> int | None:
+    """What stages' tensors may take of a device: what plans leave free of it, and what was measured
+    that a process takes besides, isn't for them. None: no limit."""
+    usable = device.usable_bytes
+    if usable is None or profile.reserved_bytes is msgspec.UNSET:
+        return usable
+    left = usable - profile.reserved_bytes
     return max(int(left / (1.0 + (profile.reserved_share or 0.0))), 1)
 
 

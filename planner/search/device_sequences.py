@@ -58,7 +58,7 @@ _MOST_HOMES = 8
 def sequence_matters(cluster: Cluster) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
     memory and speed, or in machines with more and fewer of them, or listed in turns."""
-    if len({(d.memory_bytes, d.speed) for d in cluster.devices}) > 1:
+    if len({(d.usable_bytes, d.speed) for d in cluster.devices}) > 1:
         return True
     homes = [d.machine for d in cluster.devices]
     sizes, rows = Counter(homes), sum(1 for _ in groupby(homes))
@@ -75,7 +75,7 @@ def try_sequences(search: SearchState) -> None:
     _bound_all(search, alike)
     groupings = [alike]
     if not search.question.cluster.flat:
-        near = _Grouping.of(search, lambda d: (d.memory_bytes, d.speed, d.machine))
+        near = _Grouping.of(search, lambda d: (d.usable_bytes, d.speed, d.machine))
         if len(near.positions) <= _MOST_HOMES:
             groupings.insert(0, near)
     _try_guesses(search, groupings)
@@ -213,7 +213,7 @@ def _choice(problem: StageProblem, cut: KindCut, devices: Sequence[tuple[int, ..
 
 def kinds_of_devices(search: SearchState) -> _Grouping:
     """The cluster's devices by memory and speed."""
-    return _Grouping.of(search, lambda d: (d.memory_bytes, d.speed))
+    return _Grouping.of(search, lambda d: (d.usable_bytes, d.speed))
 
 
 @dataclass(frozen=True)

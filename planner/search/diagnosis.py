@@ -197,7 +197,7 @@ class Fitting:
 
     def _about_smallest_memory(self, cluster: Cluster) -> tuple[int, Evaluation] | None:
         self.deadline = time.monotonic() + _SECONDS / 2
-        low = high = at_hand = cluster.devices[0].memory_bytes or 1
+        low = high = at_hand = cluster.devices[0].usable_bytes or 1
         while (found := self._cut_on(_with_memory(cluster, high))) is None:
             if not self.seconds_left and high > _MOST_TIMES * at_hand:
                 return None
@@ -323,6 +323,7 @@ def diagnose(
     names = closest.stages[stage].nodes
     layers = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     needed = closest.prediction.stages[stage].memory_bytes
+    memory = max(device.memory_for(memory) for device in cluster.devices)
     would_do = f"What would do: {memory} bytes ({format_bytes(memory)}) on every device"
     count = fitting.fewest_devices()
     if count is not None:
@@ -332,7 +333,8 @@ def diagnose(
     return InfeasibleError(
         f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
         f"({format_bytes(missing)}) on stage {stage} ({layers}): it needs {format_bytes(needed)} "
-        f"of {format_bytes(needed - missing)}. {would_do}{_advice(search)}",
+        f"of {format_bytes(needed - missing)}{_free(closest, stage, cluster)}. "
+        f"{would_do}{_advice(search)}",
         stage=stage,
         missing_bytes=missing,
     )
@@ -364,7 +366,8 @@ def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> Infeas
     return InfeasibleError(
         f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
         f"({format_bytes(missing)}) on device {device!r}: its stages need "
-        f"{format_bytes(needed)} of {format_bytes(needed - missing)}{_smaller(search)}",
+        f"{format_bytes(needed)} of {format_bytes(needed - missing)}"
+        f"{_free(closest, stage, cluster)}{_smaller(search)}",
         stage=stage,
         missing_bytes=missing,
     )
@@ -373,6 +376,14 @@ def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> Infeas
 def _sizes(plan: Evaluation) -> str:
     stages, parts = len(plan.stages), plan.micro_batches
     return f"{stages} stage{'s' * (stages > 1)}, {parts} micro-batch{'es' * (parts > 1)}"
+
+
+def _free(plan: Evaluation, stage: int, cluster: Cluster) -> str:
+    """What of its device a stage has to leave free; nothing where it may take all."""
+    device = cluster.tightest(plan.stages[stage].devices)
+    if device is None or not device.free_bytes:
+        return ""
+    return f" that --headroom leaves of {format_bytes(device.memory_bytes or 0)}"
 
 
 def _pinned(pins: Pins) -> str:
@@ -406,8 +417,12 @@ def _on(question: Question, cluster: Cluster) -> Question:
 
 
 def _with_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
+    """With so much for stages on each device."""
     devices = tuple(
-        msgspec.structs.replace(device, memory_bytes=nbytes) for device in cluster.devices
+        msgspec.structs.replace(
+            device, memory_bytes=nbytes, reserved_bytes=None, reserved_share=None
+        )
+        for device in cluster.devices
     )
     return msgspec.structs.replace(cluster, devices=devices)
 

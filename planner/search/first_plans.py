@@ -255,7 +255,7 @@ def _waits(search: SearchState, problem: StageProblem) -> bool:
 
 def _least_devices(search: SearchState, branch: Branch) -> float:
     """What all weights take, over the memory of the largest device; a guess."""
-    largest = max(device.memory_bytes or inf for device in search.question.cluster.devices)
+    largest = max(device.usable_bytes or inf for device in search.question.cluster.devices)
     assumed = Assumptions(guess=True, unreplicated=True, identical=search.identical)
     copies = search.relaxation.problem(branch, assumed).place(0, 1).copies
     return copies * float(search.relaxation.graph.parameter_bytes.sum()) / largest

@@ -155,7 +155,7 @@ class PlaceMaker:
                 units = min(in_flight.micro_batches(0), units)
             return Place(
                 speed=device.speed,
-                memory_bytes=float(room_bytes(device.memory_bytes, question.profile) or np.inf),
+                memory_bytes=float(room_bytes(device, question.profile) or np.inf),
                 sync_s=fixed_s,
                 sync_s_per_byte=per_byte,
                 lower_scale=slower / links_below(r),
@@ -192,7 +192,7 @@ class PlaceMaker:
             mine = range(count - k, count - k + r)
             behind = -(-k // r) - 1
             devices = [cluster.devices[d] for d in (mine[:1] if cluster.uniform else mine)]
-            rooms = (room_bytes(d.memory_bytes, question.profile) for d in devices)
+            rooms = (room_bytes(d, question.profile) for d in devices)
             limits = [float(room) for room in rooms if room is not None]
             if variant.backward_unit == "micro":
                 units = min(in_flight.micro_batches(behind), self.micro_batches / r)

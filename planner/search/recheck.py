@@ -166,7 +166,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         over[stages] = (
             f"{stages_text(stages)} {'is' if len(stages) == 1 else 'are'} {format_bytes(count)} "
             f"over the limit of {'its' if len(stages) == 1 else 'their'} device "
-            f"{_smallest_device(plan, s)!r} ({count} bytes)"
+            f"{_limit_text(plan, s)} ({count} bytes)"
         )
     return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over.values()) or None)
 
@@ -176,10 +176,12 @@ def _sharing(plan: Plan, s: int) -> tuple[int, ...]:
     return next((d.stages for d in plan.predicted.devices if s in d.stages), (s,))
 
 
-def _smallest_device(plan: Plan, s: int) -> str:
-    """Name of the stage's device with the least memory."""
-    limited = [plan.cluster.devices[d] for d in plan.stages[s].devices]
-    return min(limited, key=lambda d: d.memory_bytes or float("inf")).name
+def _limit_text(plan: Plan, s: int) -> str:
+    """Name of the stage's device with the least memory, and what of it has to stay free."""
+    device = plan.cluster.tightest(plan.stages[s].devices)
+    assert device is not None
+    free = f", {format_bytes(device.free_bytes)} kept free" if device.free_bytes else ""
+    return f"{device.name!r}{free}"
 
 
 def _changes(old: Plan, new: Plan) -> list[str]:

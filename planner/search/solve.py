@@ -12,6 +12,7 @@ from ...profiles.errors import InfeasibleError, PlanError
 from ...profiles.files import ratio
 from ...profiles.profile import Profile
 from ..cluster.cluster import Cluster
+from ..cluster.headroom import Headroom, usual_headroom
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
 from ..evaluate import Evaluation, Question, better, gap_between, make_plan
@@ -122,6 +123,7 @@ def solve(
     update_every: int = 1,
     tied: Tied = "together",
     order: Order | None = None,
+    headroom: Headroom | None = None,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
     **asked: object,
@@ -138,12 +140,15 @@ def solve(
             for systems that flush.
         order: what devices run, in the system's weight rules and in the place of its own; it says
             stages, micro-batches and which device runs what (line by line, the first ones).
+        headroom: what plans leave free of each device's memory, where the cluster doesn't say it;
+            None: what is usual of the profile's device. The plan's cluster has it.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
         asked: fields of `SearchRequest`.
 
     Raises:
         PlanError: settings that contradict each other or the profile.
+        UserError: a headroom that is all of a device's memory.
         InfeasibleError: nothing fits; names the stage that lacks memory and how much.
     """
     begin = time.perf_counter()
@@ -163,7 +168,7 @@ def solve(
         )
     question = Question(
         profile,
-        cluster,
+        cluster.with_headroom(usual_headroom(profile) if headroom is None else headroom),
         variant,
         mini_batch,
         factor,

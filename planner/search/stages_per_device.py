@@ -121,7 +121,7 @@ def _subsets(cluster: Cluster, number: int) -> tuple[tuple[tuple[int, ...], ...]
         `_MOST_SUBSETS` at most, and whether they are all there are.
     """
     homes = [d.machine for d in cluster.devices]
-    kinds = [(d.memory_bytes, d.speed) for d in cluster.devices]
+    kinds = [(d.usable_bytes, d.speed) for d in cluster.devices]
     fastest = sorted(range(len(kinds)), key=lambda d: -kinds[d][1])
     last = {homes[d]: at for at, d in enumerate(fastest)}
     found: dict[Hashable, tuple[int, ...]] = {}
@@ -374,7 +374,7 @@ class PlacedSearch:
         speeds = [devices[d].speed for d in branch.devices]
         counted = self._count(branch.micro_batches, recompute=branch.recompute)
         profile = self.search.question.profile
-        room = [room_bytes(devices[d].memory_bytes, profile) for d in branch.devices]
+        room = [room_bytes(devices[d], profile) for d in branch.devices]
 
         def pace(a: int, b: int) -> float:
             link = cluster.link(branch.devices[a], branch.devices[b])

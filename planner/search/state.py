@@ -277,7 +277,7 @@ class SearchState:
     def device_kinds(self) -> tuple[list[Hashable], list[Hashable]]:
         """Each device's machine, and what it is like."""
         devices = self.question.cluster.devices
-        return [d.machine for d in devices], [(d.memory_bytes, d.speed) for d in devices]
+        return [d.machine for d in devices], [(d.usable_bytes, d.speed) for d in devices]
 
     def in_flight_guesses(self, stages: int | None) -> Iterator[InFlight | None]:
         """What plans may have in flight under different limits, for any stage count or a given."""
@@ -488,7 +488,7 @@ class SearchState:
         devices, stages = self.question.cluster.devices, list(found.stages)
         for s, stage in enumerate(found.stages):
             profile = self.question.profile
-            limits = [room_bytes(devices[d].memory_bytes, profile) for d in stage.devices]
+            limits = [room_bytes(devices[d], profile) for d in stage.devices]
             limit = min((m for m in limits if m is not None), default=None)
             if not stage.recompute or limit is None:
                 continue

@@ -19,6 +19,7 @@ from helpers.plans import REPORT, chain_plan, plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.cli.tables.layout import device_range, first_to_last, shortened
+from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.plan import pipeline_of, read_plan
 from timeprest.planner.schedules.schedules import make_schedule
@@ -203,6 +204,26 @@ def test_memory_against_the_limit(tmp_path):
     text = call("show", tmp_path / "plan.json")
     assert "1.0 KiB over its limit" in text
     assert "!" in text
+
+
+def test_what_is_kept_free_stands_at_the_end_of_the_bar(tmp_path):
+    plan = plan_by_hand(CHAIN, "gpipe", 2, 4, mini_batch=16)
+    most = max(stage.memory_bytes for stage in plan.predicted.stages)
+    limited = with_limit(plan, 2 * most).cluster.with_headroom(Headroom(share=0.25))
+    write_file(tmp_path / "plan.json", msgspec.structs.replace(plan, cluster=limited))
+    text = call("show", tmp_path / "plan.json")
+    free = format_bytes(limited.devices[0].free_bytes)
+    assert f"50% of its limit of {format_bytes(2 * most)}, {free} kept free" in text
+    bars = re.findall(r"[wvgoabs]+·+x+", text)
+    assert len(bars) == 2
+    for bar in bars:
+        assert abs(bar.count("x") - len(bar) / 4) <= 1
+    assert "x kept free" in " ".join(text.split())
+    tight = with_limit(plan, most).cluster.with_headroom(Headroom(nbytes=1024))
+    write_file(tmp_path / "plan.json", msgspec.structs.replace(plan, cluster=tight))
+    text = call("show", tmp_path / "plan.json")
+    assert f"1.0 KiB over its limit of {format_bytes(most)}, 1.0 KiB kept free" in text
+    assert "100%!" in text
 
 
 def test_what_would_avoid_several_sequences_is_said_of_nf1b_alone(tmp_path):

@@ -5,22 +5,28 @@
 
   const { tile } = TP;
 
-  /** Bytes of memory of the smallest device of each stage; null where there is no limit. */
-  TP.limitsOf = (plan) => plan.stages.map((stage) => {
-    const sizes = stage.devices.map((d) => plan.cluster.devices[d].memory_bytes).filter((size) => size !== null && size !== undefined);
-    return sizes.length ? Math.min(...sizes) : null;
+  /** Bytes that a plan leaves free of a device's memory. */
+  const freeOf = (device) => (device.reserved_bytes || 0) + Math.ceil((device.reserved_share || 0) * device.memory_bytes);
+
+  /** The device of each stage that has least for it; null where there is no limit. */
+  const tightest = (plan) => plan.stages.map((stage) => {
+    const limited = stage.devices.map((d) => plan.cluster.devices[d]).filter((device) => device.memory_bytes !== null && device.memory_bytes !== undefined);
+    return limited.length ? limited.reduce((a, b) => b.memory_bytes - freeOf(b) < a.memory_bytes - freeOf(a) ? b : a) : null;
   });
+
+  /** Bytes of that device's memory; null where there is no limit. */
+  TP.limitsOf = (plan) => tightest(plan).map((device) => device && device.memory_bytes);
 
   /** Devices with their stages, as far as stages share them; else stages. Paths as of `TP.figure`. */
   TP.onDevices = (plan) => {
     const { stages, devices } = plan.predicted;
-    const limits = TP.limitsOf(plan);
+    const limits = TP.limitsOf(plan), free = tightest(plan).map((device) => device ? freeOf(device) : 0);
     if (!devices || !devices.length) {
-      return stages.map((held, s) => ({ name: `stage ${s}`, stages: [s], held, path: `predicted.stages.${s}`, limit: limits[s] }));
+      return stages.map((held, s) => ({ name: `stage ${s}`, stages: [s], held, path: `predicted.stages.${s}`, limit: limits[s], free: free[s] }));
     }
     return devices.map((held, k) => {
       const own = held.stages, words = own.length > 1 ? `stages ${own.join(", ")}` : `stage ${own[0]}`;
-      return { name: `${TP.devicesText(plan, plan.stages[own[0]])} (${words})`, stages: own, held, path: `predicted.devices.${k}`, limit: limits[own[0]] };
+      return { name: `${TP.devicesText(plan, plan.stages[own[0]])} (${words})`, stages: own, held, path: `predicted.devices.${k}`, limit: limits[own[0]], free: free[own[0]] };
     });
   };
 
@@ -35,7 +41,7 @@
       const { predicted, solver } = plan;
       const most = (key) => predicted.stages.reduce((best, stage, s) => stage[key] > predicted.stages[best][key] ? s : best, 0);
       const stalest = most("version_difference");
-      const { name, held, path, limit } = TP.onDevices(plan).reduce((best, one) => one.held.memory_bytes > best.held.memory_bytes ? one : best);
+      const { name, held, path, limit, free } = TP.onDevices(plan).reduce((best, one) => one.held.memory_bytes > best.held.memory_bytes ? one : best);
       const devices = new Set(plan.stages.flatMap((each) => each.devices)).size;
       const placed = view.plan.placement ? ` (placement: ${view.plan.placement})` : "";
       const stage = (s, key, text) => TP.figure(`predicted.stages.${s}.${key}`, predicted.stages[s][key], text(predicted.stages[s][key]));
@@ -52,7 +58,7 @@
           tile("throughput", TP.figure("predicted.samples_per_s", predicted.samples_per_s, TP.number(predicted.samples_per_s)), "samples/s"),
           tile("speed-up", TP.figure("predicted.speedup", predicted.speedup, `${TP.number(predicted.speedup)} ×`), "over one device"),
           tile("most memory", TP.figure(`${path}.memory_bytes`, held.memory_bytes, TP.bytes(held.memory_bytes)),
-            `${name}${limit ? `, ${TP.percent(held.memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),
+            `${name}${limit ? `, ${TP.percent(held.memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}${free ? `, ${TP.bytes(free)} kept free` : ""}`),
           tile("staleness", stage(stalest, "version_difference", (d) => TP.counted(d, "update", "updates")),
             `stage ${stalest}, at most${predicted.sequence_distance ? `; v = ${predicted.sequence_distance}` : ""}`),
           solver.optimal ? tile("solver", "optimal", "proven")
@@ -162,6 +168,7 @@
     const kinds = new Map();
     for (const device of cluster.devices) {
       const key = `${device.memory_bytes ? TP.bytes(device.memory_bytes) : "no memory limit"}` +
+        `${device.memory_bytes && freeOf(device) ? ` (${TP.bytes(freeOf(device))} kept free)` : ""}` +
         `${device.speed && device.speed !== 1 ? `, speed ${TP.number(device.speed)}` : ""}`;
       kinds.set(key, [...(kinds.get(key) || []), device.name]);
     }
@@ -212,30 +219,32 @@
     build(host, view) {
       const { plan } = view.plan;
       const found = TP.onDevices(plan), one = view.plan.placement ? "device" : "stage";
-      const stages = found.map(({ held }) => held), limits = found.map(({ limit }) => limit);
+      const stages = found.map(({ held }) => held), limits = found.map(({ limit }) => limit), free = found.map((each) => each.free);
       const peak = Math.max(...stages.map((stage) => stage.memory_bytes), 1);
       const least = Math.min(...limits.filter((limit) => limit !== null));
       const shown = Number.isFinite(least) && least < 2.5 * peak;
       const most = Math.max(peak, ...(shown ? limits.filter((limit) => limit !== null && limit < 2.5 * peak) : [])) * 1.02;
       const bar = (s) => TP.memoryBar(KINDS, KINDS.map((kind) => stages[s].memory[`${kind}_bytes`]), most,
-        shown && limits[s] !== null && limits[s] <= most ? TP.el("i", { class: "limit", title: `limit: ${TP.bytes(limits[s])}`, style: { left: `${100 * limits[s] / most}%` } }) : null);
+        shown && limits[s] !== null && limits[s] <= most ? [
+          free[s] ? TP.el("i", { class: "free", title: `kept free: ${TP.bytes(free[s])}`, style: { left: `${100 * (limits[s] - free[s]) / most}%`, width: `${100 * free[s] / most}%` } }) : null,
+          TP.el("i", { class: "limit", title: `limit: ${TP.bytes(limits[s])}`, style: { left: `${100 * limits[s] / most}%` } })] : null);
       host.append(
         TP.el("p", { class: "lead" }, `At each ${one}'s fullest moment, on the replica that holds most.`,
           view.plan.placement ? " It isn't the sum of its stages' peaks: those come at other moments." : "",
           Number.isFinite(least) && !shown ? limits.every((limit) => limit === least)
             ? ` The limit, ${TP.bytes(least)}, lies far to the right of these bars.`
             : ` The limits, ${TP.bytes(least)} and more, lie far to the right of these bars.` : ""),
-        TP.memoryLegend(KINDS.filter((kind) => stages.some((stage) => stage.memory[`${kind}_bytes`])), shown),
+        TP.memoryLegend(KINDS.filter((kind) => stages.some((stage) => stage.memory[`${kind}_bytes`])), shown, shown && free.some((bytes) => bytes > 0)),
         TP.el("div", { class: "bars", tabindex: stages.length > 24 ? "0" : null, role: "group", "aria-label": `Bytes of each ${one}` },
           stages.map((stage, s) => TP.el("div", { class: "bar-row" },
             TP.el("span", { class: "name" }, found[s].name), bar(s),
             TP.el("span", { class: "value" }, TP.bytes(stage.memory_bytes),
               limits[s] ? TP.el("small", {}, ` ${TP.percent(stage.memory_bytes / limits[s])}`) : null)))),
         TP.asTable(`Bytes of each ${one}, as a table`, () => TP.table(`Bytes of each ${one}`,
-          [one, ...KINDS.map((kind) => TP.data.palette.memory[kind][0]), "total", "limit"],
+          [one, ...KINDS.map((kind) => TP.data.palette.memory[kind][0]), "total", "limit", "kept free"],
           stages.map((stage, s) => [found[s].name,
             ...KINDS.map((kind) => TP.figure(`${found[s].path}.memory.${kind}_bytes`, stage.memory[`${kind}_bytes`], TP.bytes(stage.memory[`${kind}_bytes`]))),
-            TP.figure(`${found[s].path}.memory_bytes`, stage.memory_bytes, TP.bytes(stage.memory_bytes)), limits[s] === null ? "–" : TP.bytes(limits[s])]))));
+            TP.figure(`${found[s].path}.memory_bytes`, stage.memory_bytes, TP.bytes(stage.memory_bytes)), limits[s] === null ? "–" : TP.bytes(limits[s]), TP.bytes(free[s])]))));
     },
   });
 

@@ -325,8 +325,9 @@
     return TP.legend([...kinds, ...stages]);
   };
 
-  TP.memoryLegend = (kinds, limit) => TP.legend([
+  TP.memoryLegend = (kinds, limit, free = false) => TP.legend([
     ...kinds.map((kind) => [TP.data.palette.memory[kind][0], `var(--mem-${kind})`, TP.data.palette.memory[kind][1]]),
     ...(limit ? [["limit", "var(--limit)", "rule"]] : []),
+    ...(free ? [["kept free", "var(--limit)", "free"]] : []),
   ]);
 })();
