@@ -198,6 +198,12 @@ PROFILE_AGAIN = (
     "profile again, with more --batches if need be, and solve again"
 )
 
+BY_VALUES = (
+    "this shape depends on values, as after indexing by a mask: have a module of its own do that, "
+    "kept whole by tp-profile --granularity NAME, or write it without, by torch.where "
+    "(docs/profiling.md)"
+)
+
 
 def check_agreed(
     spec: ValueSpec,
@@ -220,11 +226,7 @@ def check_agreed(
     if varies:
         advice = "The number of dimensions must not change during a run"
     elif shape != spec.shape and inputs_alike():
-        advice = (
-            "The inputs are shaped as when it was profiled, so this shape depends on values, as "
-            "after indexing by a mask: have a module of its own do that, kept whole by tp-profile "
-            "--granularity NAME, or write it without, by torch.where (docs/profiling.md)"
-        )
+        advice = f"The inputs are shaped as when it was profiled, so {BY_VALUES}"
     else:
         advice = PROFILE_AGAIN
     raise RunError(

@@ -16,7 +16,7 @@ from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.samples import first_batch, may_vary, read_batch, some_samples
 from ...profiles.tracing.call import Call
 from ...profiles.tracing.shapes import ValueSpec
-from ..prepare.messages import PROFILE_AGAIN, mark_missing
+from ..prepare.messages import BY_VALUES, PROFILE_AGAIN, mark_missing
 from ..prepare.prepare import Prepared
 from .recompute import ForwardInputs, Remade
 
@@ -137,8 +137,7 @@ def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device)
     if len(set(shapes)) > 1:
         raise RunError(
             f"{name!r} has shapes {' and '.join(sorted({str(list(s)) for s in shapes}))} in "
-            "micro-batches of one mini-batch: these must be alike; put a mini-batch's samples "
-            "together in a DataLoader or by a collate_fn (docs/tasks.md)"
+            f"micro-batches of one mini-batch, whose samples are shaped alike, so {BY_VALUES}"
         )
     gathered = torch.empty((len(inlets), *shapes[0]), dtype=spec.dtype, device=device)
     for slot, inlet in zip(gathered, inlets, strict=True):

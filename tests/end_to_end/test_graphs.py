@@ -96,9 +96,18 @@ def test_gradients_that_stages_of_a_device_share_are_added_apart(variant, tmp_pa
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("variant", "n"), [("pipedream-2bw", 4), ("spectrain", 1)])
+@pytest.mark.parametrize(
+    ("variant", "n", "placement"),
+    [
+        ("pipedream-2bw", 4, ()),
+        ("spectrain", 1, ()),
+        # Handed over, it would be the memory that updates change.
+        ("pipedream", 1, (0, 0, 1)),
+        ("timeprest", 4, (0, 0, 1)),
+    ],
+)
 def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
-    variant, n, tmp_path
+    variant, n, placement, tmp_path
 ):
     """As what is computed of it, where a layer that is kept whole gives it as it is."""
     found = []
@@ -106,7 +115,7 @@ def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
         target = f"{TESTS / 'tasks/variety_tasks.py'}:{name}"
         sizes = {"batch_size": 8, "micro_batch_sizes": [2, 8], "seconds": 0}
         profile = with_times(measure(resolve(target), **sizes, granularity="ask"))
-        plan = plan_by_hand(profile, variant, 3, n)
+        plan = plan_by_hand(profile, variant, 3, n, placement=placement)
         settings = RunSettings(task=target, steps=6, evaluate=False)
         run(plan, settings, tmp_path / name, inline=True)
         found.append(load_weights(tmp_path / name))

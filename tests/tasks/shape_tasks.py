@@ -193,7 +193,7 @@ class Mixed(nn.Module):
         self.c = nn.Linear(7, 7)
 
     def forward(self, x):
-        mask, y = x.sum(1) > 0, torch.zeros_like(x)
+        mask, y = x.sum(-1) > 0, torch.zeros_like(x)
         y[mask], y[~mask] = self.b(x[mask]), self.c(x[~mask])
         return y
 
@@ -202,6 +202,13 @@ class ByMask(MLPTask):
     """The small network with such a module in it."""
 
     def model(self):
-        net = super().model()
+        net = MLPTask.model(self)
         net.t0 = Mixed().double()
         return net
+
+
+class VaryingByMask(Varying):
+    """The same on sequences."""
+
+    def model(self):
+        return ByMask.model(self)

@@ -164,6 +164,16 @@ def test_a_shape_that_depends_on_values_says_what_to_do(tmp_path):
     assert "--batches" not in str(error.value)
 
 
+def test_so_does_one_of_micro_batches_that_differ_in_it(tmp_path):
+    """Forwards go, as each message says its shape; a mini-batch's gradients are one message."""
+    settings = RunSettings(task=f"{FILE}:VaryingByMask", steps=1, evaluate=False)
+    profile = msgspec.structs.replace(profile_of("VaryingByMask"), tied=())
+    run(plan_by_hand(profile, "gpipe", 5, 2), settings, tmp_path / "apart", inline=True)
+    says = r"'t0_b' has shapes \[\d+, 7\] and \[\d+, 7\] in micro-.*on values.*--granularity NAME"
+    with pytest.raises(RunError, match=says):
+        run(plan_by_hand(profile, "timeprest", 5, 2), settings, tmp_path / "run", inline=True)
+
+
 def test_a_model_of_one_length_is_refused():
     with pytest.raises(TraceError, match=r"fixes the batch size, or another that varies"):
         profile_of("Fixed")

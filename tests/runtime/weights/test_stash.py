@@ -335,6 +335,19 @@ def test_distances_from_nothing_are_zero():
     assert float(distances.backward((1, None), 2, None)) == 2.0
 
 
+def test_distances_hold_samples_of_versions_that_a_backward_will_ask_for():
+    weight = nn.Parameter(torch.zeros(3))
+    distances = WeightDistances([weight])
+    with _CopiesOf(weight.numel() * 8) as samples:
+        for version in range(4):
+            distances.forward((version, None), version, version, None)
+            distances.before_update(version)
+        assert samples.now == 4
+        for version in range(4):
+            distances.backward((version, None), 4, None)
+            assert samples.now == 3 - version
+
+
 @pytest.mark.parametrize(("variant", "same"), [("pipedream", {True}), ("timeprest", {True, False})])
 def test_stages_say_whose_backwards_run_on_other_weights(
     variant, same, mlp_profile, mlp_target, tmp_path, monkeypatch
