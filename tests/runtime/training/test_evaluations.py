@@ -19,12 +19,14 @@ from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.random_states import seed_all
+from timeprest.runtime.communication.channel import LocalChannels
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.records.metrics import EpochRecord, EvaluationRecord
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.training.loop import EVALUATION_AHEAD
 
 
 def plan_of(profile, variant="timeprest", **more):
@@ -156,6 +158,31 @@ def test_without_evaluation_there_are_none_within_epochs(mlp_profile, mlp_target
     settings = RunSettings(task=mlp_target, eval_every=2, evaluate=False)
     with pytest.raises(UserError, match="--eval-every: goes with --evaluate"):
         run(plan_of(mlp_profile), settings, tmp_path / "run", inline=True)
+
+
+def test_no_stage_evaluates_far_ahead_of_the_next(mlp_profile, mlp_target, tmp_path, monkeypatch):
+    """No gradients come back that would hold it: before it has another message under way, it waits
+    until a few are left."""
+    found, under_way, send = [], 0, LocalChannels.send
+
+    def throttled(channels, most):
+        nonlocal under_way
+        if channels.rank == 0:
+            under_way = min(under_way, most)
+
+    def sent(channels, *message, kept=False):
+        nonlocal under_way
+        if channels.rank == 0:
+            under_way += 1
+            found.append(under_way)
+        send(channels, *message, kept=kept)
+
+    monkeypatch.setattr(LocalChannels, "throttle", throttled)
+    monkeypatch.setattr(LocalChannels, "send", sent)
+    settings = RunSettings(task=mlp_target, steps=1)
+    run(plan_of(mlp_profile, "gpipe"), settings, tmp_path / "run", inline=True)
+    assert len(found) > 2 * EVALUATION_AHEAD
+    assert max(found) == EVALUATION_AHEAD + 1
 
 
 class Drawing(GraphTask):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.systems.operations import BACKWARD
+from timeprest.planner.systems.operations import BACKWARD, Op
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import LiveBytes
@@ -20,6 +20,7 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.runner import StageRunner
+from timeprest.runtime.weights.policy import BackwardPass, WeightPolicies
 from timeprest.runtime.weights.staleness import Sample, WeightDistances
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
@@ -315,6 +316,31 @@ def test_plans_count_copies_that_weights_are_made_in(variant, n, mlp_profile, ml
     summary = run(plan, settings, tmp_path / "run", inline=True)
     found = [report.peak.versions_bytes for report in summary.stages]
     assert found == [p.accounted_memory.versions_bytes for p in plan.predicted.stages]
+
+
+class _ByVersions:
+    """Weights that are told which versions micro-batches used, and notes the last use of each."""
+
+    def __init__(self, versions):
+        self.versions, self.lasts = versions, []
+
+    def used(self, op, micro_batch):
+        return self.versions[micro_batch]
+
+    def backward(self, op, version, mine, *, last):
+        self.lasts.append((version, last))
+        return BackwardPass(mine, version, None)
+
+
+def test_a_version_isnt_overwritten_while_passes_of_the_backward_need_it():
+    """The stage's own weights and shared ones are updated at different times."""
+    own, shared = _ByVersions([4, 4, 5, 5]), _ByVersions([2, 3, 3, 4])
+    policies = WeightPolicies(own)
+    policies.shared.append(shared)
+    passes = policies.backwards(Op(BACKWARD, 0), range(4))
+    assert [each.micro_batches for each in passes] == [(0,), (1,), (2,), (3,)]
+    assert own.lasts == [(4, False), (4, True), (5, False), (5, True)]
+    assert shared.lasts == [(2, True), (3, False), (3, True), (4, True)]
 
 
 def test_distances_see_both_parts_of_complex_weights():
