@@ -27,7 +27,7 @@ from .planner.cluster.headroom import parse_headroom
 from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
-from .planner.search.recheck import question_of, signed
+from .planner.search.answer.recheck import question_of, signed
 from .planner.search.solve import MUON, solve
 from .planner.study.choose import StudyFigures, by_time_to_target
 from .planner.study.pareto import ParetoFront, pareto_point

@@ -9,7 +9,7 @@ import click
 
 from ..planner.plan import read_plan
 from ..planner.recordings.predicted import predicted
-from ..planner.search.recheck import recheck
+from ..planner.search.answer.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import Kind, check_output, check_outputs, read_file, write_file
 from ..profiles.profile import Profile, check_profile

@@ -19,9 +19,9 @@ from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.schedules.given import read_order
 from ...planner.schedules.schedules import RUN_AHEAD
+from ...planner.search.answer.recheck import question_of, signed
 from ...planner.search.choices import PLACEMENTS, RECOMPUTE
 from ...planner.search.device_sequences import SEQUENCES
-from ...planner.search.recheck import question_of, signed
 from ...planner.search.solve import INTERRUPTED, MUON
 from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target

@@ -13,7 +13,7 @@ from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.schedules import make_schedule
-from ...planner.search.recheck import was_edited
+from ...planner.search.answer.recheck import was_edited
 from ...planner.simulator.timeline import running_ahead
 from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named

@@ -1,1 +1,1 @@
-"""The search around the exact problem: stage counts, micro-batches, limits, bounds, diagnosis."""
+"""The search around the exact problem: stage counts, micro-batches, limits, bounds."""

@@ -22,6 +22,8 @@ from ..plan import Plan, SolverReport
 from ..schedules.schedules import StalenessBounds
 from ..systems.orders import Order
 from ..systems.variants import variant_named
+from .answer.diagnosis import diagnose, lacking
+from .answer.recheck import signed
 from .choices import (
     RECOMPUTE,
     Branch,
@@ -37,10 +39,8 @@ from .device_sequences import (
     try_near,
     try_sequences,
 )
-from .diagnosis import diagnose, lacking
 from .exploration import run
 from .given_order import check_asked, search_of, under
-from .recheck import signed
 from .relaxation import Relaxation
 from .stages_per_device import PlacedSearch, no_branches
 from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState

@@ -24,7 +24,7 @@ from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.search.recheck import recheck, signed
+from timeprest.planner.search.answer.recheck import recheck, signed
 from timeprest.planner.simulator.timeline import Event, simulate
 from timeprest.planner.systems.operations import Op
 from timeprest.planner.systems.variants import VARIANTS

@@ -54,7 +54,7 @@ from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recordings.predicted import predicted
 from ....planner.recordings.recording import MEMORY_KINDS, Recording
-from ....planner.search.recheck import was_edited
+from ....planner.search.answer.recheck import was_edited
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...options.values import FileName

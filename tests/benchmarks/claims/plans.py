@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.plan import Plan, read_plan
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.files import read_file, write_bytes
 from timeprest.profiles.profile import Profile

@@ -20,7 +20,7 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.memory import MemoryByKind
 from timeprest.planner.plan import Plan
 from timeprest.planner.schedules.schedules import limit_ranges
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import Profile

@@ -8,7 +8,7 @@ from helpers.by_hand.profiles import chain
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom, parse_headroom, usual_headroom
 from timeprest.planner.plan import Plan
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import FileError, InfeasibleError, UserError
 

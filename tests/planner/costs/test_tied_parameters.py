@@ -15,7 +15,7 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.tied_parameters import bound_groups, copied_bytes, exchange_s
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import check_against_profile, check_plan, pipeline_of
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError

@@ -21,8 +21,9 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.problem import Answer, members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, limit_ranges
-from timeprest.planner.search import diagnosis, exploration, first_plans, state
+from timeprest.planner.search import exploration, first_plans, state
 from timeprest.planner.search import solve as solving
+from timeprest.planner.search.answer import diagnosis
 from timeprest.planner.search.choices import (
     Branch,
     Choice,

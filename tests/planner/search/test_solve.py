@@ -14,7 +14,7 @@ from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.costs.stage_costs import at
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import check_plan, read_plan
-from timeprest.planner.search.recheck import recheck, was_edited
+from timeprest.planner.search.answer.recheck import recheck, was_edited
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError, UserError

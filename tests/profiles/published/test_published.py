@@ -17,7 +17,7 @@ from helpers.paths import PUBLISHED
 from helpers.published_files import GRAPH, PIPER, PLACEMENT, placement_edge, placement_node, write
 from helpers.stage_costs import stage_cost
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.files import read_file, write_file

@@ -21,7 +21,7 @@ from data_tasks import Flow, Listed, Loaded, Rows42
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning, UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve

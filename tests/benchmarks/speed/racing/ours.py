@@ -14,7 +14,7 @@ import msgspec
 from timeprest.planner.plan import Plan, pipeline_of, read_plan
 from timeprest.planner.recordings.lane_times import of_wall
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.systems.operations import UPDATE
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import read_file, write_file

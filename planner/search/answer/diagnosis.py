@@ -9,20 +9,20 @@ from itertools import chain, islice
 
 import msgspec
 
-from ...profiles.errors import InfeasibleError
-from ...profiles.units import format_bytes
-from ..cluster.cluster import Cluster
-from ..costs.layer_graph import held_together
-from ..costs.tied_parameters import bound_groups
-from ..evaluate import Evaluation, Question, better, evaluate
-from ..partition.dp.blocks import Blocks, blocks
-from ..partition.dp.identical_devices_by_target import identical_by_targets
-from ..partition.problem import Answer, Cut, StageProblem
-from ..partition.solve import DpSource, Enough
-from .choices import Branch, Choice, capped, choice_of, in_flight_under
-from .places import Assumptions
-from .relaxation import Relaxation
-from .state import SOON_S, SearchState
+from ....profiles.errors import InfeasibleError
+from ....profiles.units import format_bytes
+from ...cluster.cluster import Cluster
+from ...costs.layer_graph import held_together
+from ...costs.tied_parameters import bound_groups
+from ...evaluate import Evaluation, Question, better, evaluate
+from ...partition.dp.blocks import Blocks, blocks
+from ...partition.dp.identical_devices_by_target import identical_by_targets
+from ...partition.problem import Answer, Cut, StageProblem
+from ...partition.solve import DpSource, Enough
+from ..choices import Branch, Choice, capped, choice_of, in_flight_under
+from ..places import Assumptions
+from ..relaxation import Relaxation
+from ..state import SOON_S, SearchState
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""

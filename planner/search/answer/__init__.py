@@ -1,0 +1,1 @@
+"""What comes of a search: why nothing fits, and plans that were checked and signed."""
