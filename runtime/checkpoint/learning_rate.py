@@ -1,4 +1,4 @@
-"""A learning rate that goes on at a checkpoint, in a run that may have grown since."""
+"""A learning rate that goes on at a checkpoint, in a run that may be longer now."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def go_on(scheduler: Scheduler, state: Any, then: RunLength | None) -> str | Non
         the run does.
     """
     rule, now = scheduler.rule, scheduler.length
-    grown = then is not None and now is not None and then != now
-    if grown and scheduler.remake is not None:
+    other = then is not None and now is not None and then != now
+    if other and scheduler.remake is not None:
         steps = _steps_of(state)
         before, after = (_stepped(scheduler, length, steps) for length in (then, now))
         # Where stepping a new one makes this state again, so it makes the other length's.
@@ -53,7 +53,7 @@ def go_on(scheduler: Scheduler, state: Any, then: RunLength | None) -> str | Non
         return None
     if isinstance(rule, OneCycleLR) and now is not None and not scheduler.per_epoch:
         check_one_cycle(rule.total_steps, now)
-    return _warning(scheduler, then, now) if grown and then and now else None
+    return _warning(scheduler, then, now) if other and then and now else None
 
 
 class _Stepped(NamedTuple):
@@ -128,18 +128,20 @@ def _plain(tree: Any) -> Any:
 
 def _warning(scheduler: Scheduler, then: RunLength, now: RunLength) -> str | None:
     kind = type(scheduler.rule).__name__
-    grown = f"the run has grown from {then.steps} to {now.steps} updates, and the task's scheduler"
+    changed = (
+        f"the run has {now.steps} updates now, instead of {then.steps}, and the task's scheduler"
+    )
     if scheduler.remake is not None:
         return (
-            f"{grown}, a {kind}, goes on as in a run of {then.steps}: a new one, stepped as often, "
-            "isn't in its checkpoint's state; a run of another length takes the weights with --from"
+            f"{changed}, a {kind}, goes on as in a run of {then.steps}: a new one, stepped as "
+            "often, isn't in its checkpoint's state; another run takes the weights with --from"
         )
     steps = _steps_in(scheduler.rule)
     run = -(-then.steps // then.steps_per_epoch) if scheduler.per_epoch else then.steps
     if steps is None or abs(steps - run) > 1:
         return None
     return (
-        f"{grown}, a {kind}, is for {steps} steps, as the run was: what comes after them is past "
+        f"{changed}, a {kind}, is for {steps} steps, as the run was: what comes after them is past "
         "its end; have the method ask for `steps` (docs/tasks.md)"
     )
 
