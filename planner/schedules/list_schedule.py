@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from ..simulator.clock import SimulatedClock
+from ..simulator.event_loop import EventLoop, Offer
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .nf1b import SAME
@@ -36,16 +37,15 @@ class _StageState:
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
-    updates: int = 0
     kinds: list[int] = field(default_factory=list)
 
 
-class MicroBatchScheduler:
-    """Makes the schedule of all stages, operation by operation, and the times with it.
+class MicroBatchScheduler(EventLoop):
+    """Makes the schedule of all stages, operation by operation, and the times with it. A lane is a
+    device.
 
     Attributes:
         turns: per device, the stages of what it has run.
-        now_s: all that starts before has been run.
     """
 
     def __init__(
@@ -64,22 +64,19 @@ class MicroBatchScheduler:
             forwards_first: ties go to forwards, then to weight parts that a forward waits for to
                 have room, then to backwards of the stage nearer to the input.
         """
+        self._devices = pipeline.stages_of
+        super().__init__(SimulatedClock(pipeline), len(self._devices))
         self.pipeline = pipeline
-        self.clock = SimulatedClock(pipeline)
         # One more: what comes after the last forward isn't ready.
         self.clock.grow(mini_batches + 1)
         self._stages = [_StageState() for _ in range(pipeline.stages)]
-        self._devices = pipeline.stages_of
         self._device_of = {s: d for d, mine in enumerate(self._devices) for s in mine}
         self.turns: list[list[int]] = [[] for _ in self._devices]
-        self.now_s = 0.0
         self._n = pipeline.micro_batches
         self._end = mini_batches * self._n
         self._keep, self._most_kept = keep, most_kept
         self._split = pipeline.variant.split_backward
         self._forwards_first = forwards_first
-        self._heap: list[_Entry] = []
-        self._current: list[_Entry | None] = [None for _ in self._devices]
         for d in range(len(self._devices)):
             self._offer(d)
 
@@ -103,29 +100,16 @@ class MicroBatchScheduler:
         """Whether some stage has run forward all there is."""
         return max(stage.forwards for stage in self._stages) == self._end
 
-    def run(self, mini_batches: int) -> bool:
-        """Go on until every stage has updated after so many; False when nothing is left first."""
-        clock, heap = self.clock, self._heap
-        while any(stage.updates < mini_batches for stage in self._stages):
-            if not heap:
-                if not clock.sending:
-                    return False
-                self._deliver()
-                continue
-            entry = heapq.heappop(heap)
-            start, _, _, kind, s, d = entry
-            if self._current[d] is not entry:
-                continue
-            if clock.sending and clock.sending[0][0] <= start:
-                heapq.heappush(heap, entry)
-                self._deliver()
-                continue
-            self._run(kind, s, d)
-            self.now_s = start
-        return True
+    def _lanes(self, s: int) -> tuple[int, ...]:
+        return (self._device_of[s],)
 
-    def _run(self, kind: int, s: int, d: int) -> None:
-        stage = self._stages[s]
+    def _arrived(self, kind: int, complete: Sequence[tuple[int, int]]) -> None:
+        for d in {self._device_of[t] for t, _ in complete}:
+            self._offer(d)
+
+    def _take(self, offer: Offer) -> int:
+        _, _, _, kind, s, d = offer
+        stage, updated = self._stages[s], 0
         stage.kinds.append(kind)
         self.turns[d].append(s)
         complete: list[tuple[int, int]] = []
@@ -139,10 +123,10 @@ class MicroBatchScheduler:
             self.clock.run(WEIGHTS, s, stage.weights)
             stage.weights += 1
         else:
-            self.clock.update(s, stage.updates)
-            stage.updates += 1
-        for other in {d, *(self._device_of[t] for t, _ in complete)}:
-            self._offer(other)
+            self.clock.update(s, self.updates[s])
+            self.updates[s] = updated = self.updates[s] + 1
+        self._arrived(kind, [(s, 0), *complete])
+        return updated
 
     def _offer(self, d: int) -> None:
         """Put what the device would run next into the heap."""
@@ -169,7 +153,7 @@ class MicroBatchScheduler:
         if b < f and self._backward_may(stage):
             rank, tie = (_LATER, s) if self._forwards_first else (_SOONER, -s)
             found.append((self._start(BACKWARDS, s, b), rank, tie, BACKWARDS, s, d))
-        flushed = f < (stage.updates + 1) * n or not self.pipeline.variant.flushes
+        flushed = f < (self.updates[s] + 1) * n or not self.pipeline.variant.flushes
         flying = f // n - b // n < self.pipeline.limits[s]
         if f < self._end and flushed and flying:
             start = self._start(FORWARDS, s, f)
@@ -208,13 +192,10 @@ class MicroBatchScheduler:
     def _update_due(self, s: int, d: int) -> bool:
         """Where pipelines flush, a device's stages update together."""
         flushes = self.pipeline.variant.flushes
-        own = self._stages[s]
+        own = self.updates[s]
         together = self._devices[d] if flushes else (s,)
-        wanted = (own.updates + 1) * self._n
-        return all(
-            self._done(self._stages[t]) >= wanted or self._stages[t].updates > own.updates
-            for t in together
-        )
+        wanted = (own + 1) * self._n
+        return all(self._done(self._stages[t]) >= wanted or self.updates[t] > own for t in together)
 
     def _kept(self, s: int) -> int:
         stage = self._stages[s]
@@ -245,9 +226,3 @@ class MicroBatchScheduler:
             # After what comes first.
             start = max(start, soonest)
         return [(start, _LAST, done, WEIGHTS, s, d)]
-
-    def _deliver(self) -> None:
-        kind, s, complete = self.clock.deliver()
-        moved = {self._device_of[t] for t in (s, *(p.stage for p in self.clock.ports[kind][s]))}
-        for d in sorted({*moved, *(self._device_of[t] for t, _ in complete)}):
-            self._offer(d)

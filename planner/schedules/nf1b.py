@@ -13,9 +13,11 @@ found.)
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from math import inf
 
 from ..simulator.clock import SimulatedClock
+from ..simulator.event_loop import EventLoop, Offer
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered_schedule
 
@@ -26,19 +28,18 @@ _Entry = tuple[float, int, int, int]
 """Start; -1 for updates, 0 for backwards, 1 for forwards; what ties go by, and the stage."""
 
 
-class ListScheduler:
-    """Makes the schedule of all stages, operation by operation, and the times with it.
+class ListScheduler(EventLoop):
+    """Makes the schedule of all stages, operation by operation, and the times with it. A lane is a
+    stage.
 
     Attributes:
         kinds: per stage, kinds of what it has run. Forwards and backwards follow their numbers.
         turns: where devices have several stages: per device, the stages that they are of.
         forwards: per stage, micro-batches whose forward it has run.
-        updates: per stage, mini-batches that it has updated after.
-        now_s: all that starts before has been run.
     """
 
     def __init__(self, pipeline: Pipeline, mini_batches: int) -> None:
-        self.clock = SimulatedClock(pipeline)
+        super().__init__(SimulatedClock(pipeline), pipeline.stages)
         # One more: what comes after the last forward isn't ready.
         self.clock.grow(mini_batches + 1)
         stages = range(pipeline.stages)
@@ -54,8 +55,6 @@ class ListScheduler:
         self._whole = pipeline.variant.whole_mini_batches
         self._parts = self.clock.width[FORWARDS]
         self.forwards = [0 for _ in stages]
-        self.updates = [0 for _ in stages]
-        self.now_s = 0.0
         self._micro_batches = pipeline.micro_batches
         self._end = mini_batches * pipeline.micro_batches
         # A forward of micro-batch f needs f < room; the next backward needs f ≥ needed.
@@ -63,9 +62,6 @@ class ListScheduler:
         self._room = [min(limit * self._micro_batches, self._end) for limit in pipeline.limits]
         self._needed = [self._micro_batches for _ in stages]
         self._update_due = [False for _ in stages]
-        # A stage's entries in the heap are stale but for its current one.
-        self._heap: list[_Entry] = []
-        self._current: list[_Entry | None] = [None for _ in stages]
         for s in stages:
             self._offer(s)
 
@@ -74,52 +70,35 @@ class ListScheduler:
         """Whether some stage has run forward all there is."""
         return max(self.forwards) == self._end
 
-    def run(self, mini_batches: int) -> bool:
-        """Go on until every stage has updated after so many; False when nothing is left first."""
-        clock, heap, current = self.clock, self._heap, self._current
-        behind = sum(1 for count in self.updates if count < mini_batches)
-        while behind:
-            if not heap:
-                if not clock.sending:
-                    return False
-                self._deliver()
-                continue
-            entry = heapq.heappop(heap)
-            start, rank, _, s = entry
-            if current[s] is not entry:
-                continue
-            if clock.sending and clock.sending[0][0] <= start:
-                heapq.heappush(heap, entry)
-                self._deliver()
-                continue
-            if self.turns:
-                last_s = start * SAME
-                for other in [current[t] for t in self._others[s]]:
-                    if other is not None and other[0] <= last_s and other[1:] < entry[1:]:
-                        entry = other
-                start, rank, _, s = entry
-                self._turns_of[s].append(s)
-            if rank > 0:
-                f = self.forwards[s]
-                self.forwards[s] = f + 1
-                self.kinds[s].append(FORWARDS)
-                if self._whole:
-                    for k in range(f * self._parts[s], (f + 1) * self._parts[s]):
-                        self._arrived(FORWARDS, clock.run(FORWARDS, s, k))
-                else:
-                    for t, slot in clock.run(FORWARDS, s, f):
-                        if slot == self.forwards[t]:
-                            self._offer(t)
-            elif self._update_due[s]:
-                self._update(s)
-                behind -= self.updates[s] == mini_batches
+    def _take(self, offer: Offer) -> int:
+        _, rank, _, s = offer
+        clock, updated = self.clock, 0
+        if self.turns:
+            last_s = offer[0] * SAME
+            for other in [self._current[t] for t in self._others[s]]:
+                if other is not None and other[0] <= last_s and other[1:] < offer[1:]:
+                    offer = other
+            self.now_s, rank, _, s = offer
+            self._turns_of[s].append(s)
+        if rank > 0:
+            f = self.forwards[s]
+            self.forwards[s] = f + 1
+            self.kinds[s].append(FORWARDS)
+            if self._whole:
+                for k in range(f * self._parts[s], (f + 1) * self._parts[s]):
+                    self._arrived(FORWARDS, clock.run(FORWARDS, s, k))
             else:
-                self._backward(s)
-            self._offer(s)
-            for t in self._others[s]:
-                self._offer(t)
-            self.now_s = start
-        return True
+                for t, slot in clock.run(FORWARDS, s, f):
+                    if slot == self.forwards[t]:
+                        self._offer(t)
+        elif self._update_due[s]:
+            updated = self._update(s)
+        else:
+            self._backward(s)
+        self._offer(s)
+        for t in self._others[s]:
+            self._offer(t)
+        return updated
 
     def _offer(self, s: int) -> None:
         """Put what the stage would run next into the heap."""
@@ -131,7 +110,7 @@ class ListScheduler:
             self._current[s] = entry = (start, -1, self._rank[s], s)
             heapq.heappush(self._heap, entry)
             return
-        if any(self._update_due[t] for t in self._others[s]):
+        if self._others[s] and any(self._update_due[t] for t in self._others[s]):
             self._current[s] = None
             return
         f = self.forwards[s]
@@ -173,7 +152,7 @@ class ListScheduler:
         for k in range(b * r, (b + 1) * r):
             self._arrived(BACKWARDS, self.clock.run(BACKWARDS, s, k))
 
-    def _update(self, s: int) -> None:
+    def _update(self, s: int) -> int:
         b = self.updates[s]
         self.kinds[s].append(UPDATES)
         self.clock.update(s, b)
@@ -181,8 +160,9 @@ class ListScheduler:
         self.updates[s] = b + 1
         self._room[s] = min((b + 1 + self._limits[s]) * self._micro_batches, self._end)
         self._needed[s] += self._micro_batches
+        return b + 1
 
-    def _arrived(self, kind: int, complete: list[tuple[int, int]]) -> None:
+    def _arrived(self, kind: int, complete: Sequence[tuple[int, int]]) -> None:
         """Offer anew what waits for one of these messages."""
         for t, slot in complete:
             if kind == FORWARDS:
@@ -192,14 +172,8 @@ class ListScheduler:
             if waits == number:
                 self._offer(t)
 
-    def _deliver(self) -> None:
-        kind, s, complete = self.clock.deliver()
-        self._arrived(kind, complete)
-        # Where transfers don't overlap computing, they have moved what both stages do next.
-        for t in (s, *(port.stage for port in self.clock.ports[kind][s])):
-            self._offer(t)
-            for other in self._others[t]:
-                self._offer(other)
+    def _lanes(self, s: int) -> tuple[int, ...]:
+        return (s, *self._others[s])
 
     def schedule(self, mini_batches: int | None = None, update_every: int = 1) -> Schedule:
         """What has been run; `mini_batches`, `update_every`: as of `numbered`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import inf
 
 from ...profiles.errors import ScheduleError
@@ -21,6 +22,7 @@ from ..systems.operations import (
     op_text,
 )
 from .clock import SimulatedClock, SimulatedMessage
+from .event_loop import EventLoop, Offer
 from .pipeline import Pipeline
 
 Task = tuple[int, int, int]
@@ -181,7 +183,6 @@ class _Worker:
         self.device, self.replica = d, j
         self.ops: list[tuple[int, int, int, int]] = []
         self.done = 0
-        self.entry: tuple[float, int, int, int] | None = None
 
 
 def _workers(clock: SimulatedClock, d: int, tasks: Iterable[Task]) -> list[_Worker]:
@@ -200,96 +201,81 @@ def _workers(clock: SimulatedClock, d: int, tasks: Iterable[Task]) -> list[_Work
     return found
 
 
-class ContendedExecutor:
-    """Runs lists as time goes by, where messages of several stages wait for one another.
+class ContendedExecutor(EventLoop):
+    """Runs lists as time goes by, where messages of several stages wait for one another: whatever
+    can start first, of what starts together what isn't a forward. A lane is a replica.
 
     Attributes:
         done: per device, operations that all replicas concerned have run.
         sequence: (device, position) in which they were run, each when its last share was.
-        updates: per stage, mini-batches that it has updated after.
         ended: whether some replica has run all that it has to.
-        now_s: all that starts before has been run.
     """
 
     def __init__(self, clock: SimulatedClock, lists: list[list[Task]]) -> None:
-        self.clock = clock
+        parts = [_workers(clock, d, tasks) for d, tasks in enumerate(lists)]
+        self._workers = [worker for part in parts for worker in part]
+        super().__init__(clock, len(self._workers))
+        firsts = [0, *accumulate(map(len, parts))]
+        self._lanes_of = [range(first, end) for first, end in pairwise(firsts)]
         self.done = [0 for _ in lists]
-        self.updates = [0 for _ in clock.replicas]
         self.ended = False
-        self.now_s = 0.0
         self.sequence: list[tuple[int, int]] = []
         self._shares: dict[tuple[int, int], int] = {}
-        self._heap: list[tuple[float, int, int, int]] = []
         # Per device, replicas that have come to their next update.
-        self._arrived: list[set[int]] = [set() for _ in lists]
-        self._workers = [_workers(clock, d, tasks) for d, tasks in enumerate(lists)]
+        self._arrived_at: list[set[int]] = [set() for _ in lists]
         self._device_of = {s: d for d, mine in enumerate(clock.pipeline.stages_of) for s in mine}
-        for workers in self._workers:
-            for worker in workers:
-                self._offer(worker)
+        for lane in range(len(self._workers)):
+            self._offer(lane)
 
-    def run(self, mini_batches: int) -> bool:
-        """Go on until every stage has updated after so many; False when nothing is left first."""
-        clock, heap = self.clock, self._heap
-        behind = sum(done < mini_batches for done in self.updates)
-        while behind:
-            if not heap and not clock.sending:
-                return False
-            if clock.sending and (not heap or clock.sending[0][0] <= heap[0][0]):
-                self._deliver()
-                continue
-            entry = heapq.heappop(heap)
-            worker = self._workers[entry[2]][entry[3]]
-            if worker.entry is entry:
-                self.now_s = entry[0]
-                s = worker.ops[worker.done][2]
-                before = self.updates[s]
-                self._run(worker)
-                behind -= before < self.updates[s] == mini_batches
-        return True
+    def _lanes(self, s: int) -> range:
+        return self._lanes_of[self._device_of[s]]
 
-    def _next(self, worker: _Worker) -> tuple[int, int, int, int] | None:
-        return worker.ops[worker.done] if worker.done < len(worker.ops) else None
+    def _arrived(self, kind: int, complete: Sequence[tuple[int, int]]) -> None:
+        for t, slot in complete:
+            lanes = self._lanes_of[self._device_of[t]]
+            self._offer(lanes[slot % len(lanes)])
 
-    def _offer(self, worker: _Worker) -> None:
-        """Put what the replica runs next into the heap, as soon as it is known when it can."""
-        worker.entry = None
-        todo = self._next(worker)
-        if todo is None:
+    def _offer(self, lane: int) -> None:
+        """Put what the replica runs next, as soon as it is known when it can."""
+        self._current[lane] = None
+        worker = self._workers[lane]
+        if worker.done == len(worker.ops):
             self.ended = True
             return
         d, j = worker.device, worker.replica
-        kind, slot, s, _ = todo
+        kind, slot, s, _ = worker.ops[worker.done]
         if kind == UPDATES and not self.clock.updates_after(slot):
             start = self.clock.free_s[s][j]
         elif kind == UPDATES:
-            self._arrived[d].add(j)
-            if len(self._arrived[d]) < len(self._workers[d]):
+            self._arrived_at[d].add(j)
+            if len(self._arrived_at[d]) < len(self._lanes_of[d]):
                 return
             start = max(self.clock.free_s[s])
         else:
             start = max(self.clock.free_s[s][j], self.clock.ready_s[kind][s][slot])
             if start == inf:
                 return
-        worker.entry = entry = (start, int(kind == FORWARDS), d, j)
-        heapq.heappush(self._heap, entry)
+        self._current[lane] = offer = (start, int(kind == FORWARDS), lane)
+        heapq.heappush(self._heap, offer)
 
-    def _run(self, worker: _Worker) -> None:
+    def _take(self, offer: Offer) -> int:
+        lane: int = offer[-1]
+        worker = self._workers[lane]
         d = worker.device
         kind, slot, s, position = worker.ops[worker.done]
         if kind == UPDATES and self.clock.updates_after(slot):
             self.clock.update(s, slot)
             self.updates[s] += 1
             self._finish(d, position)
-            self._arrived[d].clear()
-            for other in self._workers[d]:
-                other.done += 1
+            self._arrived_at[d].clear()
+            for other in self._lanes_of[d]:
+                self._workers[other].done += 1
                 self._offer(other)
-            return
-        wanted = self.clock.width[kind][s]
+            return self.updates[s]
+        wanted, updated = self.clock.width[kind][s], 0
         if kind == UPDATES:
             # No update follows: each replica goes on as soon as it is through.
-            wanted = len(self._workers[d])
+            wanted = len(self._lanes_of[d])
         else:
             self.clock.run(kind, s, slot)
         shares = self._shares[d, position] = self._shares.get((d, position), 0) + 1
@@ -297,23 +283,13 @@ class ContendedExecutor:
             if kind == UPDATES:
                 self.clock.starts_s[UPDATES][s][slot] = self.now_s
                 self.updates[s] += 1
+                updated = self.updates[s]
             self._finish(d, position)
         worker.done += 1
-        self._offer(worker)
+        self._offer(lane)
+        return updated
 
     def _finish(self, d: int, position: int) -> None:
         self.done[d] += 1
         self.sequence.append((d, position))
         self._shares.pop((d, position), None)
-
-    def _deliver(self) -> None:
-        kind, s, complete = self.clock.deliver()
-        for t, slot in complete:
-            self._offer(self._workers[self._device_of[t]][slot % self.clock.replicas[t]])
-        if not self.clock.blocking:
-            return
-        # Where transfers don't overlap computing, they have moved what both stages do next.
-        moved = {self._device_of[t] for t in (s, *(p.stage for p in self.clock.ports[kind][s]))}
-        for d in sorted(moved):
-            for worker in self._workers[d]:
-                self._offer(worker)
