@@ -32,7 +32,7 @@ def comparison(
     memory = [max(device.memory_bytes for device in each) for each in devices]
     apart = [max(stage.version_difference for stage in each) for each in stages]
     marks = [
-        Text("" if beaten(prices, points) else "●", style="green")
+        Text("" if beaten(prices, (point.prices for point in points)) else "●", style="green")
         for prices in zip(periods, memory, apart, strict=True)
     ]
     columns = [

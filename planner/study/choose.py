@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from ...profiles.errors import UserError
 from ..evaluate import Evaluation
 from ..systems.variants import variant_named
-from .pareto import ParetoPoint
-from .results import Reckoning, pareto
+from .pareto import ParetoPoint, unbeaten
+from .results import Reckoning
 from .spread import Spread
 from .study import PLAIN, StudiedPlan, Study
 
@@ -128,7 +128,7 @@ def by_time_to_target(
         str(k): (foretold.time_s.mean, float(point.memory_bytes))
         for k, (point, foretold) in enumerate(found)
     }
-    front = pareto(prices)
+    front = unbeaten(prices)
     all_points = [TargetPoint(*pair, str(k) in front) for k, pair in enumerate(found)]
     return sorted(
         all_points,

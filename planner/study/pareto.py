@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..evaluate import Evaluation
+
+Prices = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class ParetoPoint:
     period_s: float
     memory_bytes: int
     version_difference: int
+
+    @property
+    def prices(self) -> Prices:
+        """All three."""
+        return self.period_s, self.memory_bytes, self.version_difference
 
 
 def pareto_point(variant: str, found: Evaluation) -> ParetoPoint:
@@ -44,32 +51,27 @@ class ParetoFront:
 
     def add(self, point: ParetoPoint) -> None:
         """Keep the plan unless one that is kept is as good; drop those that it is as good as."""
-        if any(_as_good(kept, point) for kept in self._points):
+        if any(_no_more(kept.prices, point.prices) for kept in self._points):
             return
-        self._points = [kept for kept in self._points if not _as_good(point, kept)] + [point]
+        kept = [kept for kept in self._points if not _no_more(point.prices, kept.prices)]
+        self._points = [*kept, point]
 
     @property
     def points(self) -> tuple[ParetoPoint, ...]:
         """Without any plan that another is as good as in everything."""
-        return tuple(sorted(self._points, key=_prices))
+        return tuple(sorted(self._points, key=lambda point: point.prices))
 
 
-def beaten(prices: tuple[float, int, int], points: Iterable[ParetoPoint]) -> bool:
-    """Whether some point is as good in period, memory and version difference, and better in one."""
-    return any(
-        _no_more(_prices(point), prices) and not _no_more(prices, _prices(point))
-        for point in points
-    )
+def beaten(prices: Prices, others: Iterable[Prices]) -> bool:
+    """Whether some other is as good in every price, and better in one."""
+    return any(_no_more(other, prices) and not _no_more(prices, other) for other in others)
 
 
-def _prices(point: ParetoPoint) -> tuple[float, int, int]:
-    return point.period_s, point.memory_bytes, point.version_difference
+def unbeaten(prices: Mapping[str, Prices]) -> set[str]:
+    """Names that no other is as good as in every price, and better in one."""
+    return {name for name, mine in prices.items() if not beaten(mine, prices.values())}
 
 
-def _as_good(point: ParetoPoint, other: ParetoPoint) -> bool:
-    return _no_more(_prices(point), _prices(other))
-
-
-def _no_more(prices: tuple[float, int, int], others: tuple[float, int, int]) -> bool:
-    # Periods that differ by rounding are the same.
+def _no_more(prices: Prices, others: Prices) -> bool:
+    # What differs by rounding is the same.
     return all(a <= b + 1e-9 * abs(b) for a, b in zip(prices, others, strict=True))

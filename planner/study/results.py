@@ -13,12 +13,13 @@ comparison. Pipelines that flush are plain training: their overhead is 1 and has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
 
 from .curves import noise_of, points_of, samples_to, smoothed, value_at
+from .pareto import unbeaten
 from .spread import Spread, spread_of
 from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
 
@@ -237,7 +238,7 @@ def results_of(study: Study) -> StudyResults:
     prices = {
         p.name: (known[p.name], float(p.memory_bytes)) for p in study.plans if p.name in known
     }
-    front = pareto(prices)
+    front = unbeaten(prices)
     plans = []
     for plan in study.plans:
         arm = next(found for found in arms if found.arm == plan.arm)
@@ -323,15 +324,3 @@ def _why(seeds: int, reached: Sequence[PlanResult], best: PlanResult, equal: Seq
         return why if least is best else f"{why}; of these {least.plan} holds least memory"
     _, name, over = min((p.over_best.mean, p.plan, p.over_best) for p in others if p.over_best)
     return f"the next, {name}, takes {over.mean:.2f} × as long, beyond the seeds' spread"
-
-
-def pareto(prices: Mapping[str, tuple[float, ...]]) -> set[str]:
-    """Names that no other is as good as in every price, and better in one."""
-    return {
-        name
-        for name, mine in prices.items()
-        if not any(
-            all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine
-            for other in prices.values()
-        )
-    }

@@ -21,7 +21,8 @@ from timeprest.planner.study.curves import (
     smoothed,
     value_at,
 )
-from timeprest.planner.study.results import pareto, results_of
+from timeprest.planner.study.pareto import unbeaten
+from timeprest.planner.study.results import results_of
 from timeprest.planner.study.spread import spread_of
 from timeprest.planner.study.study import (
     PLAIN,
@@ -346,7 +347,7 @@ def test_overheads_are_given_along_the_way():
     )
 )
 def test_the_front_is_what_nothing_beats(prices):
-    found = pareto(prices)
+    found = unbeaten(prices)
     for name, (time, memory) in prices.items():
         beaten = any(
             (t <= time and m <= memory) and (t < time or m < memory) for t, m in prices.values()
