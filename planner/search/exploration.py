@@ -12,26 +12,21 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from math import sqrt
 
-import msgspec
-
 from ...profiles.units import format_seconds
-from ..cluster.cluster import Cluster, Network
-from ..costs.recomputation import Selection, of_stage, selection_of
-from ..costs.tied_parameters import misplaced
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
 from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
-from ..partition.problem import SAME, Answer, Cut, StageProblem, members
+from ..partition.problem import SAME, Answer, Cut, StageProblem
 from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
+from .improve import LocalSearch, improve, start_even
 from .places import Assumptions, fixed_in_flight
-from .relaxation import Relaxation
-from .state import CLOSE, Budget, OutOfBudget, SearchState, is_late, shown
+from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
@@ -56,38 +51,38 @@ _RAISING_SHARE = 0.9
 _ELSEWHERE = 0.125
 """Of the effort, for cuts of one branch tried in others."""
 
-_SETTLING_SHARE = 0.2
-"""Of effort and time, for what improves a plan that flushes where it can't be proven best."""
+_STARTING_SHARE = 0.3
+"""Of effort and time, for plans from even cuts, before there are bounds."""
 
-_WIRES = (1.0, 0.5, 2.0)
-"""How much of the time of messages those cuts count as waited for."""
+_IMPROVING_SHARE = 0.4
+"""Of both, for improving the best plan where it can't be proven best with the rest."""
 
-_AROUND = 12
-"""Groups of layers that a border is moved by at the most."""
+_FEW_TRIES, _TRIES = 4, 200
+"""Times that a plan is improved from elsewhere without gain: before the proof, and after it."""
 
 
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
     search.forget_bounds()
-    budget, settles = search.budget, _settles(search)
-    effort, deadline, left = budget.effort, budget.deadline, budget.seconds_left
-    if settles and left is not None:
-        budget.deadline = time.monotonic() + left * (1 - _SETTLING_SHARE)
+    budget, local = search.budget, LocalSearch(search)
     stopped = None
-    try:
-        # Bounds are still worth looking for where more of these plans would take too long.
+    with budget.part(1 - _IMPROVING_SHARE):
+        try:
+            # Bounds are still worth looking for where more of these plans would take too long.
+            with suppress(OutOfBudget):
+                try_blocks(search)
+            with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+                start_even(search, local)
+            _bound_all(search)
+            _try_guesses(search)
+            with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+                improve(search, local, _FEW_TRIES)
+            _prove(search)
+        except OutOfBudget as reason:
+            stopped = str(reason)
+    if stopped is not None and search.bound_s * SAME < search.period_s:
         with suppress(OutOfBudget):
-            try_blocks(search)
-        _bound_all(search)
-        _try_guesses(search)
-        _prove(search)
-    except OutOfBudget as reason:
-        stopped = str(reason)
-    budget.deadline = deadline
-    if settles and stopped is not None:
-        budget.effort = max(budget.effort, 0) + int(effort * _SETTLING_SHARE)
-        with suppress(OutOfBudget):
-            _settle(search)
+            improve(search, local, _TRIES)
     return stopped
 
 
@@ -364,137 +359,3 @@ def _solve(search: SearchState, problem: StageProblem, seconds: float | None) ->
     if answer.interrupted:
         raise KeyboardInterrupt
     return answer
-
-
-# Where nothing is proven -------------------------------------------------------------------------
-# Loads take messages for work that runs beside the layers'. But a pipeline that flushes waits for
-# them wherever it has no more micro-batches at hand: cheap places to cut may be worth more than
-# even loads.
-
-
-def _settles(search: SearchState) -> bool:
-    """Whether plans are improved at the end, should nothing be proven by then."""
-    flushes = search.relaxation.variant.flushes
-    return flushes and not search.large and isinstance(search.source, DpSource)
-
-
-def _settle(search: SearchState) -> None:
-    """Try cuts that count messages as work, even ones, and moves of the best one's borders."""
-    devices = len(search.question.cluster.devices)
-    for branch in search.branches:
-        counts = {branch.stages or devices}
-        if _has_best(search, branch) and search.best is not None:
-            counts.add(len(search.best.stages))
-        for stages in sorted(counts):
-            _try_waiting(search, replace(branch, stages=stages))
-            _try_even(search, replace(branch, stages=stages))
-    _move_borders(search)
-
-
-def _try_waiting(search: SearchState, branch: Branch) -> None:
-    """Try the best cuts of guesses whose devices compute nothing while they send and receive."""
-    question, freedom = search.question, search.relaxation.freedom
-    for share in _WIRES:
-        cluster = _without_overlap(question.cluster, share)
-        relaxation = Relaxation(
-            replace(question, cluster=cluster), freedom, search.relaxation.graph
-        )
-        for in_flight in search.in_flight_guesses(branch.stages):
-            assumed = Assumptions(in_flight, guess=True, unreplicated=True)
-            problem = relaxation.problem(branch, assumed)
-            if not problem.options:
-                continue
-            left = search.budget.seconds_left
-            answer = _solve(search, problem, None if left is None else left / 4)
-            if answer.cut is not None:
-                search.try_cut(problem, answer.cut, branch.micro_batches)
-            search.budget.check()
-
-
-def _without_overlap(cluster: Cluster, share: float) -> Cluster:
-    """The cluster whose messages are all waited for. `share`: of the time that they take."""
-
-    def waited_for(link: Network) -> Network:
-        bandwidth = link.bandwidth_bytes_per_s / share
-        return msgspec.structs.replace(link, overlap=False, bandwidth_bytes_per_s=bandwidth)
-
-    between = cluster.between_machines
-    return msgspec.structs.replace(
-        cluster,
-        network=waited_for(cluster.network),
-        between_machines=None if between is None else waited_for(between),
-    )
-
-
-def _try_even(search: SearchState, branch: Branch) -> None:
-    """Try as many layers on each stage, in the profile's sequence, as nearly as that can be."""
-    assert isinstance(search.source, DpSource)
-    layers, stages = len(search.relaxation.graph.names), branch.stages or 1
-    there = {mask for mask in search.source.lattice.masks if not mask & mask + 1}
-    downsets = [0]
-    for s in range(1, stages):
-        later = [mask for mask in there if downsets[-1] < mask < (1 << layers) - 1]
-        if not later:
-            return
-        wanted = s * layers / stages
-        downsets.append(min(later, key=lambda m: (abs(m.bit_length() - wanted), m)))
-    devices = [(s,) for s in range(stages)]
-    _try_downsets(search, [*downsets, (1 << layers) - 1], branch, devices)
-
-
-def _move_borders(search: SearchState) -> None:
-    """Move borders of the best plan, one at a time, while that makes it better."""
-    assert isinstance(search.source, DpSource)
-    position, moved = search.relaxation.graph.position, True
-    while moved and search.best is not None:
-        best, moved = search.best, False
-        branch = next(b for b in search.branches if _has_best(search, b))
-        downsets = [0]
-        for stage in best.stages:
-            downsets.append(downsets[-1] | sum(1 << position[name] for name in stage.nodes))
-        devices = [stage.devices for stage in best.stages]
-        ways = search.relaxation.recompute
-        again = [selection_of(stage.recompute, ways) for stage in best.stages]
-        for s, other in _near(search.source.lattice.masks, downsets, search.budget):
-            before_s = search.period_s
-            cut = [*downsets[:s], other, *downsets[s + 1 :]]
-            _try_downsets(search, cut, branch, devices, again)
-            if search.period_s * SAME < before_s:
-                moved = True
-                break
-
-
-def _near(
-    masks: Sequence[int], downsets: Sequence[int], budget: Budget
-) -> Iterator[tuple[int, int]]:
-    """Other borders that differ by few layers: which one, and its downset; the nearest first.
-    Raises OutOfBudget when time is up: there may be hundreds of thousands to look at."""
-    found = []
-    for s in range(1, len(downsets) - 1):
-        budget.check()
-        low, mine, high = downsets[s - 1 : s + 2]
-        for mask in masks:
-            apart = (mask ^ mine).bit_count()
-            if 0 < apart <= _AROUND and not low & ~mask and not mask & ~high:
-                found.append((apart, s, mask))
-    for _, s, mask in sorted(found):
-        if mask not in downsets:
-            yield s, mask
-
-
-def _try_downsets(
-    search: SearchState,
-    downsets: Sequence[int],
-    branch: Branch,
-    devices: Sequence[tuple[int, ...]],
-    recompute: Sequence[Selection] = (),
-) -> None:
-    """Evaluate a cut that no solver gave, if it is one of the branch's."""
-    names, question = search.relaxation.graph.names, search.question
-    nodes = [tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets)]
-    pinned = all(names[layer] in nodes[stage] for layer, stage in branch.pins)
-    apart = misplaced(question.profile, nodes, devices, question.tied) is not None
-    if pinned and not apart and search.relaxation.allows(len(nodes), branch.micro_batches):
-        again = recompute or [search.relaxation.recompute[0]] * len(nodes)
-        choice = Choice(tuple(nodes), tuple(devices), tuple(map(of_stage, again, nodes)))
-        search.try_choice(choice, branch.micro_batches, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -97,6 +98,13 @@ class Budget:
             raise OutOfBudget("effort")
         self.check()
 
+    def take(self, operations: int) -> None:
+        """Take what so many operations take, for what isn't a plan tried. Raises as `spend`."""
+        self.effort -= operations
+        if self.effort < 0 and self.tried > _LEAST_TRIED:
+            raise OutOfBudget("effort")
+        self.check()
+
     def spend_steps(self, steps: int) -> None:
         """Take what so many steps of listing cuts take. Raises OutOfBudget as `spend`."""
         self.effort -= _PER_STEP * steps
@@ -108,6 +116,18 @@ class Budget:
     def steps_left(self) -> int:
         """Steps of listing cuts that may still be taken."""
         return max(self.effort // _PER_STEP, 0)
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Within it no more may be spent than so much of what there is."""
+        deadline, left, rest = self.deadline, self.seconds_left, self.effort
+        rest -= int(self.effort * share)
+        self.effort -= rest
+        self.deadline = None if left is None else time.monotonic() + left * share
+        try:
+            yield
+        finally:
+            self.effort, self.deadline = max(self.effort, 0) + rest, deadline
 
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
@@ -401,6 +421,14 @@ class SearchState:
         self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
     ) -> Evaluation | None:
         """The plan, if it fits the devices; the best one is kept."""
+        found = self.look(choice, micro_batches, limits)
+        return None if found is None or not self.counts(found) else found
+
+    def look(
+        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
+    ) -> Evaluation | None:
+        """The plan, whether it fits the devices or not; the best one that does is kept. None where
+        its stages wait for each other. Raises OutOfBudget when the budget is used up."""
         used = pattern([d for mine in choice.devices for d in mine], *self.device_kinds)
         each = tuple(map(len, choice.devices))
         shared = numbered_devices(choice.devices)
@@ -422,7 +450,7 @@ class SearchState:
         if over < self._least_share:
             self.closest, self._least_share = found, over
         if not self.counts(found):
-            return None
+            return found
         self.seen(found)
         if self.best is None or better(found, self.best):
             self.best = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 from ..systems.variants import Variant
@@ -114,7 +115,7 @@ class Pipeline:
         """S, the number of stages."""
         return len(self.forward_s)
 
-    @property
+    @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """Per device, its stages."""
         if not self.placement:

@@ -142,6 +142,11 @@ def busy_s(pipeline: Pipeline, stage: int) -> float:
 
 def least_period_s(pipeline: Pipeline) -> float:
     """What the busiest device or wire needs per mini-batch: no schedule is faster."""
+    return max(*loads_s(pipeline), 0.0)
+
+
+def loads_s(pipeline: Pipeline) -> list[float]:
+    """Per mini-batch, what keeps each stage's device busy, and each wire."""
     wires: dict[object, float] = {}
     for link in pipeline.links:
         count = pipeline.messages_per_route(link)
@@ -151,8 +156,7 @@ def least_period_s(pipeline: Pipeline) -> float:
                 (route.wire_back, route.backward_s),
             ):
                 wires[wire] = wires.get(wire, 0.0) + count * wire_s
-    devices = (busy_s(pipeline, s) for s in range(pipeline.stages))
-    return max(*devices, *wires.values(), 0.0)
+    return [*(busy_s(pipeline, s) for s in range(pipeline.stages)), *wires.values()]
 
 
 def round_trip_s(pipeline: Pipeline) -> float:
