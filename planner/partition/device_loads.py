@@ -11,7 +11,7 @@ Index letters: D downsets; S stages; s stage; d device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
@@ -136,21 +136,6 @@ class StageEnds:
         for layer in members(layers):
             found |= self.lattice.column(layer)
         return found
-
-    def shifted(self, downsets: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Every cut that has one group of layers on the stage before or behind its own."""
-        for s in range(1, len(downsets) - 1):
-            low, mine, high = downsets[s - 1 : s + 2]
-            for group in self.groups:
-                moved = mine ^ group
-                if group & ~high or group & low or moved in (low, high):
-                    continue
-                if group & mine:
-                    stays = all(not self._needs[j] & group for j in members(mine & ~low & ~group))
-                else:
-                    stays = all(not self._needs[j] & ~moved for j in members(group))
-                if stays:
-                    yield (*downsets[:s], moved, *downsets[s + 1 :])
 
 
 class Counted:
@@ -397,21 +382,3 @@ class PlacedCuts:
         if top not in self.places.above(at) or not self._allowed[-1][top]:
             return None
         return (*downsets, self.places.lattice.masks[top])
-
-
-def improved(
-    places: StageEnds,
-    downsets: tuple[int, ...],
-    cost: Callable[[tuple[int, ...]], float],
-) -> tuple[int, ...]:
-    """The cut after moves of groups of layers to neighbouring stages, each to a lower cost."""
-    best = cost(downsets)
-    moved = True
-    while moved:
-        moved = False
-        for other in places.shifted(downsets):
-            seconds = cost(other)
-            if seconds < best:
-                downsets, best, moved = other, seconds, True
-                break
-    return downsets

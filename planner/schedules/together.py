@@ -114,9 +114,7 @@ def _ports(pipelines: Sequence[Pipeline], gradients: int) -> dict[int, _Ports]:
         gradients: micro-batches whose gradients a message has.
     """
     stages, count = pipelines[0].stages, len(pipelines)
-    found: dict[int, _Ports] = {
-        kind: [[] for _ in range(stages)] for kind in (FORWARDS, BACKWARDS)
-    }
+    found: dict[int, _Ports] = {kind: [[] for _ in range(stages)] for kind in (FORWARDS, BACKWARDS)}
     rows: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
     for k, pipeline in enumerate(pipelines):
         for link in pipeline.links:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...profiles.errors import PlanError
 from ..costs.recomputation import Recompute, Selection, of_stage
+from ..costs.tied_parameters import gradient_links, not_behind
 from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
 from ..plan import MAX_MICRO_BATCHES, PlanStage
@@ -97,6 +98,21 @@ class Choice:
             PlanStage(nodes=nodes, devices=devices, in_flight=limit, recompute=recompute)
             for nodes, devices, limit, recompute in parts
         )
+
+
+def unforeseen(question: Question, choice: Choice) -> bool:
+    """Whether it can't be counted how far predictions look ahead (`prediction_distances`): no
+    gradient comes back to a stage from a later one of its device."""
+    if question.system.horizon != "round-trip":
+        return False
+    stage_of = {name: s for s, names in enumerate(choice.nodes) for name in names}
+    links = gradient_links(question.profile, stage_of)
+    stages = range(choice.stages)
+    return any(
+        not_behind(s, [t for t in stages[s + 1 :] if choice.devices[t] == choice.devices[s]], links)
+        is not None
+        for s in stages
+    )
 
 
 def choice_of(problem: StageProblem, cut: Cut, grain: int = 1) -> Choice:

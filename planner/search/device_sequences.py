@@ -10,16 +10,13 @@ left of the best plan's sequence, and of those like it, is searched as if it wer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, groupby, product
+from itertools import accumulate, groupby, product
 from math import sqrt
-
-import msgspec
 
 from ..cluster.cluster import Cluster
 from ..costs.recomputation import of_stage
-from ..evaluate import Evaluation, Question, better, evaluate
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.kinds import KindCut, KindProgram, Kinds, KindStage, few_enough
 from ..partition.dp.kinds_waiting import WaitingProgram
@@ -30,10 +27,9 @@ from ..partition.one_by_one.answers import AnsweringProgram
 from ..partition.problem import StageProblem, members
 from ..partition.solve import DpSource
 from .choices import Branch, Choice, InFlight
-from .exploration import run
+from .local_search.improve import LocalSearch, improve
 from .places import Assumptions
-from .relaxation import Relaxation
-from .state import CLOSE, Budget, OutOfBudget, SearchState
+from .state import CLOSE, OutOfBudget, SearchState
 
 SEQUENCES = ("best", "listed")
 """In which sequence devices are used: whichever is best, or as the cluster lists them."""
@@ -44,8 +40,8 @@ _MOST_BLOCKS = 200
 _MOST_PLACES = 300
 """With more places to cut, guesses are between blocks too, though all stages can be listed."""
 
-_NEAR = 8
-"""Into so many parts the effort goes that is for sequences like the best plan's."""
+_TRIES = 200
+"""Times that a plan is improved from elsewhere without gain."""
 
 _RISE, _STEP = 1.08, 1.03
 """By so much targets rise where those far above the bound take long to look at: until cuts are
@@ -487,94 +483,13 @@ def _each_below(search: SearchState, solver: _Solver) -> Iterator[KindCut]:
 
 
 # Sequences near the best plan's ------------------------------------------------------------------
-# Of kinds of devices guesses know less than a search over cuts on listed ones, which moves borders
-# and tries limits: a sequence may be better than what was found in it.
 
 
 def try_near(search: SearchState) -> None:
-    """Search the best plan's sequence of devices as if it were listed, and those that differ by a
-    device or two, as long as that makes the plan better.
+    """Improve the best plan with devices in each other's places, too.
 
-    Raises OutOfBudget when the budget is used up.
+    Of kinds of devices guesses know less than a local search, which moves borders and tries limits:
+    a sequence may be better than what was found in it. Raises OutOfBudget when the budget is used
+    up.
     """
-    if search.best is None or search.large:
-        return
-    homes, kinds = search.device_kinds
-    part, seen = search.budget.effort // _NEAR, set[tuple[Hashable, ...]]()
-    seen.add(tuple(zip(homes, kinds, strict=True)))
-    moved = True
-    while moved:
-        moved, before = False, search.best
-        for sequence in _near(_sequence(search, before)):
-            alike = tuple((homes[d], kinds[d]) for d in sequence)
-            if alike in seen:
-                continue
-            seen.add(alike)
-            _search_in(search, sequence, part)
-            if search.best is not before:
-                moved = True
-                break
-
-
-def _sequence(search: SearchState, best: Evaluation) -> tuple[int, ...]:
-    """Positions of the devices as a plan uses them; first those that it leaves out."""
-    used = [d for stage in best.stages for d in stage.devices]
-    others = [d for d in range(len(search.question.cluster.devices)) if d not in used]
-    return (*others, *used)
-
-
-def _near(sequence: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The sequence itself; with two devices in each other's place; with one moved."""
-    yield sequence
-    for a, b in combinations(range(len(sequence)), 2):
-        swapped = list(sequence)
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-        yield tuple(swapped)
-    for a, b in product(range(len(sequence)), repeat=2):
-        others = list(sequence)
-        moved = others.pop(a)
-        others.insert(b, moved)
-        yield tuple(others)
-
-
-def _search_in(search: SearchState, sequence: Sequence[int], effort: int) -> None:
-    """Look for a better plan on the devices in this sequence.
-
-    Raises OutOfBudget when the budget of all sequences is used up.
-    """
-    question, best, budget = search.question, search.best, search.budget
-    assert best is not None
-    devices = tuple(question.cluster.devices[d] for d in sequence)
-    cluster = msgspec.structs.replace(question.cluster, devices=devices)
-    listed = replace(question, cluster=cluster)
-    there = SearchState(
-        relaxation=Relaxation(listed, search.relaxation.freedom, search.relaxation.graph),
-        source=search.source,
-        branches=search.branches,
-        most_stages=search.most_stages,
-        budget=Budget(min(effort, budget.effort), budget.deadline),
-        progress=search.progress,
-    )
-    at = {d: k for k, d in enumerate(sequence)}
-    there.best = before = _elsewhere(best, listed, at)
-    given = there.budget.effort
-    run(there)
-    if there.best is not before and there.best is not None:
-        found = _elsewhere(there.best, question, dict(enumerate(sequence)))
-        search.seen(found)
-        if better(found, best):
-            search.best = found
-    budget.tried += there.budget.tried
-    budget.effort -= given - there.budget.effort
-    if budget.effort <= 0:
-        raise OutOfBudget("effort")
-    budget.check()
-
-
-def _elsewhere(plan: Evaluation, question: Question, positions: Mapping[int, int]) -> Evaluation:
-    """A plan on the same devices where the cluster lists them in another sequence."""
-    stages = tuple(
-        msgspec.structs.replace(stage, devices=tuple(positions[d] for d in stage.devices))
-        for stage in plan.stages
-    )
-    return evaluate(question, stages, plan.micro_batches)
+    improve(search, LocalSearch(search, moves_devices=True), _TRIES)

@@ -24,7 +24,7 @@ from ..partition.problem import SAME, Answer, Cut, StageProblem
 from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
-from .improve import LocalSearch, improve, start_even
+from .local_search.improve import LocalSearch, improve, start_even
 from .places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
 

@@ -15,7 +15,7 @@ import time
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -28,9 +28,9 @@ from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.memory import room_bytes
 from ..costs.recomputation import Selection, of_stage
-from ..costs.tied_parameters import gradient_links, misplaced, not_behind
-from ..evaluate import Evaluation, Question
-from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
+from ..costs.tied_parameters import misplaced
+from ..evaluate import Evaluation
+from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds
 from ..partition.dp.lattice import Lattice, joined, lattice_of
 from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
@@ -38,7 +38,8 @@ from ..partition.problem import SAME, Place, StageProblem, members
 from ..partition.solve import DpSource, Enough, Source, source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
-from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked
+from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
+from .local_search.improve import LocalSearch, improve
 from .places import Assumptions
 from .relaxation import Relaxation
 from .state import CLOSE, OutOfBudget, SearchState, is_late
@@ -63,8 +64,8 @@ _BOUND_S, _BOUND_GAP = 2.0, 1e-3
 _APART_S = 1.0
 """For a cut as if each stage had a device of its own."""
 
-_MOST_MOVES = 120
-"""Tries to move layers of a plan."""
+_IMPROVING_SHARE, _TRIES = 0.3, 20
+"""Of effort and time, for improving a plan, and times that this is tried without gain."""
 
 
 def placed_branches(
@@ -484,32 +485,18 @@ class PlacedSearch:
         )
         question = self.search.question
         apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
-        if apart or _unforeseen(question, choice):
+        if apart or unforeseen(question, choice):
             return float("inf"), choice
         return self.search.try_placed(choice, branch.micro_batches, load_s), choice
 
     def _move(self, courses: Sequence[_Course]) -> None:
-        """Move layers of the best plan between neighbouring stages, while that makes it better."""
-        search = self.search
-        course = next((c for c in courses if _is_of(c, search.best)), None)
-        if course is None or search.best is None:
-            return
-        position = self.relaxation.graph.position
-        downsets = [0]
-        for stage in search.best.stages:
-            downsets.append(downsets[-1] | sum(1 << position[name] for name in stage.nodes))
-        tries = [_MOST_MOVES]
-
-        def cost(moved: tuple[int, ...]) -> float:
-            tries[0] -= 1
-            if tries[0] < 0 or not course.cuts.keeps_pins(moved):
-                return float("inf")
-            before_s = search.period_s
-            self._try(course, moved)
-            better = search.period_s * SAME < before_s
-            return search.period_s if better or moved == tuple(downsets) else float("inf")
-
-        improved(self._places, tuple(downsets), cost)
+        """Improve the best plan, if it is one of these branches'."""
+        search, best = self.search, self.search.best
+        if best is not None and any(_is_of(course, best) for course in courses):
+            local = LocalSearch(search, self.relaxation, self._pins)
+            with suppress(OutOfBudget), search.budget.part(_IMPROVING_SHARE):
+                improve(search, local, _TRIES)
+            search.budget.check()
 
     def _prove(self, courses: Sequence[_Course]) -> None:
         """Try all limits of the cuts that others than the usual ones may make better."""
@@ -525,21 +512,6 @@ class PlacedSearch:
                 search.say(search.standing)
             if gone or search.try_every_limit(choice, course.branch.micro_batches, floor_s):
                 course.open.remove((floor_s, choice))
-
-
-def _unforeseen(question: Question, choice: Choice) -> bool:
-    """Whether it can't be counted how far predictions look ahead (`prediction_distances`): no
-    gradient comes back to a stage from a later one of its device."""
-    if question.system.horizon != "round-trip":
-        return False
-    stage_of = {name: s for s, names in enumerate(choice.nodes) for name in names}
-    links = gradient_links(question.profile, stage_of)
-    stages = range(choice.stages)
-    return any(
-        not_behind(s, [t for t in stages[s + 1 :] if choice.devices[t] == choice.devices[s]], links)
-        is not None
-        for s in stages
-    )
 
 
 def _is_of(course: _Course, found: Evaluation | None) -> bool:

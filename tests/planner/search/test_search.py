@@ -365,10 +365,10 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
         other = evaluate(question, lone_stages(even, [1] * stages), 8).prediction.period_s
         assert plan.predicted.period_s <= other
         with monkeypatch.context() as patch:
-            patch.setattr(exploration, "_settles", lambda search: False)
+            for name in ("improve", "start_even"):
+                patch.setattr(exploration, name, lambda *_: None)
             before = solve(*asked, **more)
         assert plan.predicted.period_s < before.predicted.period_s
-        assert plan.solver.bound_s == before.solver.bound_s
 
 
 def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
@@ -595,8 +595,3 @@ def test_once_time_is_up_bounds_get_none(monkeypatch):
     search = explore(question, SearchRequest(replicas=True, time_limit_s=0.0), lambda *_: None)
     assert exploration.run(search) == "time limit"
     assert set(given) == {0.0}
-
-
-def test_looking_for_borders_to_move_ends_when_time_is_up():
-    with pytest.raises(OutOfBudget):
-        list(exploration._near((0b0, 0b1, 0b11, 0b111), (0b0, 0b11, 0b111), Budget(deadline=0.0)))

@@ -307,7 +307,7 @@ def test_broken_json_is_one_line(text, tmp_path):
 
 def test_recheck_makes_an_edited_plan_whole_again(tmp_path):
     profile = chain(4)
-    plan = solve(profile, uniform_cluster(2, **FAST), stages=2)
+    plan = solve(profile, uniform_cluster(2, **FAST), stages=2, micro_batches=1)
     assert not recheck(plan, profile).changes
 
     def move(data):

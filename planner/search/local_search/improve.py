@@ -1,0 +1,381 @@
+"""Improving a plan by local search: one move at a time, each evaluated by its real schedule.
+
+A descent from a plan tries moves of borders (one, or several with the stages between them), of
+in-flight limits, of what stages compute again, of replicas and of devices, and other micro-batch
+counts, and takes every move that makes the plan better: first what is too much for the devices'
+memory, then the period, then how many stages are as busy as the busiest, so that it doesn't stop
+where several set the period. Descents begin at even cuts, and at what was found before; at
+a plan that no move betters, some borders are moved at random and it descends again, as long as that
+pays (iterated local search).
+
+A move is simulated only where what its busiest device, its wires, and a flush need at the least is
+below the period that there is.
+
+Index letters: S stages; D devices; N micro-batches; n layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from ....profiles.errors import PlanError, ScheduleError
+from ...evaluate import Evaluation, LaidOut, lay_out
+from ...partition.problem import SAME, members
+from ...schedules.together import periods_s, simulates_together
+from ...simulator.pipeline import Pipeline
+from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
+from ..choices import Branch, Choice
+from ..relaxation import Relaxation
+from ..state import SearchState
+from .neighbours import Neighbours, Point
+
+_LAID_OUT = 60
+"""Simulated operations that take as long as laying out a plan, about."""
+
+_TOGETHER = 10
+"""The same of simulating one of many at once."""
+
+_TOGETHER_AT_ALL = 200
+"""And of that, however few they are."""
+
+_ABOUT = 1.005
+"""Those with other limits may be so much shorter than expected."""
+
+_SPREAD = 0.02
+"""Of starts, those are descended from whose period is within so much of the best one's."""
+
+_SHARP, _CROWDED = 64, 1e-3
+"""A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one; and so much must
+be gained where the period stays."""
+
+_MOST_ELSEWHERE = 12
+"""Other places of devices that are looked at, at a plan that no other move betters."""
+
+_BORDERS = 1
+"""Of the kinds of moves, those that are tried there."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A point that was evaluated.
+
+    Attributes:
+        over: what stages need beyond their devices' memory, as a share of it, summed, and version
+            differences beyond what may be; 0: it is a plan that was asked for.
+        crowding: how many devices and wires are busy for about all of the period.
+    """
+
+    point: Point
+    found: Evaluation
+    over: float
+    crowding: float
+
+    @property
+    def period_s(self) -> float:
+        """Of the plan, whether it fits or not."""
+        return self.found.prediction.period_s
+
+    def better(self, other: Standing) -> bool:
+        """Whether it is worth moving here from the other one."""
+        if (self.over or other.over) and abs(self.over - other.over) > 1e-9:
+            return self.over < other.over
+        if self.period_s * SAME < other.period_s or other.period_s * SAME < self.period_s:
+            return self.period_s < other.period_s
+        return self.crowding < other.crowding - _CROWDED
+
+
+class Foreseen(NamedTuple):
+    """What is known of a point before it is simulated.
+
+    Attributes:
+        expected_s: its period, about: simulated with others at once where that can be.
+        least_s: no schedule is faster.
+        loads_s: what keeps devices and wires busy.
+    """
+
+    expected_s: float
+    least_s: float
+    loads_s: list[float]
+    pipeline: Pipeline
+
+
+class LocalSearch:
+    """Improves plans of one search, straight or with several stages on each device.
+
+    Args:
+        relaxation: whose graph says which layers must share a stage.
+        pins: (layer, stage); the search's by default.
+        moves_devices: stages may have others than the cluster lists at their place.
+    """
+
+    def __init__(
+        self,
+        search: SearchState,
+        relaxation: Relaxation | None = None,
+        pins: Sequence[tuple[int, int]] | None = None,
+        *,
+        moves_devices: bool = False,
+    ) -> None:
+        self.search = search
+        self.relaxation = relaxation or search.relaxation
+        self.question = search.question
+        if pins is None:
+            pins = search.branches[0].pins if search.branches else ()
+        self.near = Neighbours(search, self.relaxation, pins, moves_devices=moves_devices)
+        self._standings: dict[Point, Standing | None] = {}
+        self._seen: dict[Point, Foreseen | None] = {}
+        self._layers_s: dict[tuple[int, int], float] = {}
+
+    def look(self, point: Point, than: Standing | None = None) -> Standing | None:
+        """Evaluate a point; None where it can't be, or can't be better than another.
+
+        Raises OutOfBudget when the budget is used up.
+        """
+        if point in self._standings:
+            return self._standings[point]
+        seen = self._foreseen(point)
+        if seen is None or (than is not None and self._useless(seen, than)):
+            return None
+        found = self.search.look(self.near.choice(point), point.micro_batches, point.limits)
+        standing = None if found is None else self._standing(point, found)
+        self._standings[point] = standing
+        return standing
+
+    def _useless(self, seen: Foreseen, than: Standing) -> bool:
+        """Whether what a point may be at best is no better."""
+        if than.over or seen.least_s * SAME < than.period_s:
+            return False
+        crowding = _crowding(seen.loads_s, than.period_s)
+        return seen.least_s > than.period_s * SAME or crowding > than.crowding - _CROWDED
+
+    def _foreseen(self, point: Point) -> Foreseen | None:
+        """What is known before it is simulated; None where it can't be."""
+        if point not in self._seen:
+            choice, seen = self.near.choice(point), None
+            if all(choice.nodes) and self.near.valid(point, choice):
+                laid = self._laid_out(choice, point)
+                if laid is not None:
+                    loads = loads_s(laid.pipeline)
+                    least_s = self._least_s(laid.pipeline, max(loads))
+                    seen = Foreseen(least_s, least_s, loads, laid.pipeline)
+            self._seen[point] = seen
+        return self._seen[point]
+
+    def _work_s(self, point: Point) -> float:
+        """What its layers keep the busiest device busy at the least, per mini-batch."""
+        devices, n = self.question.cluster.devices, point.micro_batches
+        work = dict[tuple[int, ...], float]()
+        for (a, b), mine in zip(pairwise(point.downsets), point.devices, strict=True):
+            key = n, b & ~a
+            if key not in self._layers_s:
+                seconds = self.near.seconds(n)
+                self._layers_s[key] = sum(seconds[j] for j in members(b & ~a))
+            work[mine] = work.get(mine, 0.0) + self._layers_s[key]
+        if self.relaxation.variant.whole_mini_batches and max(map(len, point.devices)) > 1:
+            return 0.0
+        return max(
+            n * seconds / len(mine) / max(devices[d].speed for d in mine)
+            for mine, seconds in work.items()
+        )
+
+    def _laid_out(self, choice: Choice, point: Point) -> LaidOut | None:
+        self.search.budget.take(_LAID_OUT)
+        try:
+            stages = choice.with_limits(point.limits)
+            return lay_out(self.question, stages, point.micro_batches)
+        except (PlanError, ScheduleError):
+            return None
+
+    def _least_s(self, pipeline: Pipeline, least_s: float) -> float:
+        """No schedule is faster. `least_s`: than its busiest device or wire."""
+        flushes = self.relaxation.variant.flushes
+        if flushes and pipeline.update_every == 1 and not pipeline.paces:
+            least_s = max(least_s, filled_and_drained_s(pipeline))
+        if flushes or simulates_together(pipeline):
+            return least_s
+        return max(least_s, round_trip_s(pipeline))
+
+    def _standing(self, point: Point, found: Evaluation) -> Standing:
+        shares = found.memory_shares(self.question.cluster)
+        over = sum(max(share - 1.0, 0.0) for share in shares)
+        most = self.relaxation.freedom.staleness.max_difference
+        over += 0.0 if most is None else float(max(found.difference - most, 0))
+        crowding = _crowding(loads_s(found.pipeline), found.prediction.period_s)
+        return Standing(point, found, over, crowding)
+
+    # Starts ------------------------------------------------------------------------------------
+
+    def start(self, branch: Branch) -> Standing | None:
+        """The best of even cuts, under the usual limits, the least and the widest."""
+        best: Standing | None = None
+        devices = len(self.question.cluster.devices)
+        for stages in self.near.stage_counts(branch):
+            for lying in self.near.layings(stages, branch.micro_batches, devices):
+                for cut in self.near.even_cuts(branch.micro_batches, lying):
+                    for again in self.relaxation.recompute:
+                        for limits in self.near.usual_limits(stages, lying):
+                            point = Point(
+                                cut, lying, (again,) * stages, branch.micro_batches, limits
+                            )
+                            found = self.look(point, best)
+                            if found is not None and (best is None or found.better(best)):
+                                best = found
+                            if found is not None and not found.over:
+                                # With fewer in flight it is no faster.
+                                break
+                        if best is not None and not best.over:
+                            break
+        return best
+
+    # Descents ----------------------------------------------------------------------------------
+
+    def descend(self, here: Standing) -> Standing:
+        """Take moves until none makes it better. Raises OutOfBudget when the budget is used up."""
+        while not self._done(here):
+            found = self._bettered(here) or self._elsewhere(here)
+            if found is None:
+                break
+            here = found
+        return here
+
+    def _elsewhere(self, here: Standing) -> Standing | None:
+        """What is better with devices in each other's places or a stage more or fewer, and borders
+        that suit them."""
+        near = self.near
+        points = dict.fromkeys(
+            replace(point, downsets=cut)
+            for point in chain(near.device_moves(here.point), near.stage_moves(here.point))
+            for cut in (point.downsets, *near.even_cuts(point.micro_batches, point.devices))
+        )
+        expected = [(seen.expected_s, p) for p in points if (seen := self._foreseen(p)) is not None]
+        expected.sort(key=lambda item: item[0])
+        for _, point in expected[:_MOST_ELSEWHERE]:
+            found = self.look(point)
+            while found is not None and not found.better(here):
+                found = self._bettered(found, _BORDERS)
+            if found is not None:
+                return found
+        return None
+
+    def _done(self, here: Standing) -> bool:
+        """Whether no plan can be faster."""
+        return not here.over and here.period_s <= self.search.bound_s * SAME
+
+    def _bettered(self, here: Standing, most: int | None = None) -> Standing | None:
+        """What the first move that makes it better leads to; None where none does.
+
+        Those that leave the busiest device least to do are tried first: where nothing else holds
+        stages up, these are the best ones.
+
+        Args:
+            most: kinds of moves that are tried, borders first; None: all.
+        """
+        near, busiest = self.near, self._busiest(here)
+        borders = (near.border_moves, near.row_moves)
+        others = (near.limit_moves, near.recompute_moves, near.replica_moves)
+        kinds = [borders, others, (near.count_moves,)]
+        if here.over:
+            kinds[:2] = others, borders
+        for together in kinds[:most]:
+            points = dict.fromkeys(
+                point for kind in together for point in kind(here.point, busiest)
+            )
+            for point in list(points) if here.over else self._ranked(list(points), here):
+                found = self.look(point, here)
+                if found is not None and found.better(here):
+                    return found
+        return None
+
+    def _ranked(self, points: Sequence[Point], here: Standing) -> list[Point]:
+        """Those that may be better, by what they are expected to be."""
+        found, alike = list[tuple[Foreseen, Point]](), dict[Hashable, list[Point]]()
+        for point in points:
+            if point in self._standings or self._work_s(point) > here.period_s * SAME:
+                continue
+            seen = self._foreseen(point)
+            if seen is None or self._useless(seen, here):
+                continue
+            if simulates_together(seen.pipeline):
+                alike.setdefault(_alike(point), []).append(point)
+            else:
+                found.append((seen, point))
+        for some in alike.values():
+            found += self._together(some, here)
+        found.sort(key=lambda item: item[0].expected_s)
+        return [point for _, point in found]
+
+    def _together(
+        self, points: Sequence[Point], here: Standing
+    ) -> Iterator[tuple[Foreseen, Point]]:
+        """Those of one schedule that may be better, with what is expected of them."""
+        seen = [found for point in points if (found := self._seen[point]) is not None]
+        self.search.budget.take(_TOGETHER * len(points) + _TOGETHER_AT_ALL)
+        pipelines = [found.pipeline for found in seen]
+        alike = _alike(here.point) == _alike(points[0])
+        # What doesn't settle in time is as far off for both.
+        *periods, mine_s = periods_s([*pipelines, here.found.pipeline if alike else pipelines[0]])
+        limit_s = float(mine_s) if alike else here.period_s * _ABOUT
+        for point, found, period_s in zip(points, seen, map(float, periods), strict=True):
+            crowding = _crowding(found.loads_s, here.period_s)
+            shorter = period_s * SAME < limit_s
+            if shorter or (period_s <= limit_s * SAME and crowding < here.crowding - _CROWDED):
+                yield found._replace(expected_s=max(period_s, found.least_s)), point
+
+    def _busiest(self, here: Standing) -> list[int]:
+        """Stages, the busiest first; before them those that need too much memory."""
+        pipeline, cluster = here.found.pipeline, self.question.cluster
+        over = {s for s, _ in here.found.over_limit(cluster)} if here.over else set[int]()
+        busy = [busy_s(pipeline, s) for s in range(here.point.stages)]
+        return sorted(range(here.point.stages), key=lambda s: (s not in over, -busy[s], s))
+
+
+def _alike(point: Point) -> Hashable:
+    """Points with the same are simulated together."""
+    return point.stages, point.micro_batches, point.limits
+
+
+def _crowding(loads: Sequence[float], period_s: float) -> float:
+    """How many devices and wires are busy for about all of the period."""
+    return sum((each / period_s) ** _SHARP for each in loads) if period_s else 0.0
+
+
+def start_even(search: SearchState, local: LocalSearch) -> None:
+    """First plans from even cuts, improved. Raises OutOfBudget when the budget is used up."""
+    found = []
+    for done, branch in enumerate(search.branches):
+        search.say(f"{search.standing}; even cuts", done, len(search.branches))
+        standing = local.start(branch)
+        if standing is not None:
+            found.append(standing)
+    found.sort(key=lambda s: (s.over, s.period_s))
+    for standing in found:
+        best_s = search.period_s
+        if not standing.over and standing.period_s > best_s * (1 + _SPREAD):
+            continue
+        local.descend(standing)
+
+
+def improve(search: SearchState, local: LocalSearch, tries: int) -> None:
+    """Improve the best plan; kick it and descend again, so often without gain.
+
+    Raises OutOfBudget when the budget is used up.
+    """
+    if search.best is None:
+        return
+    here = local.look(local.near.point_of(search.best))
+    if here is None:
+        return
+    here = local.descend(here)
+    failed = 0
+    while failed < tries and not here.over and here.period_s > search.bound_s * SAME:
+        search.say(search.standing)
+        begun = local.look(local.near.kicked(here.point))
+        there = None if begun is None else local.descend(begun)
+        if there is not None and there.better(here):
+            failed = 0 if there.period_s * SAME < here.period_s else failed + 1
+            here = there
+        else:
+            failed += 1

@@ -1,0 +1,377 @@
+"""Where a plan can move to: points, their cuts, and the moves from one to the next.
+
+Index letters: S stages; N micro-batches; n layers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise, product
+
+from ...costs.recomputation import Selection, of_stage, selection_of
+from ...costs.tied_parameters import misplaced
+from ...evaluate import Evaluation
+from ...partition.dp.lattice import joined
+from ...partition.placings import pattern
+from ...partition.problem import members
+from ...systems.placement import numbered_devices
+from ..choices import Branch, Choice, capped, caps, unforeseen
+from ..relaxation import Relaxation
+from ..state import SearchState
+
+_STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
+"""Groups of layers that borders are moved by, in the sequence in which they are tried."""
+
+_FEW_STAGES = 8
+"""With more, rows of borders are moved towards and away from the busiest stages alone."""
+
+_KICKED = 3
+"""Borders that are moved at random at a plan that no move betters, at the most."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan as the local search sees it.
+
+    Attributes:
+        downsets: bit masks of the layers before each border: S + 1, the empty one first.
+        devices: per stage.
+        again: per stage, what it computes again.
+        limits: per stage, mini-batches in flight.
+    """
+
+    downsets: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    again: tuple[Selection, ...]
+    micro_batches: int
+    limits: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return len(self.devices)
+
+
+class Neighbours:
+    """The points of a search, straight or with several stages on each device, and their moves.
+
+    Moves yield points; whether they are any good isn't looked at. `busiest`: stages, those first
+    that should have less to do.
+
+    Args:
+        relaxation: whose graph says which layers must share a stage.
+        pins: (layer, stage).
+        moves_devices: stages may have others than the cluster lists at their place.
+    """
+
+    def __init__(
+        self,
+        search: SearchState,
+        relaxation: Relaxation,
+        pins: Sequence[tuple[int, int]],
+        *,
+        moves_devices: bool,
+    ) -> None:
+        self.search, self.relaxation, self.question = search, relaxation, search.question
+        self._pins, self.moves_devices = tuple(pins), moves_devices
+        self._nodes: dict[int, tuple[str, ...]] = {}
+        self._ways: dict[int, list[float]] = {}
+        self._random = random.Random(0)
+
+    @cached_property
+    def _groups(self) -> list[int]:
+        """Layers that share a stage, as bit masks, in topological order."""
+        counts = self.search.branches[0].micro_batches if self.search.branches else 1
+        return joined(self.relaxation.problem(Branch(counts)))
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {layer: g for g, mask in enumerate(self._groups) for layer in members(mask)}
+
+    # Points ------------------------------------------------------------------------------------
+
+    def point_of(self, found: Evaluation) -> Point:
+        """A plan as a point."""
+        position, ways = self.relaxation.graph.position, self.relaxation.recompute
+        masks = (sum(1 << position[name] for name in stage.nodes) for stage in found.stages)
+        return Point(
+            (0, *accumulate(masks, int.__or__)),
+            tuple(stage.devices for stage in found.stages),
+            tuple(selection_of(stage.recompute, ways) for stage in found.stages),
+            found.micro_batches,
+            found.limits,
+        )
+
+    def choice(self, point: Point) -> Choice:
+        """Its stages by name."""
+        nodes = tuple(self._nodes_of(b & ~a) for a, b in pairwise(point.downsets))
+        return Choice(nodes, point.devices, tuple(map(of_stage, point.again, nodes)))
+
+    def _nodes_of(self, mask: int) -> tuple[str, ...]:
+        if mask not in self._nodes:
+            names = self.relaxation.graph.names
+            self._nodes[mask] = tuple(names[j] for j in members(mask))
+        return self._nodes[mask]
+
+    def valid(self, point: Point, choice: Choice) -> bool:
+        """Whether it is one that was asked for, and runs."""
+        question, sets = self.question, point.downsets
+        if not self.relaxation.allows(point.stages, point.micro_batches):
+            return False
+        for layer, stage in self._pins:
+            if stage >= point.stages or not sets[stage + 1] & ~sets[stage] & 1 << layer:
+                return False
+        for group in self.relaxation.graph.together:
+            if any(group & mask and group & ~mask for mask in sets[1:-1]):
+                return False
+        if misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None:
+            return False
+        return not unforeseen(question, choice)
+
+    # Cuts --------------------------------------------------------------------------------------
+
+    def even_cuts(
+        self, micro_batches: int, devices: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[int, ...]]:
+        """Downsets of cuts with as much time, and with as many layers, as each stage's devices have
+        speed for."""
+        groups, stages = self._groups, len(devices)
+        if stages > len(groups):
+            return
+        listed = self.question.cluster.devices
+        several = Counter(devices)
+        speeds = (
+            len(mine) * min(listed[d].speed for d in mine) / several[mine] for mine in devices
+        )
+        shares = [*accumulate(speeds)]
+        seconds = self.seconds(micro_batches)
+        by_time = [sum(seconds[j] for j in members(mask)) for mask in groups]
+        masks = [0, *accumulate(groups, int.__or__)]
+        seen = set[tuple[int, ...]]()
+        for weights in (by_time, [1.0] * len(groups)):
+            done = [0.0, *accumulate(weights)]
+            ends = [0]
+            for s in range(1, stages):
+                wanted = done[-1] * shares[s - 1] / shares[-1]
+                rest = len(groups) - (stages - s)
+                within = range(ends[-1] + 1, rest + 1)
+                ends.append(min(within, key=lambda g: (abs(done[g] - wanted), g)))
+            cut = tuple(masks[g] for g in (*ends, len(groups)))
+            if cut not in seen:
+                seen.add(cut)
+                yield cut
+
+    def seconds(self, micro_batches: int) -> list[float]:
+        """Per layer, the forward and the backward of a micro-batch."""
+        if micro_batches not in self._ways:
+            self._ways[micro_batches] = self.relaxation.way_s(micro_batches).tolist()
+        return self._ways[micro_batches]
+
+    def stage_counts(self, branch: Branch) -> list[int]:
+        if branch.stages is not None:
+            return [branch.stages]
+        most = min(self.search.most_stages, len(self._groups))
+        halves = {most >> k for k in range(most.bit_length())} | {most}
+        return sorted(halves - {0}, reverse=True)
+
+    def layings(
+        self, stages: int, micro_batches: int, devices: int
+    ) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Devices of stages: as many for each; the last ones of those listed."""
+        for each in reversed(self.relaxation.replica_counts(micro_batches)):
+            if each == 1 or stages * each <= devices < stages * (each + 1):
+                first = devices - stages * each
+                yield tuple(
+                    tuple(range(first + s * each, first + (s + 1) * each)) for s in range(stages)
+                )
+
+    def usual_limits(
+        self, stages: int, devices: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[int, ...]]:
+        """The widest; a mini-batch for each stage behind; fewer and fewer down to the least."""
+        ranges = self._ranges(devices)
+        behind = range(stages - 1, -1, -1)
+        usual = [
+            (low, max(low, min(high, 1 + d))) for (low, high), d in zip(ranges, behind, strict=True)
+        ]
+        seen = {tuple(high for _, high in ranges)}
+        yield tuple(high for _, high in ranges)
+        for cap in caps(usual):
+            limits = capped(usual, cap)
+            if limits not in seen:
+                seen.add(limits)
+                yield limits
+
+    def _ranges(self, devices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
+        several = bool(numbered_devices(devices))
+        return self.relaxation.limit_ranges(len(devices), several=several)
+
+    # Moves -------------------------------------------------------------------------------------
+
+    def border_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
+        """One border, from the busiest stages on."""
+        seen = set[tuple[int, int]]()
+        for s in busiest:
+            for border, by in ((s, 1), (s + 1, -1), (s, -1), (s + 1, 1)):
+                if 0 < border < point.stages and (border, by) not in seen:
+                    seen.add((border, by))
+                    for step in _STEPS:
+                        yield from self._shifted(point, border, border, by * step)
+
+    def row_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
+        """Several borders in a row: stages between them keep the size that they have."""
+        stages = point.stages
+        for a, b in combinations(range(1, stages), 2):
+            if stages <= _FEW_STAGES or {a - 1, b} & set(busiest[:2]):
+                for step in (-1, 1, -2, 2):
+                    yield from self._shifted(point, a, b, step)
+
+    def limit_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
+        """One stage more or fewer in flight; before it there are no fewer, behind it no more."""
+        ranges = self._ranges(point.devices)
+        for s, by in product(range(point.stages), (1, -1)):
+            mine = point.limits[s] + by
+            limits = tuple(
+                max(limit, mine) if t < s else min(limit, mine) if t > s else mine
+                for t, limit in enumerate(point.limits)
+            )
+            if all(a <= limit <= b for limit, (a, b) in zip(limits, ranges, strict=True)):
+                yield replace(point, limits=limits)
+
+    def recompute_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
+        """Other layers that one stage computes again, or all."""
+        ways = self.relaxation.recompute
+        for way in ways if len(ways) > 1 else ():
+            yield replace(point, again=(way,) * point.stages)
+            for s in busiest:
+                yield replace(point, again=(*point.again[:s], way, *point.again[s + 1 :]))
+
+    def replica_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
+        """More replicas for one stage, from another one or none; in the listed sequence."""
+        devices = len(self.question.cluster.devices)
+        counts = self.relaxation.replica_counts(point.micro_batches)
+        if counts == [1] or numbered_devices(point.devices):
+            return
+        for gains, loses in product(busiest, [None, *reversed(busiest)]):
+            each = [len(mine) for mine in point.devices]
+            more = next((r for r in counts if r > each[gains]), None)
+            if more is None or gains == loses:
+                continue
+            by, each[gains] = more - each[gains], more
+            if loses is not None:
+                each[loses] -= by
+            if sum(each) <= devices and all(r in counts for r in each):
+                yield replace(point, devices=_in_a_row(each, devices))
+
+    def device_moves(self, point: Point) -> Iterator[Point]:
+        """Two devices in each other's place, or one moved to before or behind another."""
+        if not self.moves_devices:
+            return
+        homes, kinds = self.search.device_kinds
+        used = list(dict.fromkeys(d for mine in point.devices for d in mine))
+        rest = [d for d in range(len(homes)) if d not in used]
+        sequence, seen = [*rest, *used], set[Hashable]()
+
+        def lying(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+            there = dict(zip(sequence, order, strict=True))
+            return tuple(tuple(there[d] for d in mine) for mine in point.devices)
+
+        count = range(len(sequence))
+        for a, b in product(count, count):
+            swapped, moved = list(sequence), list(sequence)
+            swapped[a], swapped[b] = swapped[b], swapped[a]
+            moved.insert(b, moved.pop(a))
+            for devices in (lying(swapped), lying(moved)):
+                alike = pattern([d for mine in devices for d in mine], homes, kinds)
+                if alike not in seen and devices != point.devices:
+                    seen.add(alike)
+                    yield replace(point, devices=devices)
+
+    def stage_moves(self, point: Point) -> Iterator[Point]:
+        """A stage in two, the other one with a device that does nothing; or two stages in one."""
+        most = self.search.most_stages
+        open_count = any(b.stages is None for b in self.search.branches)
+        if not open_count or numbered_devices(point.devices):
+            return
+        homes, kinds = self.search.device_kinds
+        used = {d for mine in point.devices for d in mine}
+        alike = {(homes[d], kinds[d]): d for d in range(len(homes)) if d not in used}
+        groups, sets = self._groups, point.downsets
+        for s in range(point.stages):
+            inside = sets[s + 1] & ~sets[s]
+            mine = sorted({self._group_of[layer] for layer in members(inside)})
+            middle = sets[s] | sum(groups[g] for g in mine[: len(mine) // 2])
+            for d in alike.values() if len(mine) > 1 and point.stages < most else ():
+                for at in (s, s + 1):
+                    devices = (*point.devices[:at], (d,), *point.devices[at:])
+                    cut = (*sets[: s + 1], middle, *sets[s + 1 :])
+                    again = (*point.again[: s + 1], *point.again[s:])
+                    yield self._with_stages(point, cut, devices, again)
+        for s in range(point.stages - 1):
+            for gone in (s, s + 1):
+                devices = (*point.devices[:gone], *point.devices[gone + 1 :])
+                cut = (*sets[: s + 1], *sets[s + 2 :])
+                again = (*point.again[:gone], *point.again[gone + 1 :])
+                yield self._with_stages(point, cut, devices, again)
+
+    def _with_stages(
+        self,
+        point: Point,
+        downsets: tuple[int, ...],
+        devices: tuple[tuple[int, ...], ...],
+        again: tuple[Selection, ...],
+    ) -> Point:
+        """The point with another number of stages."""
+        limits = next(self.usual_limits(len(devices), devices))
+        return Point(downsets, devices, again, point.micro_batches, limits)
+
+    def count_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
+        """The same cut with other micro-batches."""
+        counts = {b.micro_batches for b in self.search.branches if b.stages in (None, point.stages)}
+        for n in sorted(counts, key=lambda n: abs(n - point.micro_batches)):
+            yield replace(point, micro_batches=n)
+
+    def _shifted(self, point: Point, first: int, last: int, by: int) -> Iterator[Point]:
+        found = self.shifted(point, first, last, by)
+        if found is not None:
+            yield found
+
+    def shifted(self, point: Point, first: int, last: int, by: int) -> Point | None:
+        """Borders from `first` to `last` moved by so many groups of layers, the later ones if it is
+        positive; None where a stage would have no layers left.
+
+        Each takes the next layers in topological order of the stage that it moves into.
+        """
+        sets = list(point.downsets)
+        order = range(last, first - 1, -1) if by > 0 else range(first, last + 1)
+        for border in order:
+            low, mine, high = sets[border - 1], sets[border], sets[border + 1]
+            inside = high & ~mine if by > 0 else mine & ~low
+            groups = sorted({self._group_of[layer] for layer in members(inside)})
+            if len(groups) <= abs(by):
+                return None
+            for g in groups[:by] if by > 0 else groups[by:]:
+                mine = mine | self._groups[g] if by > 0 else mine & ~self._groups[g]
+            sets[border] = mine
+        return replace(point, downsets=tuple(sets))
+
+    def kicked(self, point: Point) -> Point:
+        """The point with some borders elsewhere."""
+        for _ in range(self._random.randint(1, _KICKED)):
+            if point.stages < 2:
+                break
+            first = self._random.randrange(1, point.stages)
+            last = self._random.randrange(first, point.stages)
+            by = self._random.choice((-1, 1)) * self._random.choice(_STEPS)
+            point = self.shifted(point, first, last, by) or point
+        return point
+
+
+def _in_a_row(each: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
+    """So many devices for each stage, the last ones of those listed."""
+    at = [*accumulate(each, initial=devices - sum(each))]
+    return tuple(tuple(range(a, b)) for a, b in pairwise(at))
