@@ -325,7 +325,10 @@ class Neighbours:
         devices: tuple[tuple[int, ...], ...],
         again: tuple[Selection, ...],
     ) -> Point:
-        """The point with another number of stages."""
+        """The point with another number of stages; on devices as listed, unless these may move."""
+        if not self.moves_devices:
+            count = len(self.question.cluster.devices)
+            devices = _in_a_row([len(mine) for mine in devices], count)
         limits = next(self.usual_limits(len(devices), devices))
         return Point(downsets, devices, again, point.micro_batches, limits)
 

@@ -211,7 +211,7 @@ def test_devices_in_each_others_places_are_tried(seed, monkeypatch):
     speeds = [round(rng.uniform(0.4, 3), 2) for _ in range(4)]
     cluster = Cluster(devices=devices(*speeds), network=LINK)
     asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "variant": "pipedream-flush"}
-    asked |= {"effort": 1500, "time_limit_s": None, "sequence": "best"}
+    asked |= {"effort": 20_000, "time_limit_s": None, "sequence": "best"}
     monkeypatch.setattr(solving, "bound_sequences", lambda search: None)
     plan = solve(profile, cluster, **asked)
     again = recheck(plan, profile).plan
