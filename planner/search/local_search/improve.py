@@ -47,7 +47,7 @@ _ABOUT = 1.005
 _SPREAD = 0.02
 """Of starts, those are descended from whose period is within so much of the best one's."""
 
-_SHARP, _CROWDED = 64, 1e-3
+_SHARP, _WORTH_IT = 64, 1e-3
 """A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one; and so much must
 be gained where the period stays."""
 
@@ -65,13 +65,13 @@ class Standing:
     Attributes:
         over: what stages need beyond their devices' memory, as a share of it, summed, and version
             differences beyond what may be; 0: it is a plan that was asked for.
-        crowding: how many devices and wires are busy for about all of the period.
+        bottlenecks: how many devices and wires are busy for about all of the period.
     """
 
     point: Point
     found: Evaluation
     over: float
-    crowding: float
+    bottlenecks: float
 
     @property
     def period_s(self) -> float:
@@ -84,7 +84,7 @@ class Standing:
             return self.over < other.over
         if self.period_s * SAME < other.period_s or other.period_s * SAME < self.period_s:
             return self.period_s < other.period_s
-        return self.crowding < other.crowding - _CROWDED
+        return self.bottlenecks < other.bottlenecks - _WORTH_IT
 
 
 class Foreseen(NamedTuple):
@@ -148,8 +148,8 @@ class LocalSearch:
         """Whether what a point may be at best is no better."""
         if than.over or seen.least_s * SAME < than.period_s:
             return False
-        crowding = _crowding(seen.loads_s, than.period_s)
-        return seen.least_s > than.period_s * SAME or crowding > than.crowding - _CROWDED
+        bottlenecks = _bottlenecks(seen.loads_s, than.period_s)
+        return seen.least_s > than.period_s * SAME or bottlenecks > than.bottlenecks - _WORTH_IT
 
     def _foreseen(self, point: Point) -> Foreseen | None:
         """What is known before it is simulated; None where it can't be."""
@@ -203,8 +203,8 @@ class LocalSearch:
         over = sum(max(share - 1.0, 0.0) for share in shares)
         most = self.relaxation.freedom.staleness.max_difference
         over += 0.0 if most is None else float(max(found.difference - most, 0))
-        crowding = _crowding(loads_s(found.pipeline), found.prediction.period_s)
-        return Standing(point, found, over, crowding)
+        bottlenecks = _bottlenecks(loads_s(found.pipeline), found.prediction.period_s)
+        return Standing(point, found, over, bottlenecks)
 
     # Starts ------------------------------------------------------------------------------------
 
@@ -319,9 +319,11 @@ class LocalSearch:
         *periods, mine_s = periods_s([*pipelines, here.found.pipeline if alike else pipelines[0]])
         limit_s = float(mine_s) if alike else here.period_s * _ABOUT
         for point, found, period_s in zip(points, seen, map(float, periods), strict=True):
-            crowding = _crowding(found.loads_s, here.period_s)
+            bottlenecks = _bottlenecks(found.loads_s, here.period_s)
             shorter = period_s * SAME < limit_s
-            if shorter or (period_s <= limit_s * SAME and crowding < here.crowding - _CROWDED):
+            if shorter or (
+                period_s <= limit_s * SAME and bottlenecks < here.bottlenecks - _WORTH_IT
+            ):
                 yield found._replace(expected_s=max(period_s, found.least_s)), point
 
     def _busiest(self, here: Standing) -> list[int]:
@@ -337,7 +339,7 @@ def _alike(point: Point) -> Hashable:
     return point.stages, point.micro_batches, point.limits
 
 
-def _crowding(loads: Sequence[float], period_s: float) -> float:
+def _bottlenecks(loads: Sequence[float], period_s: float) -> float:
     """How many devices and wires are busy for about all of the period."""
     return sum((each / period_s) ** _SHARP for each in loads) if period_s else 0.0
 
