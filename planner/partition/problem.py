@@ -4,7 +4,7 @@ A cut is an ascending chain of downsets of the layer graph, from the empty one t
 stage X between downsets a and b holds the layers of b less those of a. The solvers look for the
 chain, and an option for each of its stages, whose largest stage load is smallest, where every
 stage fits its devices' memory. Which system is trained, and by whose cost model, is all in the
-numbers: `planner.search.relaxation` makes them for our own systems,
+numbers: `planner.search.relaxed.relaxation` makes them for our own systems,
 `cli.plan_commands.cost_models` for published planners.
 
 Index letters: a, b downsets; X a stage; r its replicas; k devices from its first one to the end.

@@ -28,7 +28,8 @@ from ..partition.problem import StageProblem, members
 from ..partition.solve import DpSource
 from .choices import Branch, Choice, InFlight
 from .local_search.improve import LocalSearch, improve
-from .places import Assumptions
+from .relaxed import messages
+from .relaxed.places import Assumptions
 from .state import CLOSE, OutOfBudget, SearchState
 
 SEQUENCES = ("best", "listed")
@@ -86,7 +87,7 @@ def bound_sequences(search: SearchState) -> None:
     """
     search.forget_bounds()
     for branch in search.branches:
-        least_s = search.relaxation.shared_out_s(branch.micro_batches)
+        least_s = search.relaxation.seconds.shared_out_s(branch.micro_batches)
         search.bounds[branch] = max(search.bounds[branch], least_s)
     try:
         _raise_by_waits(search, kinds_of_devices(search))
@@ -420,7 +421,7 @@ def waiting(
     search: SearchState, grouping: _Grouping, branch: Branch
 ) -> tuple[StageProblem, WaitingProgram] | None:
     """A branch's problem with what stages wait for; None where that isn't known, or takes long."""
-    ways = search.relaxation.ways(branch.micro_batches)
+    ways = messages.ways(search.relaxation.seconds, branch.micro_batches)
     if ways is None or branch.stages is not None:
         return None
     kinds = grouping.kinds(branch, Assumptions(view="cycle"))

@@ -25,7 +25,7 @@ from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
 from .local_search.improve import LocalSearch, improve, start_even
-from .places import Assumptions, fixed_in_flight
+from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
 
 _MOST_UNITS = 512
@@ -158,7 +158,7 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
         return kept[key]
 
     for branch in search.branches:
-        least_s = search.relaxation.shared_out_s(branch.micro_batches)
+        least_s = search.relaxation.seconds.shared_out_s(branch.micro_batches)
         search.bounds[branch] = max(search.bounds[branch], least_s)
     begun, done = set[Branch](), set[Branch]()
     while not is_late(end):

@@ -27,7 +27,7 @@ from ..partition.one_by_one.equal_replicas import least_period
 from ..partition.problem import Cut, Mode, StageProblem, Vector, stage_bytes
 from ..partition.solve import DpSource
 from .choices import Branch, Choice, InFlight, choice_of
-from .places import Assumptions, fixed_in_flight
+from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, SOON_S, SearchState, is_late
 
 MOST_BLOCKS = 200
@@ -214,13 +214,13 @@ def _least_expected_s(search: SearchState, branch: Branch) -> float:
     """What no guess for a branch is likely to be below: one micro-batch's way and back, and where
     the pipeline runs empty all the work, shared out evenly, too."""
     relaxation, n = search.relaxation, branch.micro_batches
-    way_s = relaxation.way_and_back_s(n)
+    way_s = relaxation.seconds.way_and_back_s(n)
     if not relaxation.variant.flushes:
         return way_s
     # A stage's own part of the way is part of its work.
     stages = max(_least_devices(search, branch), 1.0)
     devices = len(search.question.cluster.devices)
-    return way_s * (1 - 1 / stages) + relaxation.work_s(n) * n / devices
+    return way_s * (1 - 1 / stages) + relaxation.seconds.work_s(n) * n / devices
 
 
 def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, Cut]) -> float:
@@ -233,7 +233,7 @@ def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, 
         fixed = fixed_in_flight(search.relaxation.variant) and len(replicas) > 1
         return cut.objective_s * (_UNEQUAL_FULL if fixed else 1.0)
     n = guess.branch.micro_batches
-    forward_s = search.relaxation.forward_s(n)
+    forward_s = search.relaxation.seconds.forward_s(n)
     if guess.replicas is None:
         return period_of(problem, forward_s, cut) * _UNEQUAL
     return period_of(problem, forward_s, cut, _ahead(search, guess))
@@ -343,8 +343,8 @@ def _by_waits(
         found = least_period(
             coarse,
             lattice,
-            of.summed(search.relaxation.forward_s(n)),
-            of.summed(search.relaxation.way_s(n)),
+            of.summed(search.relaxation.seconds.forward_s(n)),
+            of.summed(search.relaxation.seconds.way_s(n)),
             each=n // guess.replicas,
             below_s=below_s,
             deadline=deadline,
@@ -377,7 +377,7 @@ def _keeping_more(
     """The choice with as few layers computed again as its memory is likely to have room for."""
     question, relaxation, found, below = search.question, search.relaxation, [], 0
     size = -(-question.mini_batch // micro_batches)
-    seconds, steps = relaxation.recompute_s(micro_batches), relaxation.steps
+    seconds, steps = relaxation.seconds.recompute_s(micro_batches), relaxation.kept.steps
     rest = _without_activations(problem, relaxation.graph.buffer_bytes)
     for s, (stage, nodes) in enumerate(zip(cut.stages, choice.nodes, strict=True)):
         again, mine = choice.recompute[s], frozenset(nodes)

@@ -18,7 +18,7 @@ from ..partition.solve import source_for
 from ..schedules.given import in_rules_of
 from ..systems.orders import Order
 from .choices import Branch, Freedom, PlacedBranch, StagesAsked, micro_batch_counts
-from .relaxation import Relaxation
+from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch
 from .state import Budget, OutOfBudget, Progress, SearchState
 

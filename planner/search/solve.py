@@ -41,7 +41,7 @@ from .device_sequences import (
 )
 from .exploration import run
 from .given_order import check_asked, search_of, under
-from .relaxation import Relaxation
+from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch, no_branches
 from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState
 

@@ -40,8 +40,9 @@ from ..systems.placement import placements
 from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
 from .local_search.improve import LocalSearch, improve
-from .places import Assumptions
-from .relaxation import Relaxation
+from .relaxed import messages
+from .relaxed.places import Assumptions
+from .relaxed.relaxation import Relaxation
 from .state import CLOSE, OutOfBudget, SearchState, is_late
 
 _MOST_DOWNSETS = 3_000
@@ -365,7 +366,7 @@ class PlacedSearch:
         key = micro_batches, recompute
         if key not in self._counted:
             counts = list(_counts(self.relaxation, micro_batches, recompute=recompute))
-            sent = self.relaxation.sent_on(micro_batches)
+            sent = messages.sent_on(self.relaxation.seconds, micro_batches)
             self._counted[key] = Counted(self._places, counts, sent)
         return self._counted[key]
 

@@ -36,7 +36,7 @@ from .choices import (
     choice_of,
     in_flight_under,
 )
-from .relaxation import Relaxation
+from .relaxed.relaxation import Relaxation
 
 # What a search may spend: simulated operations, and time -----------------------------------------
 
@@ -264,10 +264,9 @@ class SearchState:
     def forget_bounds(self) -> None:
         """Keep those alone that hold for every sequence of devices, and for branches that aren't
         reached."""
+        trip_s = self.relaxation.seconds.round_trip_s
         self.bounds = {
-            branch: max(
-                self.relaxation.round_trip_s(branch.micro_batches), self.floors.get(branch, 0.0)
-            )
+            branch: max(trip_s(branch.micro_batches), self.floors.get(branch, 0.0))
             for branch in self.branches
         }
 
@@ -521,13 +520,13 @@ class SearchState:
             if not stage.recompute or limit is None:
                 continue
             mine = frozenset(stage.nodes)
-            steps = [each & mine for each in self.relaxation.steps if each & mine]
+            steps = [each & mine for each in self.relaxation.kept.steps if each & mine]
             known = sum(each <= stage.recomputed for each in steps)
             again = fewest(
                 steps,
                 len(steps) + 1 if stage.recompute is True else known,
                 partial(_fits, self.question, found, s, limit),
-                self.relaxation.recompute_s(found.micro_batches),
+                self.relaxation.seconds.recompute_s(found.micro_batches),
             )
             if again is not None:
                 recompute = of_stage(again, stage.nodes)

@@ -20,8 +20,8 @@ from ...partition.dp.identical_devices_by_target import identical_by_targets
 from ...partition.problem import Answer, Cut, StageProblem
 from ...partition.solve import DpSource, Enough
 from ..choices import Branch, Choice, capped, choice_of, in_flight_under
-from ..places import Assumptions
-from ..relaxation import Relaxation
+from ..relaxed.places import Assumptions
+from ..relaxed.relaxation import Relaxation
 from ..state import SOON_S, SearchState
 
 _CUTS = 8

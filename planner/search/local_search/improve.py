@@ -28,7 +28,7 @@ from ...schedules.together import periods_s, simulates_together
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
 from ..choices import Branch, Choice
-from ..relaxation import Relaxation
+from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .neighbours import Neighbours, Point
 

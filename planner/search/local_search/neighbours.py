@@ -20,7 +20,7 @@ from ...partition.placings import pattern
 from ...partition.problem import members
 from ...systems.placement import numbered_devices
 from ..choices import Branch, Choice, capped, caps, unforeseen
-from ..relaxation import Relaxation
+from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 
 _STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
@@ -168,7 +168,7 @@ class Neighbours:
     def seconds(self, micro_batches: int) -> list[float]:
         """Per layer, the forward and the backward of a micro-batch."""
         if micro_batches not in self._ways:
-            self._ways[micro_batches] = self.relaxation.way_s(micro_batches).tolist()
+            self._ways[micro_batches] = self.relaxation.seconds.way_s(micro_batches).tolist()
         return self._ways[micro_batches]
 
     def stage_counts(self, branch: Branch) -> list[int]:

@@ -7,7 +7,7 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.search.choices import Branch, Freedom
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 
 
 def places_to_cut(profile, limit=300_000):

@@ -22,7 +22,7 @@ from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.search.choices import Freedom
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (

@@ -21,7 +21,7 @@ from timeprest.planner.costs.stage_costs import Costs
 from timeprest.planner.evaluate import Question
 from timeprest.planner.search import state
 from timeprest.planner.search.choices import Freedom
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import solve
 
 
@@ -295,5 +295,5 @@ def test_what_computing_again_takes_does_not_depend_on_the_sequence():
     layers = [(f"n{k}", 10, t, 2e-3, 0, ()) for k, t in enumerate((0.1, 0.2, 0.3))]
     edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
     question = Question(profile_by_hand(layers, edges), uniform_cluster(1), "gpipe", 4, 1.0)
-    seconds = Relaxation(question, Freedom()).recompute_s(4)
+    seconds = Relaxation(question, Freedom()).seconds.recompute_s(4)
     assert len({seconds(names) for names in itertools.permutations(["n0", "n1", "n2"])}) == 1

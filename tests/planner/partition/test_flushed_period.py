@@ -12,8 +12,8 @@ from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.flushed_period import period_of
 from timeprest.planner.partition.problem import ChosenStage, Cut
 from timeprest.planner.search.choices import Branch, Freedom
-from timeprest.planner.search.places import Assumptions
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.places import Assumptions
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -28,7 +28,7 @@ def test_no_schedule_is_quicker_than_the_period_of_its_loads(seed):
     relaxation = Relaxation(question, Freedom())
     problem = relaxation.problem(Branch(n), Assumptions(guess=True, identical=True))
     cut = Cut(tuple(ChosenStage(1 << k, 0, stages - k) for k in range(stages)), 0.0)
-    expected_s = period_of(problem, relaxation.forward_s(n), cut, n)
+    expected_s = period_of(problem, relaxation.seconds.forward_s(n), cut, n)
     plan = lone_stages([[name] for name in names], [1] * stages)
     period_s = evaluate(question, plan, n).prediction.period_s
     assert 0.8 * period_s <= expected_s <= period_s * (1 + 1e-9)

@@ -16,8 +16,8 @@ from timeprest.planner.partition.one_by_one.equal_replicas import _rounded_up, l
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans
 from timeprest.planner.search.choices import Branch, Freedom, choice_of, in_flight_under
-from timeprest.planner.search.places import Assumptions
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.places import Assumptions
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import SearchState
 
@@ -114,8 +114,8 @@ def test_the_formula_for_equal_replicas_is_about_the_simulation(seed, replicas):
     found = least_period(
         problem,
         lattice,
-        relaxation.forward_s(MICRO_BATCHES),
-        relaxation.way_s(MICRO_BATCHES),
+        relaxation.seconds.forward_s(MICRO_BATCHES),
+        relaxation.seconds.way_s(MICRO_BATCHES),
         each=MICRO_BATCHES // replicas,
     )
     simulated_s = period_of(question, problem, found.cut)

@@ -18,8 +18,8 @@ from timeprest.planner.partition.dp.identical_devices_by_target import targets_o
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search.choices import Branch, Freedom
-from timeprest.planner.search.places import Assumptions
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.places import Assumptions
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 
 SYSTEMS = "pipedream-flush", "pipedream-2bw"
 

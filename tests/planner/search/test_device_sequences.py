@@ -15,7 +15,7 @@ from timeprest.planner.partition.problem import stage_load
 from timeprest.planner.search import device_sequences
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer.recheck import recheck
-from timeprest.planner.search.places import Assumptions
+from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
 

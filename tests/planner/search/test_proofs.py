@@ -27,8 +27,8 @@ from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans, state
 from timeprest.planner.search import relaxation as relaxations
 from timeprest.planner.search.choices import Branch, Freedom
-from timeprest.planner.search.places import Assumptions
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.places import Assumptions
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import running_ahead
 from timeprest.profiles.errors import InfeasibleError
@@ -86,7 +86,7 @@ def check_bounds(drawn: Drawn) -> None:
     relaxation, problems = Relaxation(drawn.question, drawn.freedom), {}
     step = max(len(drawn.plans) // MOST_BOUNDED, 1)
     for n, found in drawn.plans[::step]:
-        assert relaxation.shared_out_s(n) <= found.prediction.period_s * (1 + 1e-9)
+        assert relaxation.seconds.shared_out_s(n) <= found.prediction.period_s * (1 + 1e-9)
         for view in relaxation.views:
             for alike in {False, drawn.question.cluster.uniform}:
                 for stages, least in product((None, len(found.stages)), (False, True)):
@@ -94,7 +94,7 @@ def check_bounds(drawn: Drawn) -> None:
                     if key not in problems:
                         assumed = Assumptions(view=view, identical=alike, alike=least)
                         problems[key] = relaxation.problem(Branch(n, stages), assumed)
-                    ways = relaxation._alike(relaxation.forward_s(n)) if least else ()
+                    ways = relaxation.kept.alike(relaxation.seconds.forward_s(n)) if least else ()
                     check_stages(problems[key], found, alike, ways)
 
 

@@ -34,8 +34,8 @@ from timeprest.planner.search.choices import (
     choice_of,
     micro_batch_counts,
 )
-from timeprest.planner.search.places import Assumptions
-from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.relaxed.places import Assumptions
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import Budget, OutOfBudget
 from timeprest.planner.systems.orders import parse_order
@@ -375,7 +375,7 @@ def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
     question = Question(chain(4), uniform_cluster(4), "pipedream-2bw", 4, 1.0)
     relaxation = Relaxation(question, Freedom(replicas=True))
     cost = question.costs.stage(tuple(layer.name for layer in question.profile.layers), 2, True)
-    trip_s = relaxation.round_trip_s(2)
+    trip_s = relaxation.seconds.round_trip_s(2)
     assert trip_s == pytest.approx(cost.forward_s + cost.backward_s)
     assert relaxation.graph.returning_rows == [[0, 1, 2, 3]]
     # Where no gradient comes back, what is before doesn't wait for what is behind.
@@ -383,7 +383,7 @@ def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
     profile = msgspec.structs.replace(chain(4), edges=tuple(edges))
     cut = Relaxation(Question(profile, uniform_cluster(4), "pipedream-2bw", 4, 1.0), Freedom())
     assert cut.graph.returning_rows == [[0, 1], [2, 3]]
-    assert cut.round_trip_s(2) == pytest.approx(trip_s / 2)
+    assert cut.seconds.round_trip_s(2) == pytest.approx(trip_s / 2)
 
 
 def test_staleness_is_the_users_to_bound():
@@ -431,7 +431,7 @@ def test_no_plan_is_faster_than_a_round_trip_of_what_may_be_in_flight(drawn, n, 
         Freedom(True, staleness=StalenessBounds("auto", max_in_flight=limit)),
     )
     assume(n == 1 or not question.system.whole_mini_batches)
-    trip_s = Relaxation(question, freedom).round_trip_s(n)
+    trip_s = Relaxation(question, freedom).seconds.round_trip_s(n)
     for number, (choice, _, limits) in enumerate(all_plans(question, freedom, [n])):
         assume(number < MOST_PLANS)
         found = evaluate(question, choice.with_limits(limits), n)

@@ -13,15 +13,15 @@ from math import lcm
 
 import numpy as np
 
-from ..cluster.cluster import Cluster, Device, Network
-from ..cluster.contention import AllReduceTimes
-from ..costs.memory import room_bytes
-from ..costs.stage_costs import weights_s_per_byte
-from ..evaluate import Question
-from ..partition.dp.identical_devices import IdenticalPlaces
-from ..partition.problem import Option, Place
-from ..systems.variants import Variant
-from .choices import Freedom, InFlight, least_in_flight
+from ...cluster.cluster import Cluster, Device, Network
+from ...cluster.contention import AllReduceTimes
+from ...costs.memory import room_bytes
+from ...costs.stage_costs import weights_s_per_byte
+from ...evaluate import Question
+from ...partition.dp.identical_devices import IdenticalPlaces
+from ...partition.problem import Option, Place
+from ...systems.variants import Variant
+from ..choices import Freedom, InFlight, least_in_flight
 
 Places = Callable[[int, int], Place]
 """As `StageProblem.place`."""
