@@ -25,8 +25,8 @@ from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.problem import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans, state
-from timeprest.planner.search import relaxation as relaxations
 from timeprest.planner.search.choices import Branch, Freedom
+from timeprest.planner.search.relaxed import memory as kept_bytes
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import solve
@@ -135,7 +135,7 @@ def of_stages(mode, ways, nodes):
 @pytest.mark.parametrize("number", numbers())
 def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
     # All sets count as one where they may.
-    monkeypatch.setattr(relaxations, "_ABOUT_NO_TIME", 1.0)
+    monkeypatch.setattr(kept_bytes, "_ABOUT_NO_TIME", 1.0)
     found = drawn(number)
     if found is None:
         pytest.skip("too many plans to try, or none")
