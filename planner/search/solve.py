@@ -22,7 +22,7 @@ from ..plan import Plan, SolverReport
 from ..schedules.schedules import StalenessBounds
 from ..systems.orders import Order
 from ..systems.variants import variant_named
-from .answer.diagnosis import diagnose, lacking
+from .answer.diagnosis import Fitting, diagnose, lacking
 from .answer.recheck import signed
 from .choices import (
     RECOMPUTE,
@@ -187,8 +187,9 @@ def solve(
         placed = _placed(search, request)
         go = partial(_run, search, placed, request)
     try:
-        stopped = go()
-        if search.best is None and search.budget.is_late:
+        hopeless = placed is None and order is None and Fitting(search).none_fits()
+        stopped = None if hopeless else go()
+        if search.best is None and search.budget.is_late and not hopeless:
             # A plan a little late is better than none, and than looking for why there is none.
             search.budget.deadline = time.monotonic() + SOON_S / 2
             stopped = go()
@@ -204,8 +205,11 @@ def solve(
         )
     if search.best is None:
         apart = placed is None and order is None
-        why = diagnose if apart else lacking
-        found: Evaluation | InfeasibleError = why(search, stopped, request.pins)
+        found: Evaluation | InfeasibleError
+        if apart:
+            found = diagnose(search, stopped, request.pins, request.micro_batches)
+        else:
+            found = lacking(search, stopped, request.pins)
         if isinstance(found, InfeasibleError):
             raise found
         search.best = found

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, product
 
 import msgspec
 
-from ....profiles.errors import InfeasibleError
+from ....profiles.errors import InfeasibleError, PlanError, ScheduleError
 from ....profiles.units import format_bytes
 from ...cluster.cluster import Cluster
 from ...costs.layer_graph import held_together
+from ...costs.memory import room_bytes
 from ...costs.tied_parameters import bound_groups
 from ...evaluate import Evaluation, Question, better, evaluate
 from ...partition.dp.blocks import Blocks, blocks
-from ...partition.dp.identical_devices_by_target import identical_by_targets
-from ...partition.problem import Answer, Cut, StageProblem
+from ...partition.dp.lattice import Lattice, joined, lattice_of
+from ...partition.dp.sweep import OutOfTime
+from ...partition.least_memory import LeastMemory
+from ...partition.problem import FITS, Cut, Option, Place, StageProblem, members
 from ...partition.solve import DpSource, Enough
-from ..choices import Branch, Choice, capped, choice_of, in_flight_under
-from ..relaxed.places import Assumptions
+from ...systems.variants import VARIANTS, Variant
+from ..choices import Branch, Freedom, capped, choice_of, in_flight_under, micro_batch_counts
+from ..relaxed.places import Assumptions, fixed_in_flight
 from ..relaxed.relaxation import Relaxation
 from ..state import SOON_S, SearchState
 
@@ -30,24 +35,29 @@ _CUTS = 8
 _SMALL = 2_000
 """Layers × devices."""
 
+_WHOLE = 250
+"""Of a graph with more downsets, what would do is cut between so many blocks of layers."""
+
 _BLOCKS = 400
-"""Where there is much to look at, what would do is cut between so many blocks of layers."""
+"""The same where there is much to look at."""
 
-_CLOSE = 1.01
-"""Where there is much to look at, memory that would do is found up to this factor."""
-
-_ROOM = 0.99
-"""Of it, what a number of devices is looked for with: a schedule may take a little more."""
-
-_MOST_TIMES = 16
-"""Times a device's memory that is looked at however long it takes."""
-
-_TRIES = 2
-"""Numbers of devices that are evaluated, each a twentieth larger than the last."""
+_ROOMS = (1.0, 0.99)
+"""Of a device's memory, what a number of devices is looked for with: a schedule may take a little
+more than the cut alone tells."""
 
 _MOST_DEVICES = 4096
-_SECONDS = 20.0
+
+_QUICK = 1
+"""Micro-batch counts that are looked at for each thing that may do."""
+
+_SECONDS = 1.5
 """Looking for what would do ends then; what was found until then is said."""
+
+_AT_HAND_S = 10.0
+"""Looking for a plan where a search had no time for one."""
+
+_PROOF_S = 0.5
+"""For a proof that nothing fits, before anything is searched."""
 
 
 class Fitting:
@@ -55,13 +65,15 @@ class Fitting:
 
     Args:
         search: the one that found nothing.
+        micro_batches: N, where it was asked for.
     """
 
-    def __init__(self, search: SearchState) -> None:
+    def __init__(self, search: SearchState, micro_batches: int | None = None) -> None:
         self.search = search
         self.deadline = time.monotonic() + _SECONDS
         self.more_devices_are_no_help = False
         self.cut_short = False
+        self._micro_batches = micro_batches
         self._blocks: Blocks | None = None
 
     @property
@@ -69,9 +81,187 @@ class Fitting:
         """For finding out what would do."""
         return max(self.deadline - time.monotonic(), 0.0)
 
-    def plan_on(self, cluster: Cluster) -> Evaluation | None:
-        """A plan that fits this cluster; None where none was found."""
-        return next(self._plans_on(cluster, self.search.branches), None)
+    # Proof that nothing fits ----------------------------------------------------------------
+
+    def none_fits(self) -> bool:
+        """Whether it is soon proven that none does: by the least that any schedule holds."""
+        search, cluster = self.search, self.search.question.cluster
+        rooms = [room_bytes(device, search.question.profile) for device in cluster.devices]
+        lattice = search.source.lattice if isinstance(search.source, DpSource) else None
+        if lattice is None or None in rooms or search.large or not search.branches:
+            return False
+        room = max(filter(None, rooms)) * FITS
+        known = cluster.uniform and fixed_in_flight(search.relaxation.variant)
+        until = time.monotonic() + _PROOF_S
+        for branch in search.branches:
+            if branch.stages is not None and search.relaxation.freedom.replicas:
+                return False
+            problem = search.relaxation.problem(branch, Assumptions(identical=known))
+            try:
+                table = LeastMemory(problem, lattice, until)
+            except OutOfTime:
+                return False
+            if table.on(branch.stages or problem.devices) <= room:
+                return False
+        return True
+
+    # The plan with the least memory ----------------------------------------------------------
+
+    def least(
+        self,
+        question: Question,
+        freedom: Freedom | None = None,
+        *,
+        fits: bool = False,
+        room: int | None = None,
+    ) -> Evaluation | None:
+        """A plan whose fullest device holds as little as can be, as far as cuts alone tell; None
+        where none is found. Raises PlanError where there are no micro-batches for it.
+
+        Args:
+            fits: it is to fit the devices, whatever they have: the first one that does.
+            room: with so much on each device, a plan on few devices.
+        """
+        search, best = self.search, None
+        graph = search.relaxation.graph if question.variant == search.question.variant else None
+        relaxation = Relaxation(question, freedom or search.relaxation.freedom, graph)
+        # Smaller micro-batches hold less, but for what each holds whatever its size.
+        counts = micro_batch_counts(question, self._micro_batches)[::-1]
+        asked = dict.fromkeys((branch.stages, branch.pins) for branch in search.branches)
+        for n, (stages, pins) in product(counts[: _QUICK if fits or room else None], asked):
+            if best is not None and not self.seconds_left:
+                break
+            found = self._least_of(relaxation, Branch(n, stages, pins), fits=fits, room=room)
+            if found is None:
+                continue
+            if best is None or _most_bytes(found) < _most_bytes(best):
+                best = found
+            if fits and search.counts(found, question.cluster):
+                return found
+        return best
+
+    def _least_of(
+        self, relaxation: Relaxation, branch: Branch, *, fits: bool, room: int | None
+    ) -> Evaluation | None:
+        cluster, n = relaxation.question.cluster, branch.micro_batches
+        most = branch.stages or min(len(cluster.devices), relaxation.graph.most_stages)
+        while most and not relaxation.allows(most, n):
+            most -= 1
+        alone = branch.stages is not None or most < len(cluster.devices) or self.search.large
+        assumed = Assumptions(in_flight_under(relaxation.variant, most, 1), unreplicated=alone)
+        problem = relaxation.problem(branch, assumed)
+        coarse, lattice = self._coarse(problem)
+        try:
+            table = LeastMemory(coarse, lattice, self.deadline, shares=fits)
+        except OutOfTime:
+            self.cut_short = True
+            return None
+        devices = most if alone else len(cluster.devices)
+        if room is not None:
+            fitting = (k for k in range(1, devices + 1) if table.on(k) <= room)
+            devices = next(fitting, 0)
+        if not devices or table.on(devices) == float("inf"):
+            return None
+        cut = table.cut(devices)
+        choice = choice_of(
+            problem, cut if coarse is problem else self._in_blocks(problem).fine(cut)
+        )
+        limits = capped(relaxation.limit_ranges(choice.stages), 1)
+        try:
+            return evaluate(relaxation.question, choice.with_limits(limits), n)
+        except (PlanError, ScheduleError):
+            return None
+
+    def _coarse(self, problem: StageProblem) -> tuple[StageProblem, Lattice]:
+        """The problem with few places to cut, and those."""
+        source = self.search.source
+        if isinstance(source, DpSource) and source.lattice.size <= _WHOLE:
+            return problem, source.lattice
+        return self._in_blocks(problem).coarse(problem)
+
+    def _in_blocks(self, problem: StageProblem) -> Blocks:
+        if self._blocks is None:
+            # One order of the layers alone: it is among the downsets.
+            one_order = lattice_of(problem, accumulate(joined(problem), int.__or__))
+            self._blocks = blocks(problem, one_order, _BLOCKS if self.search.identical else _WHOLE)
+        return self._blocks
+
+    # What would do ---------------------------------------------------------------------------
+
+    def smallest_memory(self) -> tuple[int, Evaluation] | None:
+        """Bytes that would do if every device had them, and the plan; None: no cut at all, or
+        none was found in time (`cut_short`)."""
+        best = self.least(self.search.question)
+        return None if best is None else (_most_bytes(best), best)
+
+    def fewest_devices(self) -> int | None:
+        """Devices like the cluster's that would do; None where there is no such count."""
+        question, relaxation = self.search.question, self.search.relaxation
+        cluster, low = question.cluster, len(question.cluster.devices)
+        room = room_bytes(cluster.devices[0], question.profile)
+        if not cluster.uniform or self.search.branches[0].stages is not None or room is None:
+            return None
+        most = min(relaxation.graph.most_stages, _MOST_DEVICES)
+        if low >= most or self._least_alone() > room * FITS:
+            # With replicas more devices than there can be stages may do.
+            self.more_devices_are_no_help = not relaxation.freedom.replicas
+            return None
+
+        while low < most and self.seconds_left:
+            low = min(2 * low, most)
+            grown = _grown(cluster, low)
+            for share in _ROOMS:
+                found = self.least(_on(question, grown), room=int(room * share))
+                if found is not None and self.search.counts(found, grown):
+                    return len({d for stage in found.stages for d in stage.devices})
+        return None
+
+    def _least_alone(self) -> float:
+        """What some device holds at the least, however many there are: layers that can't be taken
+        apart, with what schedules can't avoid."""
+        problem = self.search.relaxation.problem(self.search.branches[-1])
+        groups = [list(members(group)) for group in joined(problem)]
+
+        def held(option: Option, place: Place, inside: list[int]) -> float:
+            mode = problem.modes[option.mode]
+            always = mode.fixed_bytes + place.copies * problem.parameter_bytes
+            return float((always + place.units * mode.flight_bytes)[inside].sum())
+
+        ways = [(o, problem.place(k, problem.devices)) for k, o in enumerate(problem.options)]
+        return max(min(held(*way, inside) for way in ways) for inside in groups)
+
+    def other_ways(self) -> Iterator[tuple[str, Evaluation]]:
+        """Options that would do, each by itself where one does, and the plan."""
+        question, freedom = self.search.question, self.search.relaxation.freedom
+        again = replace(freedom, recompute="auto")
+        may = freedom.recompute == "off" and not question.system.recompute_refusal
+        ways = [("--recompute auto", question, again)] * may
+        ways += [(f"--mini-batch {q.mini_batch}", q, freedom) for q in _smaller(question)]
+        seen = set[str]()
+        for words, other, allowed in ways:
+            option = words.partition(" ")[0]
+            # The largest of mini-batches will do.
+            if option not in seen and (found := self._fitting(other, allowed)) is not None:
+                seen.add(option)
+                yield words, found
+        if may and not seen:
+            for other in _smaller(question):
+                if (found := self._fitting(other, again)) is not None:
+                    yield f"--recompute auto and --mini-batch {other.mini_batch}", found
+                    break
+        for name in _of_less_memory(question.system):
+            if (found := self._fitting(replace(question, variant=name), freedom)) is not None:
+                yield f"--variant {name}", found
+                break
+
+    def _fitting(self, question: Question, freedom: Freedom | None) -> Evaluation | None:
+        if not self.seconds_left:
+            return None
+        with suppress(PlanError):
+            found = self.least(question, freedom, fits=True)
+            if found is not None and self.search.counts(found, question.cluster):
+                return found
+        return None
 
     def _plans_on(
         self, cluster: Cluster, branches: Sequence[Branch], cap: int = 1
@@ -105,11 +295,10 @@ class Fitting:
         """A plan that fits the search's own cluster; None where none is found in half the time.
         Once there is one, better ones are looked for as long as half of `SOON_S` lasts."""
         cluster, begin = self.search.question.cluster, time.monotonic()
-        end, self.deadline = self.deadline, begin + _SECONDS / 2
+        end, self.deadline = self.deadline, begin + _AT_HAND_S
         best: Evaluation | None = None
         if self.search.identical:
-            cut = self._cut_on(cluster)
-            found = None if cut is None else self._evaluated(cluster, cut)
+            found = self.least(self.search.question, fits=True)
             best = found if found is not None and self.search.counts(found) else None
         else:
             # More micro-batches leave devices idle for less.
@@ -139,145 +328,6 @@ class Fitting:
         if problem.layers * problem.devices <= _SMALL:
             yield from islice(source.each_below(problem, lambda: float("inf")), _CUTS)
 
-    def smallest_memory(self) -> tuple[int, Evaluation] | None:
-        """Bytes that would do if every device had them, and the plan; None: no cut at all, or
-        none was found in time (`cut_short`)."""
-        cluster = self.search.question.cluster
-        if self.search.identical:
-            return self._about_smallest_memory(cluster)
-        best = self.plan_on(_with_memory(cluster, None))
-        if best is None:
-            return None
-        low = 0
-        while (high := _most_bytes(best)) - low > 1 and self.seconds_left:
-            middle = (low + high) // 2
-            found = self.plan_on(_with_memory(cluster, middle))
-            if found is None:
-                low = middle
-            else:
-                best = found
-        return _most_bytes(best), best
-
-    def fewest_devices(self) -> int | None:
-        """Devices like the cluster's that would do; None where there is no such count."""
-        cluster = self.search.question.cluster
-        if self.search.identical:
-            return self._about_fewest_devices(cluster)
-        low = len(cluster.devices)
-        asked = self.search.branches[0].stages
-        most = min(self.search.relaxation.graph.most_stages, _MOST_DEVICES)
-        if not cluster.uniform or asked is not None:
-            return None
-        if low >= most or self.plan_on(_grown(cluster, most)) is None:
-            # Not finding a plan proves nothing; and with replicas more devices than there can be
-            # stages, which aren't looked at, may do.
-            replicas = self.search.relaxation.freedom.replicas
-            sure = low >= most or self._none_fits(_grown(cluster, most))
-            self.more_devices_are_no_help = sure and not replicas
-            return None
-        high = most
-        while high - low > 1 and self.seconds_left:
-            middle = (low + high) // 2
-            if self.plan_on(_grown(cluster, middle)) is None:
-                low = middle
-            else:
-                high = middle
-        return high
-
-    def _none_fits(self, cluster: Cluster) -> bool:
-        """Whether bounds prove that no plan fits a cluster."""
-        source, relaxation = self.search.source, self._relaxation(cluster)
-        problems = (relaxation.problem(branch) for branch in self.search.branches)
-        answers = (source.best(problem, Enough(self.seconds_left)) for problem in problems)
-        return all(answer.cut is None and answer.bound_s == float("inf") for answer in answers)
-
-    # Where there is so much to look at that a simulation for each guess takes too long: cuts that
-    # fit as far as the schedule alone tells, with the smallest micro-batches. The last one is
-    # evaluated.
-
-    def _about_smallest_memory(self, cluster: Cluster) -> tuple[int, Evaluation] | None:
-        self.deadline = time.monotonic() + _SECONDS / 2
-        low = high = at_hand = cluster.devices[0].usable_bytes or 1
-        while (found := self._cut_on(_with_memory(cluster, high))) is None:
-            if not self.seconds_left and high > _MOST_TIMES * at_hand:
-                return None
-            low, high = high, 2 * high
-        while high > low * _CLOSE and self.seconds_left:
-            middle = (low + high) // 2
-            closer = self._cut_on(_with_memory(cluster, middle))
-            if closer is None:
-                low = middle
-            else:
-                found, high = closer, middle
-        best = self._evaluated(cluster, found)
-        return _most_bytes(best), best
-
-    def _about_fewest_devices(self, cluster: Cluster) -> int | None:
-        self.deadline = time.monotonic() + _SECONDS / 2
-        low = high = len(cluster.devices)
-        most = min(self.search.relaxation.graph.most_stages, _MOST_DEVICES)
-        found = None
-        while found is None and high < most and self.seconds_left:
-            low, high = high, min(2 * high, most)
-            found = self._cut_on(_grown(cluster, high), _ROOM)
-        if found is None:
-            return None
-        while high - low > max(high // 50, 1) and self.seconds_left:
-            middle = (low + high) // 2
-            closer = self._cut_on(_grown(cluster, middle), _ROOM)
-            if closer is None:
-                low = middle
-            else:
-                found, high = closer, middle
-        for _ in range(_TRIES):
-            grown = _grown(cluster, high)
-            if found is not None and not self._evaluated(grown, found).over_limit(grown):
-                return high
-            # Its schedule takes more than the cut alone tells.
-            high = min(-(-high * 21 // 20), most)
-            found = self._cut_on(_grown(cluster, high), _ROOM)
-        return None
-
-    def _cut_on(self, cluster: Cluster, share: float = 1.0) -> tuple[Choice, int] | None:
-        """Any cut that fits so much of the devices' memory, and N."""
-        search = self.search
-        relaxation = self._relaxation(cluster)
-        branch = max(search.branches, key=lambda b: b.micro_batches)
-        assumed = Assumptions(
-            in_flight_under(relaxation.variant, search.most_stages, 1),
-            identical=True,
-            unreplicated=True,
-            memory_share=share,
-        )
-        problem = relaxation.problem(branch, assumed)
-        cut = self._any_cut(problem)
-        if cut is None:
-            return None
-        choice = choice_of(problem, cut)
-        allowed = relaxation.allows(choice.stages, branch.micro_batches)
-        return (choice, branch.micro_batches) if allowed else None
-
-    def _any_cut(self, problem: StageProblem) -> Cut | None:
-        source, enough = self.search.source, float("inf")
-        left = max(self.seconds_left, _SECONDS / 4)
-        found: Answer | None = None
-        if isinstance(source, DpSource):
-            self._blocks = self._blocks or blocks(problem, source.lattice, _BLOCKS)
-            coarse, lattice = self._blocks.coarse(problem)
-            deadline = time.monotonic() + left
-            found = identical_by_targets(coarse, lattice, within=enough, deadline=deadline)
-            if found is not None and found.cut is not None:
-                return self._blocks.fine(found.cut)
-        found = found or source.best(problem, Enough(left, within=enough))
-        self.cut_short |= found.cut is None and found.bound_s < float("inf")
-        return found.cut
-
-    def _evaluated(self, cluster: Cluster, found: tuple[Choice, int]) -> Evaluation:
-        choice, micro_batches = found
-        question = _on(self.search.question, cluster)
-        limits = capped(self.search.relaxation.limit_ranges(choice.stages), 1)
-        return evaluate(question, choice.with_limits(limits), micro_batches)
-
 
 def _counted(relaxation: Relaxation, branch: Branch, most: int) -> list[Branch]:
     """The branch; with its stages counted where the best cut may have more, up to `most`, than the
@@ -293,18 +343,21 @@ Pins = Sequence[tuple[str, int]]
 
 
 def diagnose(
-    search: SearchState, stopped: str | None, pins: Pins = ()
+    search: SearchState,
+    stopped: str | None,
+    pins: Pins = (),
+    micro_batches: int | None = None,
 ) -> Evaluation | InfeasibleError:
-    """Why nothing fits, with the smallest memory and device count that would do.
+    """Why nothing fits, with what would do: memory, devices, options of the planner.
 
-    Both were planned: they do. Should the closest plan fit after all, it is returned.
+    All of these were planned: they do. Should the closest plan fit after all, it is returned.
 
     Args:
         stopped: what ended the search before it had looked at everything.
-        pins: that were asked for.
+        pins, micro_batches: that were asked for.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
-    fitting, cluster = Fitting(search), search.question.cluster
+    fitting, cluster = Fitting(search, micro_batches), search.question.cluster
     # What a search had no time for may fit, and without limits of memory it does.
     found = fitting.plan_at_hand() if search.budget.is_late else None
     if found is not None:
@@ -314,9 +367,8 @@ def diagnose(
         if fitting.cut_short:
             return InfeasibleError(f"{nothing}, nor was what would do")
         return InfeasibleError(f"{nothing}: the graph can't be cut as asked{_pinned(pins)}")
-    memory, plan = smallest
-    # Made for as many devices of the same kind, but for their memory: it costs the same on these.
-    closest, over = plan, plan.over_limit(cluster)
+    memory, closest = smallest
+    over = closest.over_limit(cluster)
     if not over:
         return closest
     stage, missing = max(over, key=lambda item: item[1])
@@ -324,17 +376,18 @@ def diagnose(
     layers = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     needed = closest.prediction.stages[stage].memory_bytes
     memory = max(device.memory_for(memory) for device in cluster.devices)
-    would_do = f"What would do: {memory} bytes ({format_bytes(memory)}) on every device"
+    would_do = [f"{memory} bytes ({format_bytes(memory)}) on every device"]
+    others = [
+        f"{words} ({format_bytes(_most_bytes(plan))})" for words, plan in fitting.other_ways()
+    ]
     count = fitting.fewest_devices()
-    if count is not None:
-        would_do += f", or {count} such devices"
-    elif fitting.more_devices_are_no_help:
-        would_do += "; more such devices alone would not"
+    would_do += [f"{count} such devices"] * (count is not None) + others
+    no_help = "; more such devices alone would not" * fitting.more_devices_are_no_help
     return InfeasibleError(
         f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
         f"({format_bytes(missing)}) on stage {stage} ({layers}): it needs {format_bytes(needed)} "
         f"of {format_bytes(needed - missing)}{_free(closest, stage, cluster)}. "
-        f"{would_do}{_advice(search)}",
+        f"What would do: {', or '.join(would_do)}{no_help}{_tie(search)}",
         stage=stage,
         missing_bytes=missing,
     )
@@ -367,7 +420,7 @@ def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> Infeas
         f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
         f"({format_bytes(missing)}) on device {device!r}: its stages need "
         f"{format_bytes(needed)} of {format_bytes(needed - missing)}"
-        f"{_free(closest, stage, cluster)}{_smaller(search)}",
+        f"{_free(closest, stage, cluster)}{_help(search)}",
         stage=stage,
         missing_bytes=missing,
     )
@@ -397,15 +450,35 @@ def _pinned(pins: Pins) -> str:
     )
 
 
-def _advice(search: SearchState) -> str:
+def _tie(search: SearchState) -> str:
+    """What ties have to do with it."""
     question, graph = search.question, search.relaxation.graph
-    tie = None
-    if graph.most_stages < len(question.cluster.devices):
-        tie = held_together(question.profile, search.relaxation.variant, question.tied)
-    return _smaller(search) + (f". {tie[0].upper()}{tie[1:]}" if tie else "")
+    if graph.most_stages >= len(question.cluster.devices):
+        return ""
+    tie = held_together(question.profile, search.relaxation.variant, question.tied)
+    return f". {tie[0].upper()}{tie[1:]}" if tie else ""
 
 
-def _smaller(search: SearchState) -> str:
+def _smaller(question: Question) -> list[Question]:
+    """With mini-batches halved again and again."""
+    size, found = question.mini_batch, []
+    while size % 2 == 0:
+        size //= 2
+        found.append(replace(question, mini_batch=size))
+    return found
+
+
+def _of_less_memory(variant: Variant) -> Iterator[str]:
+    """Systems that hold less: those that hold a few micro-batches; first those that flush, or
+    don't, as this one."""
+    rows = [v for v in VARIANTS.values() if v.backward_unit == "micro" and v.placement == "any"]
+    rows = [v for v in rows if not (v.forwards_first or v.split_backward or v.outside)]
+    for row in sorted(rows, key=lambda v: v.flushes != variant.flushes):
+        if row.name != variant.name:
+            yield row.name
+
+
+def _help(search: SearchState) -> str:
     relaxation = search.relaxation
     if relaxation.freedom.recompute == "off" and not relaxation.variant.recompute_refusal:
         return "; --recompute auto or a smaller --mini-batch may help"
@@ -414,17 +487,6 @@ def _smaller(search: SearchState) -> str:
 
 def _on(question: Question, cluster: Cluster) -> Question:
     return replace(question, cluster=cluster)
-
-
-def _with_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
-    """With so much for stages on each device."""
-    devices = tuple(
-        msgspec.structs.replace(
-            device, memory_bytes=nbytes, reserved_bytes=None, reserved_share=None
-        )
-        for device in cluster.devices
-    )
-    return msgspec.structs.replace(cluster, devices=devices)
 
 
 def _grown(cluster: Cluster, count: int) -> Cluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import asdict, replace
 from itertools import islice, pairwise, product
@@ -475,58 +474,6 @@ def test_a_cut_found_for_some_micro_batches_is_tried_with_others():
     assert {tuple(stage.nodes for stage in plan.stages) for plan in seen} == {
         choice_of(problem, cut).nodes
     }
-
-
-@pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
-def test_what_would_do_for_a_large_model_does(monkeypatch, system):
-    monkeypatch.setattr(state, "_LARGE", 0)
-    layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
-    profile = profile_by_hand(layers, edges)
-    with pytest.raises(InfeasibleError) as info:
-        solve(profile, uniform_cluster(2, "9kB"), system, micro_batches=4)
-    words = str(info.value).split("What would do: ")[1]
-    memory, count = re.match(r"(\d+) bytes .* or (\d+) such devices", words).groups()
-    assert solve(profile, uniform_cluster(2, memory), system, micro_batches=4)
-    assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
-
-
-@pytest.mark.parametrize(("large", "n"), [(False, 1), (True, 2)])
-def test_what_would_do_has_no_more_stages_than_micro_batches(monkeypatch, large, n):
-    if large:
-        monkeypatch.setattr(state, "_LARGE", 0)
-    profile = chain(8, parameters=1000, saved=100)
-    with pytest.raises(InfeasibleError, match=rf"closest \({n} stages?, .* lacks") as info:
-        solve(profile, uniform_cluster(6, "10kB"), "pipedream-2bw", micro_batches=n)
-    memory = re.search(r"What would do: (\d+) bytes", str(info.value))[1]
-    assert solve(profile, uniform_cluster(6, memory), "pipedream-2bw", micro_batches=n)
-
-
-def test_more_devices_than_stages_may_do_with_replicas():
-    profile, asked = chain(1, parameters=100, saved=1000), {"replicas": True}
-    with pytest.raises(InfeasibleError) as info:
-        solve(profile, uniform_cluster(1, "3kB"), "pipedream", **asked)
-    assert solve(profile, uniform_cluster(2, "3kB"), "pipedream", **asked)
-    assert "more such devices" not in str(info.value)
-
-
-def test_more_devices_are_ruled_out_by_proof_alone(monkeypatch):
-    def says(memory):
-        with pytest.raises(InfeasibleError) as info:
-            solve(chain(4, parameters=1000), uniform_cluster(1, memory), "gpipe")
-        return str(info.value)
-
-    # A layer with gradients and optimizer state takes 3 kB.
-    assert "more such devices alone would not" in says("2kB")
-    assert "or 4 such devices" in says("5kB")
-    # That none is found proves nothing.
-    plan_on = diagnosis.Fitting.plan_on
-    monkeypatch.setattr(
-        diagnosis.Fitting,
-        "plan_on",
-        lambda self, c: plan_on(self, c) if len(c.devices) < 2 else None,
-    )
-    assert "such devices" not in says("5kB")
 
 
 def test_a_stage_with_devices_behind_it_may_be_the_last():

@@ -1,0 +1,107 @@
+"""Where nothing fits: it is known soon, and what would do does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from helpers.by_hand.profiles import chain, profile_by_hand
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search import solve as solving
+from timeprest.planner.search import state
+from timeprest.planner.search.answer import diagnosis
+from timeprest.planner.search.solve import solve
+from timeprest.profiles.errors import InfeasibleError
+
+
+@pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
+def test_what_would_do_for_a_large_model_does(monkeypatch, system):
+    monkeypatch.setattr(state, "_LARGE", 0)
+    layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
+    profile = profile_by_hand(layers, edges)
+    with pytest.raises(InfeasibleError) as info:
+        solve(profile, uniform_cluster(2, "9kB"), system, micro_batches=4)
+    words = str(info.value).split("What would do: ")[1]
+    memory, count = re.match(r"(\d+) bytes .* or (\d+) such devices", words).groups()
+    assert solve(profile, uniform_cluster(2, memory), system, micro_batches=4)
+    assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
+
+
+@pytest.mark.parametrize(("large", "n"), [(False, 1), (True, 2)])
+def test_what_would_do_has_no_more_stages_than_micro_batches(monkeypatch, large, n):
+    if large:
+        monkeypatch.setattr(state, "_LARGE", 0)
+    profile = chain(8, parameters=1000, saved=100)
+    with pytest.raises(InfeasibleError, match=rf"closest \({n} stages?, .* lacks") as info:
+        solve(profile, uniform_cluster(6, "10kB"), "pipedream-2bw", micro_batches=n)
+    memory = re.search(r"What would do: (\d+) bytes", str(info.value))[1]
+    assert solve(profile, uniform_cluster(6, memory), "pipedream-2bw", micro_batches=n)
+
+
+@pytest.mark.parametrize("system", ["timeprest", "gpipe", "pipedream-flush", "pipedream-2bw"])
+def test_each_thing_that_would_do_does(system):
+    """Memory, devices, recomputation, a smaller mini-batch, another system, or what of these the
+    line names."""
+    profile, named = chain(8, parameters=100, saved=1000), set()
+    for memory in (2_000, 5_200, 6_000):
+        with pytest.raises(InfeasibleError) as info:
+            solve(profile, uniform_cluster(2, memory), system, recompute="off")
+        for way in str(info.value).split("What would do: ")[1].split("; more")[0].split(", or "):
+            asked = dict(re.findall(r"--([a-z-]+) (\S+)", way))
+            needed = re.match(r"(\d+) (bytes|such devices)", way)
+            count = int(needed[1]) if needed and needed[2] == "such devices" else 2
+            size = int(needed[1]) if needed and needed[2] == "bytes" else memory
+            assert solve(
+                profile,
+                uniform_cluster(count, size),
+                asked.get("variant", system),
+                recompute=asked.get("recompute", "off"),
+                mini_batch=int(asked.get("mini-batch", 4)),
+            )
+            named |= {*asked, *(needed.groups()[1:] if needed else ())}
+    assert named >= {"bytes", "such devices"}
+    assert named & {"mini-batch", "recompute"}
+
+
+@pytest.mark.parametrize("system", ["timeprest", "pipedream", "pipedream-2bw", "zb-h1"])
+def test_that_nothing_fits_is_known_before_anything_is_searched(monkeypatch, system):
+    """By what weights, optimizer and activations take at the least."""
+
+    def never(*_):
+        raise AssertionError("searched")
+
+    profile, cluster = chain(8, parameters=1000, saved=100), uniform_cluster(4, "5kB")
+    with monkeypatch.context() as patched:
+        patched.setattr(solving, "_run", never)
+        with pytest.raises(InfeasibleError, match=r"no plan fits: .* What would do: \d+ bytes"):
+            solve(profile, cluster, system)
+    # Where it isn't so, the search is what says it.
+    assert solve(profile, uniform_cluster(4, "50kB"), system)
+
+
+def test_more_devices_than_stages_may_do_with_replicas():
+    profile, asked = chain(1, parameters=100, saved=1000), {"replicas": True}
+    with pytest.raises(InfeasibleError) as info:
+        solve(profile, uniform_cluster(1, "3kB"), "pipedream", **asked)
+    assert solve(profile, uniform_cluster(2, "3kB"), "pipedream", **asked)
+    assert "more such devices" not in str(info.value)
+
+
+def test_more_devices_are_ruled_out_by_proof_alone(monkeypatch):
+    def says(memory):
+        with pytest.raises(InfeasibleError) as info:
+            solve(chain(4, parameters=1000), uniform_cluster(1, memory), "gpipe")
+        return str(info.value)
+
+    # A layer with gradients and optimizer state takes 3 kB.
+    assert "more such devices alone would not" in says("2kB")
+    assert "or 4 such devices" in says("5kB")
+    # That none is found proves nothing.
+    least = diagnosis.Fitting.least
+    monkeypatch.setattr(
+        diagnosis.Fitting,
+        "least",
+        lambda self, *asked, room=None, **more: None if room else least(self, *asked, **more),
+    )
+    assert "such devices" not in says("5kB")
