@@ -230,12 +230,14 @@ class Mip:
                 warmStart=bool(settings.start),
                 logPath=str(log),
             )
+            until = time.monotonic() + settings.time_limit_s
             try:
                 problem.solve(cbc)
             except KeyboardInterrupt:
                 return MipAnswer(None, -INFINITY, False, False, True, "interrupted")
             lower = re.search(r"Lower bound:\s+(\S+)", log.read_text())
-        infeasible = problem.status == pulp.LpStatusInfeasible
+        # Of a program that it had no time to prepare CBC says that there is no solution.
+        infeasible = problem.status == pulp.LpStatusInfeasible and time.monotonic() < until
         optimal = problem.sol_status == pulp.LpSolutionOptimal
         found = optimal or problem.sol_status == pulp.LpSolutionIntegerFeasible
         bound = INFINITY if infeasible else float(lower[1]) if lower else -INFINITY

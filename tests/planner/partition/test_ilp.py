@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -385,6 +386,21 @@ def test_what_takes_over_has_what_is_left_of_the_time(monkeypatch):
     assert 0 < given[0].time_limit_s <= 59.96
     made.solve(SolverSettings(time_limit_s=0.03))
     assert len(given) == 1
+
+
+def test_what_cbc_had_no_time_to_look_at_is_not_infeasible(monkeypatch):
+    """Stopped while it prepares a program, it says that there is no solution."""
+
+    def stopped(problem, solver):
+        time.sleep(0.03)
+        Path(solver.optionsDict["logPath"]).write_text("says infeasible")
+        problem.status, problem.sol_status = -1, -1
+
+    made = Mip()
+    made.minimise(made.binary())
+    monkeypatch.setattr(type(made._problem), "solve", stopped)
+    assert not made.solve(SolverSettings("cbc", time_limit_s=0.02)).infeasible
+    assert made.solve(SolverSettings("cbc", time_limit_s=60.0)).infeasible
 
 
 @pytest.mark.parametrize("infeasible", [True, False])
