@@ -69,11 +69,17 @@ class SentOn:
 
 
 class _Sums:
-    """A `DeviceCount` over each downset, [D]."""
+    """A `DeviceCount` over each downset, [D]; and `alone`, what the largest group of layers is on
+    the device that it is on, without any other."""
 
     def __init__(self, places: StageEnds, count: DeviceCount) -> None:
         self.fixed, self.in_bytes = count.fixed, count.in_bytes
         self.inside = places.sums(count.each)
+        rows = [list(members(group)) for group in places.groups]
+        self.alone = max(
+            float(count.each[row].sum() + count.fixed * places.parameter_bytes[row].any())
+            for row in rows
+        )
         none = np.zeros(places.lattice.size)
         self.before = none if count.before is None else places.sums(count.before)
         self.after = none
@@ -104,6 +110,7 @@ class StageEnds:
     def __init__(self, problem: StageProblem, lattice: Lattice) -> None:
         self.lattice, self.groups = lattice, joined(problem)
         self.layers, self._needs = problem.layers, problem.needs
+        self.parameter_bytes = problem.parameter_bytes
         self.parameters = self.sums(problem.parameter_bytes)
         heads = np.zeros(problem.layers)
         heads[[next(members(group)) for group in self.groups]] = 1.0
@@ -162,7 +169,7 @@ class Counted:
     def least_s(self, speeds: Sequence[float]) -> float:
         """No cut over these devices has a smaller load, whatever the placement."""
         return max(
-            max(float(c.inside[-1]) / sum(speeds), float(c.before[-1]))
+            max(float(c.inside[-1]) / sum(speeds), c.alone / max(speeds), float(c.before[-1]))
             for c in self.sums
             if not c.in_bytes
         )

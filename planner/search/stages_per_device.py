@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -32,9 +32,8 @@ from ..costs.tied_parameters import misplaced
 from ..evaluate import Evaluation
 from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds
 from ..partition.dp.lattice import Lattice, joined, lattice_of
-from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
-from ..partition.problem import SAME, Place, StageProblem, members
+from ..partition.problem import SAME, StageProblem, members
 from ..partition.solve import DpSource, Enough, Source, source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
@@ -58,9 +57,6 @@ _MOST_STATES = 100_000
 
 _STEP, _FASTER = 1.0005, 2.0
 """How much further loads are listed the first time, and how much faster each further time."""
-
-_BOUND_S, _BOUND_GAP = 2.0, 1e-3
-"""For a bound on any number of stages on each device: time, and what is close enough."""
 
 _APART_S = 1.0
 """For a cut as if each stage had a device of its own."""
@@ -248,30 +244,14 @@ class PlacedSearch:
         """Look for the best plan. Raises OutOfBudget when the budget is used up; the search's
         bounds are true then, too."""
         self.enter_bounds()
-        with self._bounding():
-            if self._look_at_more() and not self._left_out():
-                for n in self._counts:
-                    del self.search.bounds[PlacedBranch(n)]
+        if self._look_at_more() and not self._left_out():
+            for n in self._counts:
+                del self.search.bounds[PlacedBranch(n)]
 
     def enter_bounds(self) -> None:
         """Give the search bounds that hold whatever is found here."""
         for n in self._counts:
             self.search.bounds[PlacedBranch(n)] = self._least_s(n)
-
-    def look_at(self, branches: Sequence[PlacedBranch]) -> None:
-        """Look for the best plan of these branches alone. Raises as `run`."""
-        with self._bounding():
-            self._look(branches)
-
-    @contextmanager
-    def _bounding(self) -> Iterator[None]:
-        """Sharpens bounds afterwards; not after Ctrl-C, which ends all."""
-        try:
-            yield
-        except OutOfBudget:
-            self._bound()
-            raise
-        self._bound()
 
     def _look_at_more(self) -> bool:
         """Look at 2, 3, … stages on each device while they pay. Returns whether that were all that
@@ -281,7 +261,7 @@ class PlacedSearch:
         most = self._stages or self.relaxation.graph.most_stages
         for per_device, branches in zip(asked.per_device, self.branches, strict=True):
             before_s = search.period_s
-            self._look(branches)
+            self.look_at(branches)
             if open_end and self._least * (per_device + 1) > most:
                 return True
             pays = search.best is None or search.period_s * SAME < before_s
@@ -295,35 +275,8 @@ class PlacedSearch:
         numbers = {len(branch.devices) for branch in chain.from_iterable(self.branches)}
         return not all(_subsets(cluster, number)[1] for number in numbers)
 
-    def _bound(self) -> None:
-        """Bound what couldn't all be looked at: layers as they are, no part of one, whichever
-        device has them."""
-        search, bounds = self.search, self.search.bounds
-        for n in self._counts:
-            mine = [
-                branch
-                for branch, bound_s in bounds.items()
-                if isinstance(branch, PlacedBranch) and branch.micro_batches == n
-                if bound_s * SAME < search.period_s
-            ]
-            left = search.budget.seconds_left
-            if not mine or left == 0:
-                continue
-            search.say(f"{search.standing}; bound for {n} micro-batches")
-            assumed = Assumptions(view="cycle", unreplicated=True)
-            problem = self.relaxation.problem(Branch(n), assumed)
-            # Which layers exchange what over one wire, and what is kept at once, depends on more.
-            work = replace(
-                problem, tensors=(), shared=(), workspace_bytes=None, place=_without_limit(problem)
-            )
-            seconds = _BOUND_S if left is None else min(_BOUND_S, left / 4)
-            found = solve_noncontiguous(work, gap=_BOUND_GAP, time_limit_s=seconds)
-            if found.interrupted:
-                raise KeyboardInterrupt
-            for branch in mine:
-                bounds[branch] = max(bounds[branch], found.bound_s)
-
-    def _look(self, branches: Sequence[PlacedBranch]) -> None:
+    def look_at(self, branches: Sequence[PlacedBranch]) -> None:
+        """Look for the best plan of these branches alone. Raises as `run`."""
         courses, left = list[_Course](), self.search.budget.seconds_left
         until = None if left is None else time.monotonic() + left / 2
         for branch in branches:
@@ -551,10 +504,6 @@ def _counts(
     graph = relaxation.graph
     always = (1 + relaxation.question.least_state_factor) * graph.parameter_bytes
     yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
-
-
-def _without_limit(problem: StageProblem) -> Callable[[int, int], Place]:
-    return lambda option, k: replace(problem.place(option, k), memory_bytes=float("inf"))
 
 
 def _along_one_order(problem: StageProblem) -> Lattice:

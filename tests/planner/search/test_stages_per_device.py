@@ -356,27 +356,6 @@ def test_ctrl_c_before_several_stages_are_looked_at_leaves_a_true_bound(monkeypa
     assert plan.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
 
 
-def test_after_ctrl_c_nothing_more_is_bounded(monkeypatch):
-    def tell(what, done, total):
-        if "stages on" in what:
-            raise KeyboardInterrupt
-
-    asked = {"variant": "timeprest", "micro_batches": 2, "stages_per_device": 2}
-    fast, times = uniform_cluster(2, latency="0s"), (4, 1, 3, 5, 2, 6)
-    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate(times)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(5)] + [("n5", "output", "t5", 8)]
-    profile, bounded = profile_by_hand(layers, edges), []
-
-    def bound(self):
-        bounded.append(self)
-
-    monkeypatch.setattr(stages_per_device.PlacedSearch, "_bound", bound)
-    plan = solve(profile, fast, progress=tell, **asked)
-    assert plan.solver.stopped == "interrupted"
-    assert not bounded
-    assert not plan.solver.optimal
-
-
 def test_more_stages_on_one_device_are_looked_at_where_that_saves_memory():
     devices = (Device(name="a", memory_bytes=12_000), Device(name="b", memory_bytes=1))
     cluster = Cluster(devices=devices, network=uniform_cluster(2).network)
