@@ -23,7 +23,7 @@ from ..tables.layout import compact_table, counted, first_to_last
 from .cost_models import COST_MODELS, problem_of
 
 if TYPE_CHECKING:
-    from ...planner.partition.ilp.assignment import NoncontiguousAnswer
+    from .non_contiguous import NoncontiguousAnswer
 
 
 @click.command(
@@ -107,7 +107,7 @@ def published(
             )
         scattered = None
         if non_contiguous:
-            from ...planner.partition.ilp.assignment import solve_noncontiguous
+            from .non_contiguous import solve_noncontiguous
 
             scattered = solve_noncontiguous(problem, warm=answer.cut, time_limit_s=time_limit_s)
     if as_json:

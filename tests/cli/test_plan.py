@@ -347,7 +347,7 @@ def test_what_several_stretches_on_a_device_gain(tmp_path):
 
 
 def test_no_answer_in_time_is_said(tmp_path, monkeypatch):
-    module = import_module("timeprest.planner.partition.ilp.assignment")
+    module = import_module("timeprest.cli.plan_commands.non_contiguous")
     none = module.NoncontiguousAnswer(None, math.inf, 0.0, optimal=False, interrupted=False)
     monkeypatch.setattr(module, "solve_noncontiguous", lambda problem, **how: none)
     path = workload_file("placement/small_layers_training.json", tmp_path)

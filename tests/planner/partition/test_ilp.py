@@ -19,14 +19,14 @@ import pytest
 from helpers.drawn.cases import examples
 from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
-from timeprest.planner.partition.ilp import mip
-from timeprest.planner.partition.ilp import search as ilp_search
-from timeprest.planner.partition.ilp.assignment import (
+from timeprest.cli.plan_commands.non_contiguous import (
     assignment_load,
     device_slots,
     parted,
     solve_noncontiguous,
 )
+from timeprest.planner.partition.ilp import mip
+from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp.mip import Mip, MipAnswer, SolverSettings, Terms
 from timeprest.planner.partition.ilp.search import solve_ilp
 from timeprest.planner.partition.ilp.stages import StageModel
@@ -433,7 +433,7 @@ def test_a_program_without_whole_numbers_or_variables():
 def test_solvers_are_imported_on_use():
     code = (
         "import sys, timeprest.planner.partition.ilp.search\n"
-        "import timeprest.planner.partition.ilp.assignment\n"
+        "import timeprest.cli.plan_commands.non_contiguous\n"
         "assert not {'pulp', 'highspy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

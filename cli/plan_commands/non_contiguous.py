@@ -14,11 +14,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..problem import FITS, SAME, Cut, CutTensor, StageProblem, members
-from .loads import SCALE, Linear, Seats, StageRows, busy_of, bytes_of, wire_of
-from .mip import Mip, Terms, difference, total
-from .search import Search
-from .variables import SlotChoice, Slots, Units, between, joined, least_compute, least_load
+from ...planner.partition.ilp.loads import (
+    SCALE,
+    Linear,
+    Seats,
+    StageRows,
+    busy_of,
+    bytes_of,
+    wire_of,
+)
+from ...planner.partition.ilp.mip import Mip, Terms, difference, total
+from ...planner.partition.ilp.search import Search
+from ...planner.partition.ilp.variables import (
+    SlotChoice,
+    Slots,
+    Units,
+    between,
+    joined,
+    least_compute,
+    least_load,
+)
+from ...planner.partition.problem import FITS, SAME, Cut, CutTensor, StageProblem, members
 
 # What a device's load is where its layers need not be contiguous, straight from the
 # definition -------------------------------------------------------------------------------------
