@@ -38,7 +38,7 @@ from .profiles.files import MAX_FACTOR
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
-from .profiles.units import count_or_auto, number, shown, texts, truth, whole, words
+from .profiles.units import count_or_auto, number, parse_share, shown, texts, truth, whole, words
 from .runtime.records.run import Run
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ def plan(
     max_difference: int | None = None,
     pins: Mapping[str, int] | None = None,
     solver: str = "auto",
+    tolerance: str | float = "1%",
     time_limit_s: float | None = 60.0,
     update_every: int = 1,
     optimizer_state: float | Literal["muon"] | None = None,
@@ -198,6 +199,8 @@ def plan(
         max_in_flight, max_difference: mini-batches in flight and version difference of any stage
             at most; None: there is no such bound.
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
+        tolerance: share of the shortest period, such as "1%" or 0.01, that may be given away for a
+            smaller version difference, then for memory, then for even stages.
         time_limit_s: the search ends then, with the best plan so far; None: no limit.
         update_every: mini-batches per update.
         optimizer_state: bytes of optimizer state per byte of parameters, or "muon": 1 of matrices
@@ -277,6 +280,7 @@ def plan(
             None if max_difference is None else whole(max_difference, "max_difference", 0)
         ),
         pins=_stages_of_layers(pins),
+        tolerance=parse_share(tolerance, "tolerance"),
         time_limit_s=number(time_limit_s, "time_limit_s"),
         seen=seen,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..profiles.files import ratio
-from ..profiles.profile import Profile
+from ..profiles.profile import Profile, ProfileReference
 from .cluster.cluster import Cluster
 from .costs.device_memory import device_peaks, tie_bytes, walks_of, without_ties
 from .costs.layout import StageTimes, copies_beside, copies_from_outside, make_pipeline
@@ -40,7 +40,6 @@ from .plan import (
     PlanEdge,
     PlanStage,
     Prediction,
-    ProfileReference,
     SolverReport,
     StagePrediction,
     TiePrediction,

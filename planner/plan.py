@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,12 +18,11 @@ from ..profiles.files import (
     Predicted,
     Shown,
     TaggedFile,
-    Threads,
     TotalBytes,
     read_file,
     save_file,
 )
-from ..profiles.profile import Profile, VaryingShapes, check_front_end, check_varying
+from ..profiles.profile import Profile, ProfileReference, check_front_end, check_varying
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
@@ -46,28 +45,6 @@ MAX_MICRO_BATCHES = 4096
 """A schedule lists every micro-batch: more in one mini-batch aren't planned or run."""
 
 Index = Annotated[int, Meta(ge=0)]
-
-
-class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The profile that a plan was made from."""
-
-    target: str
-    fingerprint: str
-    front_end: str = "fx"
-    granularity: str = "layer"
-    device: str
-    threads: Threads
-    dtype: str
-    autocast: str | None = None
-    reserved_bytes: TotalBytes | msgspec.UnsetType = msgspec.UNSET
-    reserved_share: Factor | msgspec.UnsetType = msgspec.UNSET
-    varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
-    """Where mini-batches differ in the shapes of inputs: those that were profiled, for one."""
-
-    @classmethod
-    def to(cls, profile: Profile) -> ProfileReference:
-        """The reference to this one."""
-        return cls(**{name: getattr(profile, name) for name in cls.__struct_fields__})
 
 
 class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -218,11 +195,24 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return next((d.ties for d in self.devices if d.stages == tuple(stages)), ())
 
 
+class FastestPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the fastest plan found has, where another one was preferred to it (`--tolerance`). Its
+    period is the solver's objective."""
+
+    version_difference: TotalBytes
+    """The largest of its stages."""
+    memory_bytes: TotalBytes
+    """On its fullest device."""
+    given_for: Literal["staleness", "memory", "evenness", "stages"]
+    """What of its period was given away for."""
+
+
 class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the plan was found, and what is proven of it."""
 
     method: str
     objective_s: Predicted
+    """The shortest period found; the plan's own is longer where there is a `fastest`."""
     bound_s: Predicted
     """No plan that was asked for has a shorter period."""
     gap: Predicted
@@ -232,6 +222,8 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What ended the search early; None: nothing did."""
     plans_tried: int
     seconds: Predicted
+    fastest: FastestPlan | msgspec.UnsetType = msgspec.UNSET
+    """Not there where the plan is as fast as any found."""
     checksum: str | msgspec.UnsetType = msgspec.UNSET
     """Of the question and the answer (files.md). Not there in plans of before it was written."""
 

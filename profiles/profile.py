@@ -28,6 +28,7 @@ from .files import (
     TaggedFile,
     Tally,
     Threads,
+    TotalBytes,
     read_file,
     save_file,
 )
@@ -351,6 +352,28 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
             TargetError: no batch size, or one where the graph has its own.
         """
         return _load_import[0]()(graph, batch_size, micro_batch_sizes)
+
+
+class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What plans say of the profile that they were made from."""
+
+    target: str
+    fingerprint: str
+    front_end: str = "fx"
+    granularity: str = "layer"
+    device: str
+    threads: Threads
+    dtype: str
+    autocast: str | None = None
+    reserved_bytes: TotalBytes | msgspec.UnsetType = msgspec.UNSET
+    reserved_share: Factor | msgspec.UnsetType = msgspec.UNSET
+    varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
+    """Where mini-batches differ in the shapes of inputs: those that were profiled, for one."""
+
+    @classmethod
+    def to(cls, profile: Profile) -> ProfileReference:
+        """The reference to this one."""
+        return cls(**{name: getattr(profile, name) for name in cls.__struct_fields__})
 
 
 def check_profile(profile: Profile, where: str = "profile") -> Profile:

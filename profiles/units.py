@@ -161,6 +161,20 @@ def parse_memory(text: str | float, what: str = "memory") -> int:
     return found
 
 
+def parse_share(text: str | float, what: str) -> float:
+    """``"8%"``, ``"0.08"`` or ``0.08`` → 0.08. Raises UserError naming `what` for what is no share
+    from 0 to below 1."""
+    example = "8% or 0.08"
+    written = _written(text, what, example).strip()
+    try:
+        share = float(written.removesuffix("%")) / (100 if written.endswith("%") else 1)
+        if not 0 <= share < 1:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{what} {text}: give a share below 100%, like {example}") from None
+    return share
+
+
 def _check_unit(text: str | float, amount: float, what: str, bare: str, unit: str) -> None:
     if 0 < amount < _LEAST_BARE and re.fullmatch(r"[\d.]+", str(text).strip()):
         number = str(text).strip()

@@ -31,6 +31,7 @@ from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_file
 from ...profiles.profile import IMPORTED, Profile, check_profile
+from ...profiles.units import parse_share
 from ..errors import errors_as_lines, output, print_json
 from ..options import (
     choice,
@@ -221,6 +222,13 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
 @group(
     "Search",
     choice("--solver", SOLVERS, "auto", "Dynamic programming, an integer program, or whichever."),
+    click.option(
+        "--tolerance",
+        default="1%",
+        metavar="SHARE",
+        help="Of the shortest period: what may be given away for a smaller version difference, "
+        "then for memory, then for even stages.",
+    ),
     time_limit_option("Take the best plan found by then."),
     click.option(
         "--study",
@@ -280,6 +288,7 @@ def solve(
     asked |= _state(asked.pop("optimizer_state"))
     asked["replicas"] = asked["replicas"] == "auto"
     asked["pins"] = _pins(asked["pins"])
+    asked["tolerance"] = parse_share(asked["tolerance"], "--tolerance")
     headroom = asked["headroom"]
     asked["headroom"] = None if headroom is None else parse_headroom(headroom)
     asked["order"] = None if order_path is None else read_order(order_path)
@@ -391,6 +400,7 @@ def chosen_by_study(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
     question = question_of(own, profile)
     report = msgspec.structs.replace(
         own.solver,
+        fastest=msgspec.UNSET,
         objective_s=found.prediction.period_s,
         gap=gap_between(found.prediction.period_s, own.solver.bound_s),
         optimal=False,

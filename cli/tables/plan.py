@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import msgspec
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -98,9 +99,28 @@ def verdict(plan: Plan) -> Table:
                 f"{staleness}{sequences(plan)}; {held}",
             ),
             *_advice(plan),
+            *_given(plan),
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
+
+
+def _given(plan: Plan) -> list[tuple[str, str]]:
+    """What a plan gives away of the shortest period, and for what; nothing where it is as fast."""
+    fastest, shortest_s = plan.solver.fastest, plan.solver.objective_s
+    if fastest is msgspec.UNSET or not shortest_s:
+        return []
+    lost = plan.predicted.period_s / shortest_s - 1
+    difference = max(stage.version_difference for stage in plan.predicted.stages)
+    held = max(device.predicted.memory_bytes for device in on_devices(plan))
+    gained = {
+        "staleness": f"d {difference} instead of {fastest.version_difference}",
+        "memory": f"{format_bytes(held)} at most instead of {format_bytes(fastest.memory_bytes)}",
+        "evenness": "stages that are more even",
+        "stages": "fewer stages",
+    }[fastest.given_for]
+    share = f"{lost:.1%}" if lost >= 5e-4 else "under 0.1%"
+    return [("given", f"{share} of the period for {gained} (--tolerance)")]
 
 
 def _loading(plan: Plan) -> list[tuple[str, str]]:

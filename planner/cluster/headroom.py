@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...profiles.errors import UserError
 from ...profiles.profile import IMPORTED, Profile
-from ...profiles.units import parse_memory
+from ...profiles.units import parse_memory, parse_share
 
 GPU_SHARE = 0.08
 """Of a GPU where it wasn't measured: CUDA's context, loaded kernels and workspaces of libraries
@@ -29,17 +28,9 @@ class Headroom(NamedTuple):
 
 def parse_headroom(text: str | float, what: str = "--headroom") -> Headroom:
     """``"8%"``, ``"4GiB"`` or a number of bytes. Raises UserError naming `what`."""
-    if not isinstance(text, str) or not text.strip().endswith("%"):
-        return Headroom(nbytes=parse_memory(text, what))
-    try:
-        share = float(text.strip()[:-1]) / 100
-        if not 0 <= share < 1:
-            raise ValueError
-    except ValueError:
-        raise UserError(
-            f"{what} {text}: give a share below 100%, as 8%, or bytes, as 4GiB"
-        ) from None
-    return Headroom(share=share)
+    if isinstance(text, str) and text.strip().endswith("%"):
+        return Headroom(share=parse_share(text, what))
+    return Headroom(nbytes=parse_memory(text, what))
 
 
 def usual_headroom(profile: Profile) -> Headroom:

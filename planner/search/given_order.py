@@ -86,8 +86,8 @@ def search_of(
     budget: Budget,
     progress: Progress,
     seen: Callable[[Evaluation], None],
-) -> tuple[SearchState, Callable[[], str | None]]:
-    """The search, and what runs it: says what ended it early.
+) -> tuple[SearchState, PlacedSearch, Callable[[], str | None]]:
+    """The search, its part for these devices, and what runs it: says what ended it early.
 
     Args:
         question: with the order.
@@ -135,4 +135,4 @@ def search_of(
             return str(reason)
         return None
 
-    return search, run
+    return search, placed, run

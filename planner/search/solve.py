@@ -23,6 +23,7 @@ from ..schedules.schedules import StalenessBounds
 from ..systems.orders import Order
 from ..systems.variants import variant_named
 from .answer.diagnosis import Fitting, diagnose, lacking
+from .answer.preference import Candidates, fastest_of, signed_plan
 from .answer.recheck import signed
 from .choices import (
     RECOMPUTE,
@@ -41,6 +42,7 @@ from .device_sequences import (
 )
 from .exploration import run
 from .given_order import check_asked, search_of, under
+from .local_search.improve import LocalSearch
 from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch, no_branches
 from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState
@@ -77,6 +79,8 @@ class SearchRequest:
         sequence: one of `SEQUENCES`; only for plans with a stage for each device.
         recompute: "off", "on", "selective" or "auto": stages compute none of their activations
             again, all, those of some layers, or whatever is best.
+        tolerance: share of the shortest period that may be given away for what else is minded
+            (`answer.preference`).
         run_ahead, max_in_flight, max_difference: as of `schedules.StalenessBounds`.
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
@@ -93,6 +97,7 @@ class SearchRequest:
     placement: str = "auto"
     sequence: str = "listed"
     recompute: str = "off"
+    tolerance: float = 0.0
     run_ahead: str = "paper"
     max_in_flight: int | None = None
     max_difference: int | None = None
@@ -178,10 +183,12 @@ def solve(
     )
     request = SearchRequest(**asked)  # type: ignore[arg-type]
     progress = progress or (lambda *_: None)
+    met = Candidates(question.cluster, _tolerance(request))
+    seen = _both(met.add, seen)
     placed: PlacedSearch | None = None
     if order is not None:
         question = under(question, order)
-        search, go = _ordered(question, request, order, progress, seen)
+        search, placed, go = _ordered(question, request, order, progress, seen)
     else:
         search = explore(question, request, progress, seen)
         placed = _placed(search, request)
@@ -214,8 +221,10 @@ def solve(
             raise found
         search.best = found
     search.keep_more()
-    search.tighten()
-    return signed(make_plan(question, search.best, _report(search, stopped, begin)), question)
+    several = placed is not None and (search.best.pipeline.placement or not search.branches)
+    local = placed.local_search() if placed is not None and several else LocalSearch(search)
+    chosen = signed_plan(search, met, local)
+    return signed(make_plan(question, chosen, _report(search, chosen, stopped, begin)), question)
 
 
 def _ordered(
@@ -224,7 +233,7 @@ def _ordered(
     order: Order,
     progress: Progress,
     seen: Callable[[Evaluation], None] | None,
-) -> tuple[SearchState, Callable[[], str | None]]:
+) -> tuple[SearchState, PlacedSearch, Callable[[], str | None]]:
     """The search for the cut that suits an order, and what runs it. Raises PlanError."""
     _check_request(question, request)
     check_asked(
@@ -370,12 +379,35 @@ def _keep(search: SearchState, other: Evaluation | None) -> None:
         search.best = other
 
 
-def _report(search: SearchState, stopped: str | None, begin: float) -> SolverReport:
-    objective = search.period_s
+def _both(
+    one: Callable[[Evaluation], None], other: Callable[[Evaluation], None] | None
+) -> Callable[[Evaluation], None]:
+    """Tells both of a plan."""
+    if other is None:
+        return one
+
+    def tell(found: Evaluation) -> None:
+        one(found)
+        other(found)
+
+    return tell
+
+
+def _tolerance(request: SearchRequest) -> float:
+    """Raises PlanError for what is no share."""
+    if not 0 <= request.tolerance < 1:
+        raise PlanError(f"--tolerance {request.tolerance:.0%}: give a share from 0% to below 100%")
+    return request.tolerance
+
+
+def _report(
+    search: SearchState, chosen: Evaluation, stopped: str | None, begin: float
+) -> SolverReport:
+    best, objective = search.best, search.period_s
+    assert best is not None
     bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
-    best = search.best
-    by_loads = best is not None and (best.pipeline.placement or search.question.order)
+    by_loads = best.pipeline.placement or search.question.order
     return SolverReport(
         method="loads" if by_loads else search.source.method,
         objective_s=objective,
@@ -385,6 +417,7 @@ def _report(search: SearchState, stopped: str | None, begin: float) -> SolverRep
         plans_tried=search.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),
         stopped=None if proven else stopped,
+        fastest=fastest_of(best, chosen, search.question.cluster),
     )
 
 

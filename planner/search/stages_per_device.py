@@ -447,10 +447,14 @@ class PlacedSearch:
         """Improve the best plan, if it is one of these branches'."""
         search, best = self.search, self.search.best
         if best is not None and any(_is_of(course, best) for course in courses):
-            local = LocalSearch(search, self.relaxation, self._pins)
+            local = self.local_search()
             with suppress(OutOfBudget), search.budget.part(_IMPROVING_SHARE):
                 improve(search, local, _TRIES)
             search.budget.check()
+
+    def local_search(self) -> LocalSearch:
+        """Moves among plans with several stages on each device."""
+        return LocalSearch(self.search, self.relaxation, self._pins)
 
     def _prove(self, courses: Sequence[_Course]) -> None:
         """Try all limits of the cuts that others than the usual ones may make better."""

@@ -465,31 +465,6 @@ class SearchState:
             # may keep only so much together can wait for each other.
             return None
 
-    def tighten(self) -> None:
-        """Lower the best plan's in-flight limits as far as its period stays, and there is time."""
-        if self.best is None or len(self.best.stages) > _MOST_WIDENED:
-            return
-        several = bool(self.best.pipeline.placement)
-        ranges = self.relaxation.limit_ranges(len(self.best.stages), several=several)
-        for s in range(len(self.best.stages)):
-            while True:
-                limits = list(self.best.limits)
-                least = max(ranges[s][0], limits[s + 1] if s + 1 < len(limits) else 1)
-                if limits[s] <= least or self._too_late:
-                    break
-                limits[s] -= 1
-                stages = tuple(
-                    msgspec.structs.replace(stage, in_flight=limit)
-                    for stage, limit in zip(self.best.stages, limits, strict=True)
-                )
-                found = evaluate(self.question, stages, self.best.micro_batches)
-                # With fewer in flight before it a stage may hold more: other versions wait for it.
-                if not self.counts(found):
-                    break
-                if found.prediction.period_s > self.period_s * SAME:
-                    break
-                self.best = found
-
     def keep_more(self) -> None:
         """Have the best plan's stages compute fewer layers again, as far as memory allows, and
         there is time. The sets that a search tries are few (`recomputation.selections`)."""

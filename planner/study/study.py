@@ -21,8 +21,9 @@ from ...profiles.files import (
     read_file,
     write_bytes,
 )
+from ...profiles.profile import ProfileReference
 from ..cluster.cluster import Cluster
-from ..plan import Plan, ProfileReference
+from ..plan import Plan
 from ..systems.variants import variant_named
 
 FORMAT = "timeprest-study/1"

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...planner.plan import Plan, ProfileReference
+from ...planner.plan import Plan
 from ...profiles.errors import PlanError, UserError
 from ...profiles.measuring.platforms import wake
+from ...profiles.profile import ProfileReference
 from ...profiles.tracing.graph import GraphBody, graph_of, recompile
 from ...profiles.tracing.pieces import map_items
 from ...profiles.tracing.random_states import set_states, states

@@ -13,12 +13,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ...planner.plan import Plan, ProfileReference
+from ...planner.plan import Plan
 from ...profiles.autograd.dropout import WithoutDropout
 from ...profiles.autograd.random_numbers import RandomCalls, random_calls
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ...profiles.files import is_file
-from ...profiles.profile import IMPORTED, VaryingShapes
+from ...profiles.profile import IMPORTED, ProfileReference, VaryingShapes
 from ...profiles.target import TASK_NEEDED, Target, resolve
 from ...profiles.tasks.hooks import check_reads, describe_error
 from ...profiles.tasks.loss_parts import own_copy

@@ -150,15 +150,20 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     checksum = checksum_of(question, plan.stages, plan.micro_batches, plan.solver)
     stays = _same_question(plan.solver.checksum, checksum) and not _found_was_edited(plan.solver)
     stays = stays and plan.solver.bound_s <= period_s * SAME
-    bound_s = plan.solver.bound_s if stays else 0.0
-    optimal = plan.solver.optimal and period_s <= bound_s * SAME
-    report = msgspec.structs.replace(
-        plan.solver,
-        objective_s=period_s,
-        bound_s=bound_s,
-        gap=0.0 if optimal else gap_between(period_s, bound_s),
-        optimal=optimal,
-    )
+    if stays and plan.solver.fastest is not msgspec.UNSET and plan.solver.checksum == checksum:
+        # The plan that was preferred to the fastest one, which the solver speaks of.
+        report = plan.solver
+    else:
+        bound_s = plan.solver.bound_s if stays else 0.0
+        optimal = plan.solver.optimal and period_s <= bound_s * SAME
+        report = msgspec.structs.replace(
+            plan.solver,
+            objective_s=period_s,
+            bound_s=bound_s,
+            gap=0.0 if optimal else gap_between(period_s, bound_s),
+            optimal=optimal,
+            fastest=msgspec.UNSET,
+        )
     fresh = signed(make_plan(question, found, report), question)
     over = {}
     for s, count in found.over_limit(plan.cluster):

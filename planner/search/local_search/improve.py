@@ -136,7 +136,7 @@ class LocalSearch:
         """
         if point in self._standings:
             return self._standings[point]
-        seen = self._foreseen(point)
+        seen = self.foreseen(point)
         if seen is None or (than is not None and self._useless(seen, than)):
             return None
         found = self.search.look(self.near.choice(point), point.micro_batches, point.limits)
@@ -151,7 +151,7 @@ class LocalSearch:
         bottlenecks = _bottlenecks(seen.loads_s, than.period_s)
         return seen.least_s > than.period_s * SAME or bottlenecks > than.bottlenecks - _WORTH_IT
 
-    def _foreseen(self, point: Point) -> Foreseen | None:
+    def foreseen(self, point: Point) -> Foreseen | None:
         """What is known before it is simulated; None where it can't be."""
         if point not in self._seen:
             choice, seen = self.near.choice(point), None
@@ -250,7 +250,7 @@ class LocalSearch:
             for point in chain(near.device_moves(here.point), near.stage_moves(here.point))
             for cut in (point.downsets, *near.even_cuts(point.micro_batches, point.devices))
         )
-        expected = [(seen.expected_s, p) for p in points if (seen := self._foreseen(p)) is not None]
+        expected = [(seen.expected_s, p) for p in points if (seen := self.foreseen(p)) is not None]
         expected.sort(key=lambda item: item[0])
         for _, point in expected[:_MOST_ELSEWHERE]:
             found = self.look(point)
@@ -295,7 +295,7 @@ class LocalSearch:
         for point in points:
             if point in self._standings or self._work_s(point) > here.period_s * SAME:
                 continue
-            seen = self._foreseen(point)
+            seen = self.foreseen(point)
             if seen is None or self._useless(seen, here):
                 continue
             if simulates_together(seen.pipeline):

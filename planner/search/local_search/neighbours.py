@@ -85,8 +85,9 @@ class Neighbours:
     @cached_property
     def _groups(self) -> list[int]:
         """Layers that share a stage, as bit masks, in topological order."""
-        counts = self.search.branches[0].micro_batches if self.search.branches else 1
-        return joined(self.relaxation.problem(Branch(counts)))
+        # For any micro-batches that were measured they are the same.
+        fewest = -(-self.question.mini_batch // self.question.profile.micro_batch_sizes[-1])
+        return joined(self.relaxation.problem(Branch(fewest)))
 
     @cached_property
     def _group_of(self) -> dict[int, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
-from ....planner.plan import Plan, ProfileReference
+from ....planner.plan import Plan
 from ....planner.study.study import (
     Curve,
     Metric,
@@ -37,6 +37,7 @@ from ....planner.study.tuning import (
     together,
 )
 from ....profiles.errors import TargetError, UserError
+from ....profiles.profile import ProfileReference
 from ....profiles.tasks.samples import size_of
 from ...checkpoint.start import check_settings
 from ...prepare.data import run_length, segments, training_samples

@@ -23,6 +23,7 @@ from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, li
 from timeprest.planner.search import exploration, first_plans, state
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer import diagnosis
+from timeprest.planner.search.answer.preference import Candidates, signed_plan
 from timeprest.planner.search.choices import (
     Branch,
     Choice,
@@ -33,6 +34,7 @@ from timeprest.planner.search.choices import (
     choice_of,
     micro_batch_counts,
 )
+from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import SearchRequest, explore, solve
@@ -314,7 +316,6 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
     """However short each simulation is."""
     profile, cluster = chain(8), uniform_cluster(8)
     asked = Question(profile, cluster, "timeprest", profile.batch_size, 0.0)
-    search = explore(asked, SearchRequest(), lambda *_: None)
     ranges = limit_ranges(asked.system, 8)
     widest = [max(low, min(high, 9)) for low, high in ranges]
     nodes = [(f"n{k}",) for k in range(8)]
@@ -322,13 +323,15 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
     clock = [100.0]
 
     def slow(*given):
-        clock[0] += 0.4
+        clock[0] += 0.22
         return evaluate(*given)
 
     def limits_after(deadline):
+        met = Candidates(cluster, 0.0)
+        search = explore(asked, SearchRequest(run_ahead="auto"), lambda *_: None, met.add)
         clock[0], search.best, search.budget.deadline = 100.0, wide, deadline
-        search.tighten()
-        return sum(search.best.limits), clock[0] - 100.0
+        chosen = signed_plan(search, met, LocalSearch(search))
+        return sum(chosen.limits), clock[0] - 100.0
 
     monkeypatch.setattr(state, "evaluate", slow)
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -366,6 +369,7 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
         with monkeypatch.context() as patch:
             for name in ("improve", "start_even"):
                 patch.setattr(exploration, name, lambda *_: None)
+            patch.setattr(solving, "signed_plan", lambda search, *_: search.best)
             before = solve(*asked, **more)
         assert plan.predicted.period_s < before.predicted.period_s
 

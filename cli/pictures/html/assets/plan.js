@@ -152,6 +152,9 @@
         ["method", solver.method],
         ["verdict", proof(solver)],
         ["objective", number("objective_s", TP.seconds)],
+        ...(solver.fastest ? [["given away", `${TP.percent(plan.predicted.period_s / solver.objective_s - 1)} of the period for ${{
+          staleness: `a version difference of ${Math.max(...plan.predicted.stages.map((stage) => stage.version_difference))} instead of ${solver.fastest.version_difference}`,
+          memory: `less memory than ${TP.bytes(solver.fastest.memory_bytes)}`, evenness: "stages that are more even", stages: "fewer stages" }[solver.fastest.given_for]}`]] : []),
         ["lower bound", number("bound_s", TP.seconds)],
         ["gap", number("gap", TP.percent)],
         ["plans tried", number("plans_tried", TP.number)],

@@ -1,0 +1,259 @@
+"""Which plan is signed: of those about as fast as the fastest, the one that an expert would take.
+
+The search minimises the period; bounds and proofs are of that alone. What else there is to mind is
+asked at its end, of plans that it met and of their neighbours. (While it searches it couldn't be
+asked: "within 1 % of it" is no order, for of three plans each may be within 1 % of the next, and
+not the first of the last.)
+
+Of all plans whose period is within the tolerance of the fastest one's, those are kept that take no
+more devices, and of these in this sequence
+
+1. the smallest version difference, the largest of the stages';
+2. the lowest share of memory on the fullest device, in tenths; one that is half full has room;
+3. the most even loads: by how much their root mean square, over devices, is above their mean, in
+   whole per cent of that;
+4. fewer stages, the shorter period, what is more even or less full by less than that, and fewer
+   mini-batches in flight.
+
+In such steps, so that nothing is given away for what nobody would see: no stage gets a single
+layer, so that a device is full to 6 % instead of 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from math import ceil, sqrt
+
+import msgspec
+
+from ...cluster.cluster import Cluster
+from ...evaluate import Evaluation
+from ...partition.problem import SAME
+from ...plan import FastestPlan
+from ...simulator.pipeline import Pipeline
+from ...simulator.timeline import busy_s
+from ..choices import Choice
+from ..local_search.improve import LocalSearch
+from ..local_search.neighbours import Point
+from ..state import SOON_S, OutOfBudget, SearchState
+
+_EFFORT = 100_000
+"""Simulated operations for looking around at the end."""
+
+
+_HALF_FULL = 5
+"""Tenths of a device's memory that are no reason to prefer another plan."""
+
+Regard = tuple[int, int, int, int, float, float, float, int]
+"""What is minded, the first things first."""
+
+
+def regard(found: Evaluation, cluster: Cluster) -> Regard:
+    """What is minded of a plan that fits a cluster."""
+    share = max(found.memory_shares(cluster), default=0.0)
+    uneven = _unevenness(found.pipeline)
+    return (
+        found.difference,
+        max(ceil(share * 10), _HALF_FULL),
+        round(uneven * 100),
+        len(found.stages),
+        _rounded(found.prediction.period_s),
+        _rounded(uneven),
+        share,
+        sum(found.limits),
+    )
+
+
+def _unevenness(pipeline: Pipeline) -> float:
+    """By how much the root mean square of devices' loads is above their mean, as a share of it."""
+    loads = [busy_s(pipeline, stages[0]) for stages in pipeline.stages_of]
+    mean = sum(loads) / len(loads)
+    return sqrt(sum(load**2 for load in loads) / len(loads)) / mean - 1 if mean else 0.0
+
+
+def _rounded(value: float) -> float:
+    """Without what the sequence of additions alone makes."""
+    return float(f"{value:.7g}")
+
+
+class Candidates:
+    """Of the plans met so far, those that may be signed in the end.
+
+    Args:
+        tolerance: share of the period that may be given away.
+    """
+
+    def __init__(self, cluster: Cluster, tolerance: float) -> None:
+        self.cluster = cluster
+        self.within = max(1 + tolerance, SAME)
+        self._kept: dict[tuple[bool, bool], list[tuple[Evaluation, Regard]]] = {}
+
+    def add(self, found: Evaluation) -> None:
+        """Keep a plan that fits, unless one that is kept is as good in everything."""
+        kept = self._kept.setdefault(_kind(found), [])
+        shortest_s = min((other.prediction.period_s for other, _ in kept), default=float("inf"))
+        if found.prediction.period_s > shortest_s * self.within:
+            return
+        mine = regard(found, self.cluster)
+        if any(_as_good(other, its, found, mine) for other, its in kept):
+            return
+        limit_s = min(shortest_s, found.prediction.period_s) * self.within
+        kept[:] = [
+            (other, its)
+            for other, its in kept
+            if other.prediction.period_s <= limit_s and not _as_good(found, mine, other, its)
+        ]
+        kept.append((found, mine))
+
+    def preferred(self, fastest: Evaluation) -> Evaluation:
+        """The plan to sign.
+
+        Where the fastest one has a device for each stage, so has this; and where it takes them as
+        they are listed, so does this.
+        """
+        several, listed = _kind(fastest)
+        kinds = [(several, True)] if listed else [(several, True), (several, False)]
+        met = [found for kind in kinds for found, _ in self._kept.get(kind, [])]
+        return prefer(met, fastest, self.within, self.cluster)
+
+    def allows(self, plan: Evaluation, fastest: Evaluation) -> bool:
+        """Whether it is within the tolerance, and takes no more devices."""
+        return _allows(plan, fastest, self.within)
+
+
+def prefer(
+    plans: Sequence[Evaluation], fastest: Evaluation, within: float, cluster: Cluster
+) -> Evaluation:
+    """Of plans whose period is within this factor of the fastest one's, and that take no more
+    devices than that, the one that is preferred; the fastest may be the only one."""
+    fair = [plan for plan in plans if _allows(plan, fastest, within)]
+    return min([fastest, *fair], key=lambda plan: regard(plan, cluster))
+
+
+def _allows(plan: Evaluation, fastest: Evaluation, within: float) -> bool:
+    limit_s = fastest.prediction.period_s * within
+    return plan.prediction.period_s <= limit_s and _devices(plan) <= _devices(fastest)
+
+
+def fastest_of(
+    found: Evaluation, chosen: Evaluation, cluster: Cluster
+) -> FastestPlan | msgspec.UnsetType:
+    """What the fastest plan has, for the chosen one's file; unset where that is as fast."""
+    if chosen.prediction.period_s <= found.prediction.period_s * SAME:
+        return msgspec.UNSET
+    held = found.prediction.devices or found.prediction.stages
+    pairs = zip(regard(found, cluster), regard(chosen, cluster), strict=True)
+    first = next(k for k, (its, mine) in enumerate(pairs) if its != mine)
+    return FastestPlan(
+        version_difference=found.difference,
+        memory_bytes=max(one.memory_bytes for one in held),
+        given_for=("staleness", "memory", "evenness", "stages")[first],
+    )
+
+
+def _kind(found: Evaluation) -> tuple[bool, bool]:
+    """Whether devices have several stages, and whether they are taken as they are listed."""
+    devices = [d for stage in found.stages for d in stage.devices]
+    several = bool(found.pipeline.placement)
+    return several, several or all(a < b for a, b in pairwise(devices))
+
+
+def _devices(found: Evaluation) -> int:
+    return len({d for stage in found.stages for d in stage.devices})
+
+
+def _as_good(one: Evaluation, its: Regard, other: Evaluation, others: Regard) -> bool:
+    """Whether nothing is gained by keeping the other one, too."""
+    shorter = one.prediction.period_s <= other.prediction.period_s
+    return shorter and _devices(one) <= _devices(other) and its <= others
+
+
+# Looking around ----------------------------------------------------------------------------------
+
+
+def signed_plan(search: SearchState, met: Candidates, local: LocalSearch) -> Evaluation:
+    """The plan to sign: the preferred one, after looking around it. The search's best plan, the
+    fastest, may get better by that.
+
+    Args:
+        met: plans that the search met; it goes on telling it (`SearchState.seen`).
+        local: the moves that there are.
+    """
+    assert search.best is not None
+    met.add(search.best)
+    budget = search.budget
+    deadline = None if budget.deadline is None else budget.deadline + SOON_S
+    search.budget = replace(budget, effort=_EFFORT, deadline=deadline)
+    try:
+        _lowest_cap(search, met)
+        _descend(search, met, local)
+    except (OutOfBudget, KeyboardInterrupt):
+        pass
+    budget.tried, search.budget = search.budget.tried, budget
+    return met.preferred(search.best)
+
+
+def _lowest_cap(search: SearchState, met: Candidates) -> None:
+    """Look for the lowest limit that all stages of the fastest plan may have within the tolerance,
+    supposing that with fewer in flight it is no faster."""
+    best = search.best
+    assert best is not None
+    choice = Choice(*zip(*((x.nodes, x.devices, x.recompute) for x in best.stages), strict=True))
+    ranges = search.ranges(choice)
+    low, high = min(least for least, _ in ranges), max(best.limits)
+    while low < high:
+        middle = (low + high) // 2
+        pairs = zip(best.limits, ranges, strict=True)
+        limits = tuple(max(least, min(limit, middle)) for limit, (least, _) in pairs)
+        found = search.look(choice, best.micro_batches, limits)
+        if found is None or not search.counts(found) or not met.allows(found, best):
+            low = middle + 1
+        else:
+            high = middle
+
+
+def _descend(search: SearchState, met: Candidates, local: LocalSearch) -> None:
+    """Go from the preferred plan to a neighbour that is preferred to it, until there is none."""
+    assert search.best is not None
+    here: Evaluation | None = met.preferred(search.best)
+    while here is not None:
+        here = next(_preferred_to(here, search, met, local), None)
+
+
+def _preferred_to(
+    here: Evaluation, search: SearchState, met: Candidates, local: LocalSearch
+) -> Iterator[Evaluation]:
+    """Neighbours: one mini-batch less in flight; borders that leave loads more even, or the fullest
+    device with fewer layers."""
+    moves, fastest = local.near, search.best
+    point, mine = moves.point_of(here), regard(here, met.cluster)
+    if fastest is None or moves.choice(point).with_limits(point.limits) != here.stages:
+        # Its stages compute other layers again than the search has sets of.
+        return
+    shares = here.memory_shares(met.cluster)
+    busy = [busy_s(here.pipeline, s) for s in range(len(here.stages))]
+    # Stages without limits of memory have no shares.
+    full = max(range(len(shares)), key=shares.__getitem__) if len(shares) == len(busy) else 0
+    sequence = sorted(range(len(busy)), key=lambda s: (s != full, -busy[s], s))
+    inside, even = _layers(point, full), _unevenness(here.pipeline)
+    kinds = (moves.limit_moves, moves.border_moves, moves.row_moves)
+    for move in chain.from_iterable(kind(point, sequence) for kind in kinds):
+        if sum(move.limits) > sum(point.limits):
+            continue
+        seen = local.foreseen(move)
+        if seen is None or seen.least_s > fastest.prediction.period_s * met.within:
+            continue
+        evener = move.limits != point.limits or _unevenness(seen.pipeline) < even
+        if not evener and _layers(move, full) >= inside:
+            continue
+        standing = local.look(move)
+        if standing is None or standing.over or not met.allows(standing.found, fastest):
+            continue
+        if regard(standing.found, met.cluster) < mine:
+            yield standing.found
+
+
+def _layers(point: Point, stage: int) -> int:
+    return (point.downsets[stage + 1] & ~point.downsets[stage]).bit_count()
