@@ -30,6 +30,7 @@ from .planner.schedules.given import read_order
 from .planner.search.answer.recheck import question_of, signed
 from .planner.search.solve import MUON, solve
 from .planner.study.choose import StudyFigures, by_time_to_target
+from .planner.study.front import staleness_front
 from .planner.study.pareto import ParetoFront, pareto_point
 from .planner.study.study import read_study
 from .planner.systems.variants import VARIANTS, load_plugin, variant_named
@@ -401,6 +402,27 @@ def plans(
     best = times[0].point.variant
     chosen = chosen_by_study(profile, found.pop(best), times[0])
     return {best: chosen, **found}
+
+
+def front(
+    profile: Profile | str | Path, cluster: Cluster | str | Path | None = None, **options: Any
+) -> list[Plan]:
+    """Plans with ever smaller version differences, down to none, that no other plan beats in
+    period and difference; the least stale first (`tp-plan solve --front`).
+
+    Args:
+        cluster, options: as of `plan`; the first plan is the one that it gives.
+
+    Raises as `plan`.
+    """
+    profile = _loaded(profile, Profile, "profile")
+    cluster = None if cluster is None else _loaded(cluster, Cluster, "cluster")
+    first = options.pop("max_difference", None)
+
+    def within(most: int | None) -> Plan:
+        return plan(profile, cluster, max_difference=most, **options)
+
+    return staleness_front(within, first)
 
 
 def what_if(

@@ -128,7 +128,7 @@ class Evaluation:
     @property
     def difference(self) -> int:
         """The largest version difference of any stage, in the steady state."""
-        return max(stage.version_difference for stage in self.prediction.stages)
+        return self.prediction.version_difference
 
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
         """Stages over what they may take of one of their devices, and by how many bytes."""

@@ -182,6 +182,11 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         )
 
     @property
+    def version_difference(self) -> int:
+        """The largest of any stage."""
+        return max(stage.version_difference for stage in self.stages)
+
+    @property
     def waits_for_samples(self) -> bool:
         """Whether it is loading that the period is made of."""
         return self.loading_s is not msgspec.UNSET and self.loading_s >= self.period_s

@@ -25,6 +25,7 @@ from ...planner.search.device_sequences import SEQUENCES
 from ...planner.search.solve import INTERRUPTED, MUON
 from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
+from ...planner.study.front import staleness_front
 from ...planner.study.pareto import ParetoFront, pareto_point
 from ...planner.study.study import read_study
 from ...planner.systems.variants import VARIANTS, variant_named
@@ -45,6 +46,7 @@ from ..options import (
 from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName, SystemName, Whole
 from ..progress import Bar
+from ..tables.front import front_table
 from ..tables.pareto import (
     comparison,
     pareto_table,
@@ -55,7 +57,7 @@ from ..tables.pareto import (
 from ..tables.plan import assumed, few_stages, print_plan
 from ..tables.what_if import what_if_table
 
-WHAT_IF = "--what-if"
+WHAT_IF, FRONT = "--what-if", "--front"
 
 
 def _count_or_auto(text: str, option: str) -> int | None:
@@ -231,6 +233,13 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     ),
     time_limit_option("Take the best plan found by then."),
     click.option(
+        "--front",
+        "front",
+        is_flag=True,
+        help="Also plans with smaller version differences, down to none, as far as they cost "
+        "something; in files numbered from the least stale on.",
+    ),
+    click.option(
         "--study",
         "study_path",
         type=FileName(),
@@ -254,6 +263,7 @@ def solve(
     variant: str,
     order_path: str | None,
     study_path: str | None,
+    front: bool,
     what_if: Sequence[str],
     as_json: bool,
     quiet: bool,
@@ -269,10 +279,14 @@ def solve(
         variant_named(variant)
         if study_path is not None:
             raise UserError("--study: goes with --variant all, whose systems it compares")
-    elif what_if:
-        raise UserError("--what-if: goes with one system; name it by --variant")
-    files = [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]
-    for file in files + [path] * (study_path is not None):
+    elif what_if or front:
+        option = WHAT_IF if what_if else FRONT
+        raise UserError(f"{option}: goes with one system; name it by --variant")
+    if what_if and front:
+        raise UserError(f"{FRONT}: is of the cluster as it is; leave out {WHAT_IF}")
+    names = ["1"] if front else VARIANTS if variant == "all" else []
+    files: Sequence[str | Path] = [_beside(path, name) for name in names] or [path]
+    for file in [*files, *[path] * (study_path is not None)]:
         check_output(file, Kind.PLAN)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
     figures = None if study_path is None else StudyFigures(read_study(study_path))
@@ -292,6 +306,9 @@ def solve(
     headroom = asked["headroom"]
     asked["headroom"] = None if headroom is None else parse_headroom(headroom)
     asked["order"] = None if order_path is None else read_order(order_path)
+    if front:
+        _solve_front(profile, cluster, variant, asked, path, as_json=as_json, quiet=quiet)
+        return
     if variant == "all":
         _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)
         return
@@ -316,6 +333,38 @@ def solve(
             output().print(what_if_table(plan, plans, failed, output().width))
         _print_notes(profile, [plan], asked)
         output().print(f"wrote {path}; {_next(plan, path)}")
+
+
+def _solve_front(
+    profile: Profile,
+    cluster: Cluster,
+    variant: str,
+    asked: dict[str, Any],
+    path: str,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Plans of one system with ever smaller version differences, the least stale first."""
+    with Bar("planning", quiet=quiet) as bar:
+
+        def within(most: int | None) -> Plan:
+            return solve_plan(
+                profile, cluster, variant, progress=bar, **{**asked, "max_difference": most}
+            )
+
+        plans = staleness_front(within, asked["max_difference"])
+    paths = [str(_beside(path, str(k))) for k in range(1, len(plans) + 1)]
+    for each, plan in zip(paths, plans, strict=True):
+        write_file(each, plan)
+    if as_json:
+        print_json({"front": plans})
+    elif not quiet:
+        output().print(front_table(plans, paths, output().width))
+        if len(plans) == 1 and not plans[0].predicted.version_difference:
+            output().print("no plan of it is faster with a version difference")
+        _print_notes(profile, plans, asked)
+        output().print(f"wrote {', '.join(paths)}; {_next(plans[-1], paths[-1])}")
 
 
 def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def _given(plan: Plan) -> list[tuple[str, str]]:
     if fastest is msgspec.UNSET or not shortest_s:
         return []
     lost = plan.predicted.period_s / shortest_s - 1
-    difference = max(stage.version_difference for stage in plan.predicted.stages)
+    difference = plan.predicted.version_difference
     held = max(device.predicted.memory_bytes for device in on_devices(plan))
     gained = {
         "staleness": f"d {difference} instead of {fastest.version_difference}",

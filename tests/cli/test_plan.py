@@ -42,6 +42,32 @@ def test_every_system_is_planned_and_compared(folder):
     assert found["failed"] == {}
 
 
+def test_plans_of_a_front_are_numbered_from_the_least_stale_on(folder):
+    words = ("solve", "profile.json", "--devices", 3, "--stages", 3, "--micro-batches", 2)
+    text = call(*words, "--front", "-o", "f.json")
+    paths = sorted(folder.glob("f*.json"))
+    plans = [read_plan(path) for path in paths]
+    assert [path.name for path in paths] == [f"f.{k}.json" for k in range(1, len(plans) + 1)]
+    differences = [plan.predicted.version_difference for plan in plans]
+    periods = [plan.predicted.period_s for plan in plans]
+    assert differences == sorted(set(differences))
+    assert differences[0] == 0 < differences[-1]
+    assert periods == sorted(set(periods), reverse=True)
+    for path in paths:
+        assert path.name in text
+    alone = json.loads(call(*words, "--json"))
+    assert alone["predicted"]["period_s"] == periods[-1]
+    found = json.loads(call(*words, "--front", "--json", "--max-difference", 0))["front"]
+    assert [plan["predicted"]["period_s"] for plan in found] == periods[:1]
+    one = call("solve", "profile.json", "--variant", "gpipe", "--front", "-o", "g.json")
+    assert [path.name for path in folder.glob("g*.json")] == ["g.1.json"]
+    assert "no plan of it is faster with a version difference" in one
+    text = call("solve", "profile.json", "--variant", "all", "--front", code=2)
+    assert "--front: goes with one system" in text
+    text = call("solve", "profile.json", "--what-if", "memory=2x", "--front", code=2)
+    assert "--front: is of the cluster as it is; leave out --what-if" in text
+
+
 def test_what_changes_would_bring(folder):
     """As if each had been asked for by itself; the plan written is that without them."""
     words = ("solve", "profile.json", "--devices", 2, "--bandwidth", "1MB/s", "--memory", "1MiB")

@@ -214,6 +214,7 @@ def test_public_names():
         "check",
         "dry_run",
         "export",
+        "front",
         "hugging_face",
         "links",
         "onnx",

@@ -73,6 +73,7 @@ def options_of(command):
             {
                 "study_path": "plans.study",
                 "what_if": "what_if.changes",
+                "front": "front",
                 "plugins": "plugin.path",
             },
         ),
@@ -498,3 +499,15 @@ def test_python_plans_every_system(mlp_profile, tmp_path, monkeypatch):
         timeprest.plans(profile, study="study.json", mini_batch=2)
     with pytest.raises(InfeasibleError, match="pipedream: "):
         timeprest.plans(profile, variants=["pipedream"], memory="1KiB")
+
+
+def test_a_front_from_the_least_stale_on(mlp_profile):
+    how = {"devices": 3, "stages": 3, "micro_batches": 1, "replicas": False}
+    found = timeprest.front(mlp_profile, **how)
+    differences = [plan.predicted.version_difference for plan in found]
+    assert differences == sorted(set(differences))
+    assert differences[0] == 0
+    (fresh,) = timeprest.front(mlp_profile, max_difference=0, **how)
+    assert fresh.stages == found[0].stages
+    with pytest.raises(UserError, match="max_difference 'none': give a whole number from 0"):
+        timeprest.front(mlp_profile, max_difference="none", **how)
