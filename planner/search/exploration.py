@@ -24,7 +24,7 @@ from ..partition.problem import SAME, Answer, Cut, StageProblem
 from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
-from .local_search.improve import LocalSearch, improve, start_even
+from .local_search.improve import LocalSearch, improve, start
 from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
 
@@ -72,7 +72,7 @@ def run(search: SearchState) -> str | None:
             with suppress(OutOfBudget):
                 try_blocks(search)
             with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
-                start_even(search, local)
+                start(search, local)
             _bound_all(search)
             _try_guesses(search)
             with suppress(OutOfBudget), budget.part(_STARTING_SHARE):

@@ -44,8 +44,11 @@ _TOGETHER_AT_ALL = 200
 _ABOUT = 1.005
 """Those with other limits may be so much shorter than expected."""
 
-_SPREAD = 0.02
-"""Of starts, those are descended from whose period is within so much of the best one's."""
+_MOST_STARTS, _NEAR = 4, 0.1
+"""Of the cuts to begin with, so many are simulated that are expected to be so near the best one."""
+
+_SPREAD = 0.1
+"""And those are descended from whose period is within so much of the best plan's."""
 
 _SHARP, _WORTH_IT = 64, 1e-3
 """A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one; and so much must
@@ -208,27 +211,39 @@ class LocalSearch:
 
     # Starts ------------------------------------------------------------------------------------
 
-    def start(self, branch: Branch) -> Standing | None:
-        """The best of even cuts, under the usual limits, the least and the widest."""
-        best: Standing | None = None
-        devices = len(self.question.cluster.devices)
-        for stages in self.near.stage_counts(branch):
-            for lying in self.near.layings(stages, branch.micro_batches, devices):
-                for cut in self.near.even_cuts(branch.micro_batches, lying):
-                    for again in self.relaxation.recompute:
-                        for limits in self.near.usual_limits(stages, lying):
-                            point = Point(
-                                cut, lying, (again,) * stages, branch.micro_batches, limits
-                            )
-                            found = self.look(point, best)
-                            if found is not None and (best is None or found.better(best)):
-                                best = found
-                            if found is not None and not found.over:
-                                # With fewer in flight it is no faster.
-                                break
-                        if best is not None and not best.over:
+    def starts(self, branch: Branch) -> list[Standing]:
+        """The best of first cuts under the widest limits; where none fits, under less."""
+        near, devices = self.near, len(self.question.cluster.devices)
+        n, found = branch.micro_batches, list[Standing]()
+        for stages in near.stage_counts(branch):
+            for lying in near.layings(stages, n, devices):
+                cuts = near.first_cuts(n, lying)
+                for again in self.relaxation.recompute:
+                    for limits in near.usual_limits(stages, lying):
+                        points = [Point(cut, lying, (again,) * stages, n, limits) for cut in cuts]
+                        known = [x for p in self._expected(points) if (x := self.look(p))]
+                        found += known
+                        if any(not standing.over for standing in known):
+                            # With fewer in flight, or more computed again, it is no faster.
                             break
-        return best
+                    else:
+                        continue
+                    break
+        return found
+
+    def _expected(self, points: Sequence[Point]) -> list[Point]:
+        """The few that are expected to be fastest."""
+        seen = [(found, p) for p in points if (found := self._foreseen(p)) is not None]
+        if not seen:
+            return []
+        expected = [found.least_s for found, _ in seen]
+        if simulates_together(seen[0][0].pipeline):
+            self.search.budget.take(_TOGETHER * len(seen) + _TOGETHER_AT_ALL)
+            expected = periods_s([found.pipeline for found, _ in seen]).tolist()
+        best_s = self.search.period_s
+        ranked = sorted(zip(expected, range(len(seen)), strict=True))
+        near = ranked[0][0] * (1 + _NEAR)
+        return [seen[k][1] for s, k in ranked[:_MOST_STARTS] if s <= near and s < best_s * 1.2]
 
     # Descents ----------------------------------------------------------------------------------
 
@@ -248,7 +263,7 @@ class LocalSearch:
         points = dict.fromkeys(
             replace(point, downsets=cut)
             for point in chain(near.device_moves(here.point), near.stage_moves(here.point))
-            for cut in (point.downsets, *near.even_cuts(point.micro_batches, point.devices))
+            for cut in (point.downsets, *near.first_cuts(point.micro_batches, point.devices)[:2])
         )
         expected = [(seen.expected_s, p) for p in points if (seen := self.foreseen(p)) is not None]
         expected.sort(key=lambda item: item[0])
@@ -344,20 +359,16 @@ def _bottlenecks(loads: Sequence[float], period_s: float) -> float:
     return sum((each / period_s) ** _SHARP for each in loads) if period_s else 0.0
 
 
-def start_even(search: SearchState, local: LocalSearch) -> None:
-    """First plans from even cuts, improved. Raises OutOfBudget when the budget is used up."""
-    found = []
+def start(search: SearchState, local: LocalSearch) -> None:
+    """First plans, improved. Raises OutOfBudget when the budget is used up."""
+    found = list[Standing]()
     for done, branch in enumerate(search.branches):
-        search.say(f"{search.standing}; even cuts", done, len(search.branches))
-        standing = local.start(branch)
-        if standing is not None:
-            found.append(standing)
+        search.say(f"{search.standing}; first cuts", done, len(search.branches))
+        found += local.starts(branch)
     found.sort(key=lambda s: (s.over, s.period_s))
-    for standing in found:
-        best_s = search.period_s
-        if not standing.over and standing.period_s > best_s * (1 + _SPREAD):
-            continue
-        local.descend(standing)
+    for standing in found[:_MOST_STARTS]:
+        if standing.over or standing.period_s <= search.period_s * (1 + _SPREAD):
+            local.descend(standing)
 
 
 def improve(search: SearchState, local: LocalSearch, tries: int) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 
 from ...costs.recomputation import Selection, of_stage, selection_of
+from ...costs.stage_costs import sized
 from ...costs.tied_parameters import misplaced
 from ...evaluate import Evaluation
 from ...partition.dp.lattice import joined
@@ -22,6 +23,7 @@ from ...systems.placement import numbered_devices
 from ..choices import Branch, Choice, capped, caps, unforeseen
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
+from .first_cuts import first_cuts
 
 _STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -80,6 +82,7 @@ class Neighbours:
         self._pins, self.moves_devices = tuple(pins), moves_devices
         self._nodes: dict[int, tuple[str, ...]] = {}
         self._ways: dict[int, list[float]] = {}
+        self._first_cuts: dict[Hashable, list[tuple[int, ...]]] = {}
         self._random = random.Random(0)
 
     @cached_property
@@ -135,36 +138,53 @@ class Neighbours:
 
     # Cuts --------------------------------------------------------------------------------------
 
-    def even_cuts(
+    def first_cuts(
         self, micro_batches: int, devices: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[int, ...]]:
-        """Downsets of cuts with as much time, and with as many layers, as each stage's devices have
-        speed for."""
-        groups, stages = self._groups, len(devices)
-        if stages > len(groups):
-            return
-        listed = self.question.cluster.devices
-        several = Counter(devices)
-        speeds = (
+    ) -> list[tuple[int, ...]]:
+        """Downsets of cuts to begin with (`first_cuts`)."""
+        listed, several = self.question.cluster.devices, Counter(devices)
+        speeds = tuple(
             len(mine) * min(listed[d].speed for d in mine) / several[mine] for mine in devices
         )
-        shares = [*accumulate(speeds)]
-        seconds = self.seconds(micro_batches)
-        by_time = [sum(seconds[j] for j in members(mask)) for mask in groups]
-        masks = [0, *accumulate(groups, int.__or__)]
-        seen = set[tuple[int, ...]]()
-        for weights in (by_time, [1.0] * len(groups)):
-            done = [0.0, *accumulate(weights)]
-            ends = [0]
-            for s in range(1, stages):
-                wanted = done[-1] * shares[s - 1] / shares[-1]
-                rest = len(groups) - (stages - s)
-                within = range(ends[-1] + 1, rest + 1)
-                ends.append(min(within, key=lambda g: (abs(done[g] - wanted), g)))
-            cut = tuple(masks[g] for g in (*ends, len(groups)))
-            if cut not in seen:
-                seen.add(cut)
-                yield cut
+        key = micro_batches, speeds
+        if key not in self._first_cuts:
+            groups, seconds = self._groups, self.seconds(micro_batches)
+            work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
+            masks = [0, *accumulate(groups, int.__or__)]
+            drops = self._drops(devices)
+            self._first_cuts[key] = list(
+                dict.fromkeys(
+                    (0, *(masks[g] for g in ends))
+                    for sent_s in self._messages_s(micro_batches)
+                    for ends in first_cuts(work_s, sent_s, speeds, drops)
+                )
+            )
+        return self._first_cuts[key]
+
+    def _drops(self, devices: Sequence[tuple[int, ...]]) -> list[int]:
+        """How many fewer are in flight at each next stage, mini-batches or, where a backward takes
+        one of them, micro-batches."""
+        if self.relaxation.variant.backward_unit == "micro":
+            return [1] * (len(devices) - 1)
+        limits = next(self.usual_limits(len(devices), devices))
+        return [a - b for a, b in pairwise(limits)]
+
+    def _messages_s(self, micro_batches: int) -> tuple[list[float], list[float]]:
+        """What the messages of a micro-batch take, and their gradients, where a stage ends before
+        each group, [n], over the links inside of machines: the longest one, as others may go to
+        other stages, over wires of their own; and all together."""
+        size = -(-self.question.mini_batch // micro_batches)
+        network, there = self.question.cluster.network, self._group_of
+        longest, together = ([0.0] * len(self._groups) for _ in range(2))
+        for tensor in self.relaxation.graph.tensors:
+            ends = [there[layer] for layer in members(tensor.ends) if layer in there]
+            edge = tensor.edge
+            sent_s = network.wire_s(sized(edge.fixed_bytes, edge.bytes_per_sample, size))
+            seconds = (sent_s + network.latency_s) * (1 + edge.needs_grad)
+            for g in range(min(ends) + 1, max(ends) + 1):
+                longest[g] = max(longest[g], seconds)
+                together[g] += seconds
+        return longest, together
 
     def seconds(self, micro_batches: int) -> list[float]:
         """Per layer, the forward and the backward of a micro-batch."""

@@ -1,0 +1,182 @@
+"""Cuts to begin with: even ones, those that 1F1B runs fastest, and those with cheap messages.
+
+Along one topological order of n groups of layers. Where stages take turns, stage s has the next
+forward when the backward of one L(s) before has come back; between it and stage t there are
+L(s) - L(t) more in flight at s. So for every row of stages s … t a period T has
+
+    (L(s) - L(t) + 1) T >= work of s … t + messages between them, there and back
+
+(the critical cycles of 1F1B: its period where wires and memory have room). Whether a cut keeps to a
+T is known from how much its last stages' rows are above it at the most, e(t) = work(t) + max(-T,
+e(t - 1) + messages - (L(t - 1) - L(t)) T), which must not be above 0: the less of it before a
+border, the better for all that follows. So a dynamic program over borders finds the least T.
+
+And where a pipeline runs empty, the way there and back counts once: for several bounds on the
+busiest stage's work the cut under it whose messages take the least time in all.
+
+Index letters: S stages; n groups of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BOUNDS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
+"""Over the least that the busiest stage can have to do."""
+
+_TURNS = (1.0, 1.02, 1.05, 1.1)
+"""Over the least period of 1F1B."""
+
+_HALVINGS = 40
+"""Of the interval that the least is in."""
+
+_MOST = 40_000_000
+"""Of larger programs (S n² for each bound) none is run."""
+
+
+def first_cuts(
+    work_s: Sequence[float],
+    messages_s: Sequence[float],
+    speeds: Sequence[float],
+    drops: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
+    """Ends of stages, as numbers of groups before them, S each; every cut once.
+
+    Args:
+        work_s: of each group, [n].
+        messages_s: what is sent where a stage ends before the first, second, … group, [n].
+        speeds: of each stage's devices, [S].
+        drops: how many fewer are in flight at the next stage, [S - 1].
+    """
+    groups, stages = len(work_s), len(speeds)
+    if stages > groups:
+        return
+    seen = set[tuple[int, ...]]()
+    for cut in _all_cuts(work_s, messages_s, speeds, drops):
+        if cut not in seen:
+            seen.add(cut)
+            yield cut
+
+
+def _all_cuts(
+    work_s: Sequence[float],
+    messages_s: Sequence[float],
+    speeds: Sequence[float],
+    drops: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
+    yield _even(work_s, speeds)
+    yield _even([1.0] * len(work_s), speeds)
+    if len(speeds) == 1:
+        return
+    done, sent_s = np.array([0.0, *accumulate(work_s)]), np.append(messages_s, 0.0)
+    low, high = float(done[-1]) / sum(speeds), float(done[-1]) / min(speeds) + float(sent_s.sum())
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _turning(done, sent_s, speeds, drops, middle)
+        low, high = (low, middle) if found else (middle, high)
+    for factor in _TURNS:
+        found = _turning(done, sent_s, speeds, drops, high * factor)
+        if found is not None:
+            yield found
+    if len(speeds) * len(work_s) ** 2 > _MOST:
+        return
+    least_s = _least_load_s(done, speeds)
+    for factor in _BOUNDS:
+        cut = _cheapest(done, sent_s, speeds, least_s * factor)
+        if cut is not None:
+            yield cut
+
+
+def _even(weights: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
+    """As much weight for each stage as its devices have speed for."""
+    done, shares, ends = [0.0, *accumulate(weights)], [*accumulate(speeds)], [0]
+    for s in range(1, len(speeds)):
+        wanted = done[-1] * shares[s - 1] / shares[-1]
+        within = range(ends[-1] + 1, len(weights) - (len(speeds) - s) + 1)
+        ends.append(min(within, key=lambda g: (abs(done[g] - wanted), g)))
+    return (*ends[1:], len(weights))
+
+
+def _least_load_s(done: NDArray[np.float64], speeds: Sequence[float]) -> float:
+    """Of the busiest stage, at the least; each takes as much as it may, from the first on."""
+    low, high = float(done[-1]) / sum(speeds), float(done[-1]) / min(speeds)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        at = 0
+        for speed in speeds:
+            at = int(np.searchsorted(done, done[at] + middle * speed, side="right")) - 1
+        low, high = (low, middle) if at >= len(done) - 1 else (middle, high)
+    return high
+
+
+def _turning(
+    done: NDArray[np.float64],
+    sent_s: NDArray[np.float64],
+    speeds: Sequence[float],
+    drops: Sequence[int],
+    period_s: float,
+) -> tuple[int, ...] | None:
+    """A cut that 1F1B runs in a period; None where there is none.
+
+    Args:
+        done: work before each place, [n + 1].
+        sent_s: messages where a stage ends there, [n + 1].
+    """
+    size, begins = len(done), list[NDArray[np.intp]]()
+    # How far rows that end there are above the period.
+    above = np.full(size, np.inf)
+    places = np.arange(size)
+    for s, speed in enumerate(speeds):
+        if s:
+            before = np.maximum(-period_s, above + sent_s - drops[s - 1] * period_s)
+            before[0] = np.inf
+        else:
+            before = np.where(places == 0, -period_s, np.inf)
+        before -= done / speed
+        least = np.minimum.accumulate(before)
+        at = np.maximum.accumulate(np.where(before <= least, places, 0))
+        above = np.full(size, np.inf)
+        above[1:] = least[:-1] + done[1:] / speed
+        above[above > 1e-12 * period_s] = np.inf
+        begins.append(np.concatenate(([0], at[:-1])))
+    if not np.isfinite(above[-1]):
+        return None
+    ends = [size - 1]
+    for begin in reversed(begins[1:]):
+        ends.append(int(begin[ends[-1]]))
+    return tuple(reversed(ends))
+
+
+def _cheapest(
+    done: NDArray[np.float64],
+    sent_s: NDArray[np.float64],
+    speeds: Sequence[float],
+    most_s: float,
+) -> tuple[int, ...] | None:
+    """The cut with the least messages, no stage with more to do than `most_s`; None: there is none.
+
+    Args:
+        done: work before each place, [n + 1].
+    """
+    size = len(done)
+    # Of the best cut before each place: its messages, and where its last stage begins.
+    cost, begins = np.full(size, np.inf), list[NDArray[np.intp]]()
+    cost[0] = 0.0
+    places = np.arange(size)
+    later = places[:, None] > places[None, :]
+    for s, speed in enumerate(speeds):
+        within = later & (done[:, None] - done[None, :] <= most_s * speed * (1 + 1e-9))
+        sent = cost if not s else cost + sent_s
+        through = np.where(within, sent[None, :], np.inf)
+        begins.append(through.argmin(axis=1))
+        cost = through[places, begins[-1]]
+    if not np.isfinite(cost[-1]):
+        return None
+    ends = [size - 1]
+    for begin in reversed(begins[1:]):
+        ends.append(int(begin[ends[-1]]))
+    return tuple(reversed(ends))
