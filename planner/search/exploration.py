@@ -9,7 +9,7 @@ below the best plan's period are tried in turn; when none is left the plan is pr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -52,12 +52,14 @@ _ELSEWHERE = 0.125
 """Of the effort, for cuts of one branch tried in others."""
 
 _STARTING_SHARE = 0.3
-"""Of effort and time, for plans from even cuts, before there are bounds."""
+"""Of effort and time, for first plans, before there are bounds, and for improving the best plan
+after that."""
 
-_IMPROVING_SHARE = 0.4
-"""Of both, for improving the best plan where it can't be proven best with the rest."""
+_CLOSE, _NEARLY, _FAR = 1.1, 0.5, 0.15
+"""How far the best plan may be above the bound, for so much of what is left to be spent on a proof;
+and what is spent where it is further."""
 
-_FEW_TRIES, _TRIES = 4, 200
+_FEW_TRIES, _TRIES = 6, 40
 """Times that a plan is improved from elsewhere without gain: before the proof, and after it."""
 
 
@@ -65,25 +67,29 @@ def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
     search.forget_bounds()
     budget, local = search.budget, LocalSearch(search)
-    stopped = None
-    with budget.part(1 - _IMPROVING_SHARE):
-        try:
-            # Bounds are still worth looking for where more of these plans would take too long.
-            with suppress(OutOfBudget):
-                try_blocks(search)
-            with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
-                start(search, local)
+    try:
+        # Bounds are still worth looking for where more of these plans would take too long.
+        with suppress(OutOfBudget):
+            try_blocks(search)
+        with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+            start(search, local)
+        with budget.part(_NEARLY):
             _bound_all(search)
             _try_guesses(search)
-            with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
-                improve(search, local, _FEW_TRIES)
+        with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+            improve(search, local, _FEW_TRIES)
+        close = search.period_s <= search.bound_s * _CLOSE
+        with budget.part(_NEARLY if close else _FAR):
             _prove(search)
-        except OutOfBudget as reason:
-            stopped = str(reason)
-    if stopped is not None and search.bound_s * SAME < search.period_s:
-        with suppress(OutOfBudget):
+    except OutOfBudget:
+        try:
             improve(search, local, _TRIES)
-    return stopped
+        except OutOfBudget as last:
+            reason = last
+        else:
+            reason = OutOfBudget("effort")
+        return str(reason) if search.bound_s * SAME < search.period_s else None
+    return None
 
 
 # Bounds ------------------------------------------------------------------------------------------
@@ -257,6 +263,7 @@ def _suits(search: SearchState, choice: Choice, branch: Branch) -> bool:
 def _try_guesses(search: SearchState) -> None:
     """Try the best cuts of guesses at what is in flight, with and without replicas."""
     unreplicated = (False, True) if search.relaxation.freedom.replicas else (False,)
+    guessed = set[Hashable]()
     for done, branch in enumerate(search.promising()):
         what = f"{search.standing}; plans of {branch.micro_batches} micro-batches"
         search.say(what, done, len(search.branches))
@@ -264,6 +271,9 @@ def _try_guesses(search: SearchState) -> None:
             for in_flight, alone in product(search.in_flight_guesses(stages), unreplicated):
                 if search.hopeless(branch):
                     break
+                if search.roomy and (branch, stages, alone) in guessed:
+                    continue
+                guessed.add((branch, stages, alone))
                 counted = branch if stages is None else replace(branch, stages=stages)
                 _guess(search, counted, in_flight, unreplicated=alone)
                 search.budget.check()

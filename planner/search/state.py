@@ -40,7 +40,7 @@ from .relaxed.relaxation import Relaxation
 
 # What a search may spend: simulated operations, and time -----------------------------------------
 
-EFFORT = 1_000_000
+EFFORT = 4_000_000
 """Simulated operations that a search may spend; the same everywhere, so plans repeat."""
 
 _LEAST_TRIED = 24
@@ -52,8 +52,9 @@ _PER_STEP = 3
 _PER_PLACED = 250
 """What it takes to lay out a plan whose devices have several stages, and to look at its memory."""
 
-_MINI_BATCHES = 8
-"""What it takes a simulation to become steady, about."""
+_MINI_BATCHES, _LISTED = 8, 80
+"""What it takes a simulation to become steady, about; where a list schedule makes it, which takes
+longer for each operation, too."""
 
 _FLUSHED = 3
 """The same where the pipeline runs empty after each."""
@@ -158,7 +159,9 @@ def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
     # Split backwards have a third operation, and three schedules are tried for them.
     each = 3 * 3 if variant.split_backward else 2
     operations = stages * (each * micro_batches + 1)
-    return operations * (_FLUSHED if variant.flushes else _MINI_BATCHES)
+    if variant.flushes:
+        return operations * _FLUSHED
+    return operations * (_LISTED if variant.schedule == "nf1b" else _MINI_BATCHES)
 
 
 def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
@@ -179,6 +182,9 @@ Progress = Callable[[str, int, int], None]
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
+
+_ROOMY = 0.4
+"""Of the memory, on the fullest device, at the most."""
 
 _REPAIRS = 3
 """Times that a plan whose stages keep more is tried, with fewer of them each time."""
@@ -285,6 +291,12 @@ class SearchState:
     def large(self) -> bool:
         """Whether there is so much to look at that plans come before bounds."""
         return self.most_stages * len(self.question.profile.layers) > _LARGE
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the best plan leaves so much memory free that it hardly decides."""
+        shares = self.best.memory_shares(self.question.cluster) if self.best else [1.0]
+        return max(shares, default=0.0) < _ROOMY
 
     @cached_property
     def identical(self) -> bool:

@@ -32,13 +32,13 @@ from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .neighbours import Neighbours, Point
 
-_LAID_OUT = 60
+_LAID_OUT = 200
 """Simulated operations that take as long as laying out a plan, about."""
 
-_TOGETHER = 10
+_TOGETHER = 30
 """The same of simulating one of many at once."""
 
-_TOGETHER_AT_ALL = 200
+_TOGETHER_AT_ALL = 3000
 """And of that, however few they are."""
 
 _ABOUT = 1.005
@@ -103,6 +103,9 @@ class Foreseen(NamedTuple):
     least_s: float
     loads_s: list[float]
     pipeline: Pipeline
+
+
+_Ranked = tuple[Foreseen, Point]
 
 
 class LocalSearch:
@@ -289,11 +292,11 @@ class LocalSearch:
             most: kinds of moves that are tried, borders first; None: all.
         """
         near, busiest = self.near, self._busiest(here)
-        borders = (near.border_moves, near.row_moves)
+        borders = (near.border_moves,)
         others = (near.limit_moves, near.recompute_moves, near.replica_moves)
-        kinds = [borders, others, (near.count_moves,)]
+        kinds = [borders, (near.row_moves,), others, (near.count_moves,)]
         if here.over:
-            kinds[:2] = others, borders
+            kinds = [others, *kinds[:2], kinds[-1]]
         for together in kinds[:most]:
             points = dict.fromkeys(
                 point for kind in together for point in kind(here.point, busiest)
@@ -306,7 +309,7 @@ class LocalSearch:
 
     def _ranked(self, points: Sequence[Point], here: Standing) -> list[Point]:
         """Those that may be better, by what they are expected to be."""
-        found, alike = list[tuple[Foreseen, Point]](), dict[Hashable, list[Point]]()
+        found, alike = list[_Ranked](), dict[Hashable, list[_Ranked]]()
         for point in points:
             if point in self._standings or self._work_s(point) > here.period_s * SAME:
                 continue
@@ -314,26 +317,27 @@ class LocalSearch:
             if seen is None or self._useless(seen, here):
                 continue
             if simulates_together(seen.pipeline):
-                alike.setdefault(_alike(point), []).append(point)
+                alike.setdefault(_alike(point), []).append((seen, point))
             else:
                 found.append((seen, point))
-        for some in alike.values():
-            found += self._together(some, here)
+        for key, some in alike.items():
+            if key == _alike(here.point) or len(some) > 1:
+                found += self._together(some, here)
+            elif any(a > b for a, b in zip(some[0][1].limits, here.point.limits, strict=False)):
+                # Where a pattern says what stages run, fewer in flight make nothing faster.
+                found += some
         found.sort(key=lambda item: item[0].expected_s)
         return [point for _, point in found]
 
-    def _together(
-        self, points: Sequence[Point], here: Standing
-    ) -> Iterator[tuple[Foreseen, Point]]:
+    def _together(self, some: Sequence[_Ranked], here: Standing) -> Iterator[_Ranked]:
         """Those of one schedule that may be better, with what is expected of them."""
-        seen = [found for point in points if (found := self._seen[point]) is not None]
-        self.search.budget.take(_TOGETHER * len(points) + _TOGETHER_AT_ALL)
-        pipelines = [found.pipeline for found in seen]
-        alike = _alike(here.point) == _alike(points[0])
+        self.search.budget.take(_TOGETHER * len(some) + _TOGETHER_AT_ALL)
+        pipelines = [seen.pipeline for seen, _ in some]
+        alike = _alike(here.point) == _alike(some[0][1])
         # What doesn't settle in time is as far off for both.
         *periods, mine_s = periods_s([*pipelines, here.found.pipeline if alike else pipelines[0]])
         limit_s = float(mine_s) if alike else here.period_s * _ABOUT
-        for point, found, period_s in zip(points, seen, map(float, periods), strict=True):
+        for (found, point), period_s in zip(some, map(float, periods), strict=True):
             bottlenecks = _bottlenecks(found.loads_s, here.period_s)
             shorter = period_s * SAME < limit_s
             if shorter or (

@@ -254,6 +254,8 @@ class Neighbours:
     def limit_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
         """One stage more or fewer in flight; before it there are no fewer, behind it no more."""
         ranges = self._ranges(point.devices)
+        if all(low == high for low, high in ranges):
+            return
         for s, by in product(range(point.stages), (1, -1)):
             mine = point.limits[s] + by
             limits = tuple(
