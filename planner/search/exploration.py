@@ -81,15 +81,17 @@ def run(search: SearchState) -> str | None:
         close = search.period_s <= search.bound_s * _CLOSE
         with budget.part(_NEARLY if close else _FAR):
             _prove(search)
-    except OutOfBudget:
-        try:
-            improve(search, local, _TRIES)
-        except OutOfBudget as last:
-            reason = last
-        else:
-            reason = OutOfBudget("effort")
-        return str(reason) if search.bound_s * SAME < search.period_s else None
-    return None
+    except OutOfBudget as why:
+        stopped = str(why)
+    else:
+        return None
+    try:
+        improve(search, local, _TRIES)
+    except OutOfBudget as why:
+        stopped = str(why)
+    else:
+        stopped = stopped if budget.is_late else "effort"
+    return stopped if search.bound_s * SAME < search.period_s else None
 
 
 # Bounds ------------------------------------------------------------------------------------------

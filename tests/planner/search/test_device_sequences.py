@@ -203,15 +203,15 @@ def test_a_stage_has_no_more_links_than_messages_are_dealt_to(micro_batches, lin
 
 
 @pytest.mark.choice(1)
-@pytest.mark.parametrize("seed", [3, 9, 20])
-def test_devices_in_each_others_places_are_tried(seed, monkeypatch):
+@pytest.mark.parametrize(("seed", "effort"), [(3, 30_000), (9, 60_000), (20, 30_000)])
+def test_devices_in_each_others_places_are_tried(seed, effort, monkeypatch):
     """Where not all is decided, a local search that exchanges devices makes plans better."""
     rng = random.Random(seed)
     profile = layers_of([rng.uniform(0.3, 3) for _ in range(14)], rng.choice([16, 200_000]))
     speeds = [round(rng.uniform(0.4, 3), 2) for _ in range(4)]
     cluster = Cluster(devices=devices(*speeds), network=LINK)
     asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "variant": "pipedream-flush"}
-    asked |= {"effort": 20_000, "time_limit_s": None, "sequence": "best"}
+    asked |= {"effort": effort, "time_limit_s": None, "sequence": "best"}
     monkeypatch.setattr(solving, "bound_sequences", lambda search: None)
     plan = solve(profile, cluster, **asked)
     again = recheck(plan, profile).plan
