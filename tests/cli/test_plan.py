@@ -128,11 +128,11 @@ def test_plans_are_judged_by_a_study(folder):
     for point, (time, memory) in zip(points, prices, strict=True):
         beaten = any(t <= time and m <= memory and (t, m) != (time, memory) for t, m in prices)
         assert point["on_front"] == (not beaten)
-    assert "timeprest" in found["by_study"]["without_figure"]
+    without, *_ = found["by_study"]["without_figure"]
     text = call(*solve, "-o", "best.json")
     assert "Pareto front of time to target and memory" in text
     assert "don't reach the target in the study, or with other stages: pipedream\n" in text
-    assert "the study has no figure for: timeprest, " in text
+    assert f"the study has no figure for: {without}, " in text
     assert "wrote best.json (the best by time to target)" in text
     assert max(map(len, text.splitlines())) <= 100
 

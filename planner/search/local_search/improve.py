@@ -236,7 +236,7 @@ class LocalSearch:
 
     def _expected(self, points: Sequence[Point]) -> list[Point]:
         """The few that are expected to be fastest."""
-        seen = [(found, p) for p in points if (found := self._foreseen(p)) is not None]
+        seen = [(found, p) for p in points if (found := self.foreseen(p)) is not None]
         if not seen:
             return []
         expected = [found.least_s for found, _ in seen]
