@@ -9,6 +9,7 @@
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that, on 2 and 4 devices; some 7 minutes
+# make bench-battery    hold everyday plans against a hill climb for docs/planner_battery.md (hours)
 # make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -70,10 +71,14 @@ hf-families: $(READY)
 	$(BIN)/python docs/families.py
 
 bench-planner: $(READY)
-	$(BIN)/python tests/benchmarks/planner.py
+	$(BIN)/python tests/benchmarks/planner/published.py
+
+# BATTERY="--sample 30 --seed 1 --seconds 30 --climb 12" does a part of it.
+bench-battery: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.planner.battery $(BATTERY)
 
 bench-sequences: $(READY)
-	$(BIN)/python tests/benchmarks/sequences.py
+	$(BIN)/python tests/benchmarks/planner/sequences.py
 
 CLAIMS := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.claims
 
@@ -88,7 +93,7 @@ bench-exports: $(READY)
 	$(BIN)/python tests/benchmarks/exports.py --run
 
 bench-scale: $(READY)
-	$(BIN)/python tests/benchmarks/scale.py
+	$(BIN)/python tests/benchmarks/planner/scale.py
 
 SPEED := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.speed
 QUICK := runs/bench-quick

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise, product
 
 import msgspec
-from helpers.drawn.pipelines import ALL
 from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Network
 from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
@@ -36,6 +35,8 @@ from timeprest.profiles.profile import (
     Storage,
     check_profile,
 )
+
+from .pipelines import ALL
 
 
 @dataclass(frozen=True)

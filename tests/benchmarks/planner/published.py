@@ -36,7 +36,7 @@ from timeprest.profiles.units import format_bytes
 from timeprest.tests.benchmarks.shared import head_of
 from timeprest.tests.helpers.drawn import lattices
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 DATA = ROOT.parent / "shared" / "data"
 TIME_LIMIT_S = 60

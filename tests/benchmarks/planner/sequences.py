@@ -1,6 +1,6 @@
 """Clusters of devices of several kinds: what the best sequence of them gains over the listed one.
 
-    python tests/benchmarks/sequences.py [--count 100]
+    python tests/benchmarks/planner/sequences.py [--count 100]
 
 Draws clusters of 2 to 4 kinds and plans published workloads for them, once on devices as listed
 and once in whatever sequence; writes docs/planner_sequences.md.
@@ -26,8 +26,8 @@ from timeprest.profiles.profile import Profile
 from timeprest.profiles.published.reader import import_profile
 from timeprest.tests.benchmarks.shared import head_of, machine
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner_sequences.md"
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "pipedream"
+PAGE = Path(__file__).parents[3] / "docs" / "planner_sequences.md"
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "pipedream"
 WORKLOADS = ("vgg16", "gnmt")
 SYSTEMS = ("timeprest", "pipedream-flush", "pipedream-2bw", "gpipe")
 SAMPLES, MICRO_BATCHES = 128, 8

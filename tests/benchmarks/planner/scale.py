@@ -1,6 +1,6 @@
 """GPT-3-shaped plans on paper: how long tp-plan takes for thousands of devices.
 
-    python tests/benchmarks/scale.py [--profile FILE]
+    python tests/benchmarks/planner/scale.py [--profile FILE]
 
 Makes the profile with `tp-profile --device meta` (nothing of the model is ever allocated), plans
 it for clusters of 8-device machines, each solve in a process of its own, and writes
@@ -27,7 +27,7 @@ from timeprest.profiles.profile import Profile, check_profile
 from timeprest.profiles.units import format_bytes, format_seconds
 from timeprest.tests.benchmarks.shared import command, head_of, machine
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner_scale.md"
+PAGE = Path(__file__).parents[3] / "docs" / "planner_scale.md"
 TARGET = "gpt2:layers=96,width=12288,heads=96,context=2048,tied=0,dropout=0"
 DEVICES = (64, 512, 4096)
 SYSTEMS = ("pipedream-flush", "pipedream-2bw")
