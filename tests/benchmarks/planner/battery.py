@@ -1,0 +1,434 @@
+"""Everyday questions, each held against a hill climb: `make bench-battery`.
+
+    python -m timeprest.tests.benchmarks.planner.battery [--sample 30] [--seed 1] [WORD ...]
+
+Draws models of the zoo and of Hugging Face, 1 to 64 devices of one kind or two, memory from tight
+to none and any system; plans each, and lets `climb` look for a plan too, within the same choices.
+Writes docs/planner_battery.md from planner_battery.head.md beside it; with a sample or with words,
+only cases whose lines have them all are run, and no page is written but where `--page` says so.
+
+All times are of this process's share of a processor, also those that searches end by, so that
+neither side depends on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.evaluate import Question
+from timeprest.planner.plan import PlanStage
+from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS, Variant
+from timeprest.profiles.errors import InfeasibleError, PlanError
+from timeprest.profiles.files import read_file
+from timeprest.profiles.profile import Profile, check_profile
+from timeprest.tests.benchmarks.planner.climb import Climb
+from timeprest.tests.benchmarks.shared import command, head_of, machine
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+WORK = ROOT / "runs" / "battery"
+COUNT = 320
+WORSE = 0.005
+"""A plan that is beaten by more counts as worse than the climb's."""
+
+SAME = 1e-9
+BATCH, SIZES = 32, "1,2,4,8,16,32"
+MODELS = {
+    "gpt2": "gpt2",
+    "gpt2-untied": "gpt2:tied=0",
+    "gpt2-medium": "gpt2-medium",
+    "gpt2-large": "gpt2-large:tied=0",
+    "gpt2-xl": "gpt2-xl:tied=0",
+    "bert-large": "bert-large",
+    "vgg16": "vgg16",
+    "resnet50": "resnet50",
+    "resnet152": "resnet152",
+    "densenet121": "densenet121",
+    "gnmt": "gnmt",
+    "hf-llama": "hf:llama,hidden_size=1024,intermediate_size=2816,num_hidden_layers=16,"
+    "num_attention_heads=16,num_key_value_heads=16,vocab_size=32000,length=512",
+    "hf-qwen2": "hf:qwen2,hidden_size=896,intermediate_size=4864,num_hidden_layers=12,"
+    "num_attention_heads=14,num_key_value_heads=2,vocab_size=50000,length=512",
+    "hf-t5": "hf:t5,d_model=512,d_ff=2048,num_layers=6,num_decoder_layers=6,num_heads=8,"
+    "vocab_size=32128,length=256",
+    "hf-vit": "hf:vit,hidden_size=768,num_hidden_layers=12,num_attention_heads=12,"
+    "intermediate_size=3072,image_size=224,patch_size=16",
+}
+"""What tp-profile calls them."""
+
+TIED = {"gpt2", "gpt2-medium", "bert-large", "hf-t5"}
+"""The first and the last layer share parameters."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question.
+
+    Attributes:
+        memory: GiB of a device; as a text ("0.7×"), times what the fullest needs where stages are
+            even in time; None: no limit.
+        second: speed and memory of the second kind of devices, as shares of the first one's; None:
+            there is one kind.
+        micro_batches, recompute: as tp-plan takes them; None: left open.
+        per_device: stages on each device; the placement is a loop or a V.
+        run_ahead: as tp-plan takes it: "paper" or "auto".
+    """
+
+    number: int
+    model: str
+    system: str
+    devices: int
+    memory: float | str | None
+    second: tuple[float, float] | None
+    bandwidth_bytes_per_s: float
+    micro_batches: int | None
+    recompute: str
+    per_device: int
+    placement: str
+    run_ahead: str
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return self.devices * self.per_device
+
+    @property
+    def device_of(self) -> tuple[int, ...]:
+        """Per stage, the position of its device."""
+        down = tuple(range(self.devices))
+        if self.per_device == 1:
+            return down
+        return down + down[::-1] if self.placement == "v" else down * self.per_device
+
+    def __str__(self) -> str:
+        memory = "no limit" if self.memory is None else f"{self.memory}"
+        memory += " GiB" if isinstance(self.memory, float) else ""
+        kinds = "" if self.second is None else " of two kinds"
+        each = "" if self.per_device == 1 else f", {self.per_device} stages each ({self.placement})"
+        n = "" if self.micro_batches is None else f", N = {self.micro_batches}"
+        again = "" if self.recompute == "off" else f", recompute {self.recompute}"
+        again += "" if self.run_ahead == "paper" else ", as far ahead as pays"
+        link = f"{self.bandwidth_bytes_per_s / 1e9:g} GB/s"
+        return (
+            f"{self.model}, {self.devices} devices{kinds}, {memory}, {link}, "
+            f"{self.system}{each}{n}{again}"
+        )
+
+
+def drawn(number: int) -> Case:
+    """The question with this number."""
+    rng = random.Random(f"battery {number}")
+    system = VARIANTS[rng.choice(sorted(VARIANTS))]
+    per_device, placement = 1, "auto"
+    if system.placement != "any":
+        per_device, placement = 2, system.placement
+    elif rng.random() < 0.12:
+        per_device, placement = 2, rng.choice(["loop", "v"])
+    most = 8 if per_device > 1 else 64
+    devices = rng.choice([d for d in (1, 2, 2, 3, 4, 4, 6, 8, 8, 8, 16, 16, 32, 64) if d <= most])
+    n = None if system.whole_mini_batches else rng.choice([None, None, 4, 8, 16])
+    if n is not None and n < system.least_micro_batches(devices * per_device):
+        n = None
+    again = "off" if system.recompute_refusal else rng.choice(["off", "off", "auto"])
+    second = None
+    if devices > 1 and rng.random() < 0.25:
+        second = rng.choice([0.5, 0.7, 2.0]), rng.choice([0.5, 1.0, 2.0])
+    # Tied layers are on one stage where a system doesn't flush: that leaves but one.
+    models = [name for name in sorted(MODELS) if system.flushes or name not in TIED]
+    memories = [None, 16.0, 40.0, 80.0, "0.7×", "0.9×", "1.1×", "1.5×"]
+    return Case(
+        number=number,
+        model=rng.choice(models),
+        system=system.name,
+        devices=devices,
+        memory=rng.choice(memories),
+        second=second,
+        bandwidth_bytes_per_s=rng.choice([25e9, 25e9, 300e9, 10e9, 1.25e9]),
+        micro_batches=n,
+        recompute=again,
+        per_device=per_device,
+        placement=placement,
+        run_ahead="paper" if system.flushes else rng.choice(["paper", "paper", "auto"]),
+    )
+
+
+# What tp-plan is given ----------------------------------------------------------------------------
+
+
+def profile_path(model: str) -> Path:
+    """Its profile; made when it is first asked for."""
+    path = WORK / "profiles" / f"{model}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        how = ("--device", "meta", "--spec", "a100-80gb", "--batch-size", BATCH)
+        command("profile", MODELS[model], *how, "--micro-batch-sizes", SIZES, "-q", "-o", path)
+    return path
+
+
+@cache
+def profile_of(model: str) -> Profile:
+    """Read once."""
+    path = profile_path(model)
+    return check_profile(read_file(path, Profile), str(path))
+
+
+def cluster_of(case: Case) -> Cluster:
+    """Its devices; a second kind has the second half of the places."""
+    memory = case.memory
+    if isinstance(memory, str):
+        nbytes: float | None = float(memory.rstrip("×")) * even_bytes(case)
+    else:
+        nbytes = None if memory is None else memory * 2**30
+    kinds = [(1.0, 1.0), case.second or (1.0, 1.0)]
+    devices = []
+    for k in range(case.devices):
+        speed, share = kinds[k >= case.devices / 2]
+        limit = None if nbytes is None else max(round(nbytes * share), 1)
+        devices.append(Device(name=f"device{k}", speed=speed, memory_bytes=limit))
+    network = Network(bandwidth_bytes_per_s=case.bandwidth_bytes_per_s, latency_s=1e-5)
+    return Cluster(devices=tuple(devices), network=network)
+
+
+def even_bytes(case: Case) -> float:
+    """What the fullest device needs where stages are even in time, with limits S − s."""
+    devices = tuple(Device(name=f"device{k}") for k in range(case.devices))
+    network = Network(bandwidth_bytes_per_s=case.bandwidth_bytes_per_s, latency_s=1e-5)
+    asked = question_of(case, Cluster(devices=devices, network=network))
+    even = climb_of(case, asked).usual()
+    held = sum(layer.parameter_bytes for layer in asked.profile.layers)
+    if even is None:
+        return 4 * held / case.devices
+    return max(even.prediction.device_of(s).memory_bytes for s in range(case.stages))
+
+
+def question_of(case: Case, cluster: Cluster) -> Question:
+    """As plans are judged."""
+    profile = profile_of(case.model)
+    factor = profile.optimizer.state_bytes_per_parameter_byte
+    return Question(profile, cluster, case.system, BATCH, factor, 1, tied_of(case))
+
+
+def tied_of(case: Case) -> Any:
+    """Copies of tied parameters may be on several stages wherever that is exact."""
+    return "split" if VARIANTS[case.system].flushes else "together"
+
+
+def counts_of(case: Case, system: Variant) -> list[int]:
+    """Every N that may be chosen, ascending."""
+    if system.whole_mini_batches:
+        return [1]
+    return [case.micro_batches] if case.micro_batches else [1, 2, 4, 8, 16, 32]
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """As `solve` takes them."""
+    return {
+        "micro_batches": case.micro_batches,
+        "stages": case.stages,
+        "stages_per_device": case.per_device,
+        "placement": case.placement,
+        "recompute": case.recompute,
+        "tied": tied_of(case),
+        "run_ahead": case.run_ahead,
+        "tolerance": 0.0,
+        "headroom": Headroom(),
+    }
+
+
+def command_line(case: Case, seconds: float) -> str:
+    """What asks tp-plan the same; the cluster's file is written for it."""
+    path = WORK / "clusters" / f"{case.number}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cluster = cluster_of(case)
+    lines = []
+    for device in cluster.devices:
+        lines += ["[[devices]]", f'name = "{device.name}"', f"speed = {device.speed}"]
+        lines += [f'memory = "{device.memory_bytes}B"'] if device.memory_bytes else []
+    network = cluster.network
+    bandwidth = f'bandwidth = "{network.bandwidth_bytes_per_s:.0f}B/s"'
+    lines += ["[network]", bandwidth, f'latency = "{network.latency_s * 1e6:g}us"']
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = [f"--cluster {path} --variant {case.system} --stages {case.stages}"]
+    if case.per_device > 1:
+        words.append(f"--stages-per-device {case.per_device} --placement {case.placement}")
+    if case.micro_batches:
+        words.append(f"--micro-batches {case.micro_batches}")
+    words.append(
+        f"--recompute {case.recompute} --tied {tied_of(case)} --run-ahead {case.run_ahead}"
+    )
+    words.append(f"--tolerance 0% --headroom 0% --time-limit {seconds:g}")
+    return f"tp-plan solve {profile_path(case.model)} {' '.join(words)} -o plan.json"
+
+
+# One question, both ways --------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """What came of it; infinite periods: nothing was found to fit.
+
+    Attributes:
+        seconds: of a processor, that the search took.
+        stopped: what ended it, where nothing was proven.
+        tried: plans that the climb looked at.
+        shape: of the climb's plan, layers and limits of its stages, for people.
+    """
+
+    period_s: float
+    bound_s: float
+    proven: bool
+    seconds: float
+    stopped: str
+    climb_s: float
+    tried: int
+    shape: str = ""
+
+    @property
+    def beaten(self) -> float:
+        """By how much of its period the climb's plan is shorter; less than 0: it is longer."""
+        if math.isinf(self.climb_s):
+            return 0.0 if math.isinf(self.period_s) else -1.0
+        return 1.0 if math.isinf(self.period_s) else 1 - self.climb_s / self.period_s
+
+    @property
+    def gap(self) -> float:
+        """Between period and bound, of the bound; 0 where it is proven."""
+        return 0.0 if self.proven or not self.bound_s else self.period_s / self.bound_s - 1
+
+
+def compared(case: Case, seconds: float, climb: float) -> Found:
+    """Plan it both ways."""
+    cluster = cluster_of(case)
+    asked, began = question_of(case, cluster), time.process_time()
+    period_s, bound_s, proven, stopped = math.inf, 0.0, False, "no plan fits"
+    try:
+        plan = solve(asked.profile, cluster, case.system, time_limit_s=seconds, **options_of(case))
+        report = plan.solver
+        period_s, bound_s = plan.predicted.period_s, report.bound_s
+        proven, stopped = report.optimal, report.stopped or ""
+    except (InfeasibleError, PlanError):
+        pass
+    spent = time.process_time() - began
+    climber = climb_of(case, asked)
+    other = climber.run(climb)
+    found = math.inf if other is None else other.prediction.period_s
+    shape = "" if other is None else shape_of(other.stages, other.micro_batches)
+    return Found(period_s, bound_s, proven, spent, stopped, found, climber.tried, shape)
+
+
+def climb_of(case: Case, asked: Question) -> Climb:
+    """With what the search may choose."""
+    several = case.per_device > 1
+    within = StalenessBounds(case.run_ahead)
+    ranges = limit_ranges(asked.system, case.stages, several=several, within=within)
+    counts = counts_of(case, asked.system)
+    return Climb(asked, case.device_of, counts, recompute=case.recompute, ranges=ranges)
+
+
+def shape_of(stages: Sequence[PlanStage], micro_batches: int) -> str:
+    """Its cut, limits and N."""
+    layers = " ".join(f"{len(stage.nodes)}{'r' * bool(stage.recompute)}" for stage in stages)
+    limits = " ".join(str(stage.in_flight) for stage in stages)
+    return f"N {micro_batches}, layers {layers}, limits {limits}"
+
+
+# The page -----------------------------------------------------------------------------------------
+
+HEADINGS = ("number", "question", "period (ms)", "gap", "seconds", "climb (ms)", "shorter by")
+
+
+def row(case: Case, found: Found) -> str:
+    """A line of the page's table."""
+
+    def shown(seconds: float) -> str:
+        return "none fits" if math.isinf(seconds) else f"{1e3 * seconds:.5g}"
+
+    gap = "0" if found.proven else "" if math.isinf(found.period_s) else f"{found.gap:.1%}"
+    both = not math.isinf(found.period_s) and not math.isinf(found.climb_s)
+    shorter = f"{found.climb_s / found.period_s - 1:+.1%}" if both else ""
+    cells = [str(case.number), str(case), shown(found.period_s), gap, f"{found.seconds:.1f}"]
+    return f"| {' | '.join([*cells, shown(found.climb_s), shorter])} |"
+
+
+def summary(all_found: Sequence[Found]) -> str:
+    """What it says of all of them."""
+    fits = [f for f in all_found if not (math.isinf(f.period_s) and math.isinf(f.climb_s))]
+    plans = [f for f in fits if not math.isinf(f.period_s)]
+    worse = [f for f in fits if f.beaten > SAME]
+    much = [f for f in worse if f.beaten > WORSE]
+    better = [f for f in fits if f.beaten < -SAME]
+    seconds = sorted(f.seconds for f in all_found)
+    late = seconds[min(math.ceil(0.95 * len(seconds)), len(seconds)) - 1]
+    total = max(len(plans), 1)
+    wide = sum(f.gap > 0.1 for f in plans)
+    return (
+        f"**{len(all_found)} questions; {len(fits)} have a plan. {len(worse)} plans are beaten by "
+        f"the climb, {len(much)} by more than {WORSE:.1%}, the worst by "
+        f"{max((f.beaten for f in worse), default=0):.1%}. {len(better)} are better than its. "
+        f"{sum(f.proven for f in plans) / total:.0%} are proven best; {wide / total:.0%} have a "
+        f"gap over 10 %. A search took {statistics.median(seconds):.1f} s at the median, "
+        f"{late:.1f} s at the 95th percentile.**"
+    )
+
+
+def page(rows: Sequence[str], all_found: Sequence[Found], seconds: float, climb: float) -> str:
+    """The page's text."""
+    head = (DOCS / "planner_battery.head.md").read_text(encoding="utf-8")
+    head = head.format(machine=machine(), seconds=f"{seconds:g}", climb=f"{climb:g}")
+    return "\n".join([head, summary(all_found), "", *head_of(HEADINGS), *rows]) + "\n"
+
+
+def main() -> None:
+    """Run the cases, write the page."""
+    parser = argparse.ArgumentParser(description="Hold everyday plans against a hill climb.")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="cases whose lines have them all")
+    parser.add_argument("--sample", type=int, help="so many, drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for a search")
+    parser.add_argument("--climb", type=float, default=12.0, help="seconds for a climb")
+    parser.add_argument("--numbers", help="of cases, with commas")
+    parser.add_argument("--beaten", type=Path, help="where lines to repeat beaten plans go")
+    parser.add_argument("--page", type=Path)
+    asked = parser.parse_args()
+    cases = [drawn(number) for number in range(COUNT)]
+    if asked.numbers:
+        cases = [drawn(int(number)) for number in asked.numbers.split(",")]
+    cases = [case for case in cases if all(word in str(case) for word in asked.words)]
+    if asked.sample:
+        cases = random.Random(asked.seed).sample(cases, min(asked.sample, len(cases)))
+    whole = not (asked.words or asked.sample or asked.numbers)
+    path = asked.page or (DOCS / "planner_battery.md" if whole else None)
+    for model in {case.model for case in cases}:
+        profile_of(model)
+    # All that looks at the time looks at this from here on.
+    time.monotonic = time.process_time
+    rows: list[str] = []
+    all_found: list[Found] = []
+    for case in cases:
+        found = compared(case, asked.seconds, asked.climb)
+        all_found.append(found)
+        rows.append(row(case, found))
+        print(rows[-1], found.stopped, flush=True)
+        if found.beaten > SAME and asked.beaten:
+            with asked.beaten.open("a", encoding="utf-8") as file:
+                lines = [rows[-1], command_line(case, asked.seconds), f"climb: {found.shape}"]
+                file.write("\n".join([*lines, ""]) + "\n")
+        if path:
+            path.write_text(page(rows, all_found, asked.seconds, asked.climb), encoding="utf-8")
+    print(summary(all_found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The hill climb that everyday plans are held against, and the questions: nothing is timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import inf
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain
+from helpers.plans import lone_stages
+from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.tests.benchmarks.planner import battery
+from timeprest.tests.benchmarks.planner.battery import Found, drawn
+from timeprest.tests.benchmarks.planner.climb import Climb
+
+
+@pytest.mark.parametrize("memory", [None, "700B"])
+@pytest.mark.parametrize("system", ["timeprest", "pipedream", "gpipe"])
+def test_on_a_small_hill_the_climb_comes_to_the_top(system, memory):
+    profile = chain(7)
+    question = Question(profile, uniform_cluster(3, memory, "1MB/s"), system, 4, 1.0)
+    counts = [1] if question.system.whole_mini_batches else [1, 2, 4]
+    names = [layer.name for layer in profile.layers]
+    best = inf
+    for ends in combinations(range(1, len(names)), 2):
+        nodes = [tuple(names[a:b]) for a, b in pairwise([0, *ends, len(names)])]
+        ranges = limit_ranges(question.system, 3)
+        for limits in product(*(range(low, top + 1) for low, top in ranges)):
+            if sorted(limits, reverse=True) == list(limits):
+                for n in counts:
+                    found = evaluate(question, lone_stages(nodes, limits), n)
+                    if not found.over_limit(question.cluster):
+                        best = min(best, found.prediction.period_s)
+    climb = Climb(question, range(3), counts)
+    found = climb.run(0.5)
+    assert found is None if best == inf else found.prediction.period_s == pytest.approx(best)
+    assert climb.tried
+
+
+def test_tied_layers_stay_together():
+    profile = msgspec.structs.replace(chain(4), tied=(("n0", "n2"),))
+    question = Question(profile, uniform_cluster(2), "gpipe", 4, 1.0)
+    found = Climb(question, range(2), [2]).run(0.2)
+    assert [stage.nodes for stage in found.stages] == [("n0", "n1", "n2"), ("n3",)]
+    assert Climb(question, range(3), [2]).run(0.2) is None
+
+
+def test_questions_are_of_every_kind():
+    cases = [drawn(number) for number in range(battery.COUNT)]
+    assert len(cases) >= 300
+    assert {case.system for case in cases} == set(VARIANTS)
+    assert {case.model for case in cases} == set(battery.MODELS)
+    assert {1, 8, 64} <= {case.devices for case in cases}
+    assert any(case.second for case in cases)
+    assert any(case.micro_batches is None for case in cases)
+    assert {case.recompute for case in cases} == {"off", "auto"}
+    assert len({str(replace(case, number=0)) for case in cases}) > 300
+
+
+def test_what_is_asked_can_be_asked_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(battery, "WORK", tmp_path)
+    monkeypatch.setattr(battery, "profile_of", lambda model: chain(4))
+    monkeypatch.setattr(battery, "profile_path", lambda model: tmp_path / f"{model}.json")
+    case = replace(drawn(0), devices=2, memory=1.0, second=(0.5, 2.0), system="gpipe")
+    line = battery.command_line(case, 30)
+    assert "--variant gpipe --stages" in line
+    assert "--time-limit 30" in line
+    written = read_cluster(tmp_path / "clusters" / "0.toml")
+    assert written.devices == battery.cluster_of(case).devices
+    assert [device.memory_bytes for device in written.devices] == [2**30, 2**31]
+
+
+def found(period_s, climb_s, bound_s=1.0, seconds=1.0):
+    return Found(period_s, bound_s, period_s == bound_s, seconds, "", climb_s, 9)
+
+
+def test_the_summary_counts_what_is_beaten():
+    all_found = [
+        found(1.0, 1.0),
+        found(1.2, 1.19, seconds=9.0),
+        found(2.0, 1.0),
+        found(1.0, 2.0),
+        found(inf, inf),
+        found(inf, 1.0),
+    ]
+    text = battery.summary(all_found)
+    assert "6 questions; 5 have a plan" in text
+    assert "3 plans are beaten by the climb, 3 by more than 0.5%, the worst by 100.0%" in text
+    assert "1 are better than its" in text
+    assert "50% are proven best; 50% have a gap over 10 %" in text
+    assert "1.0 s at the median, 9.0 s at the 95th percentile" in text
