@@ -24,11 +24,11 @@ from .planner.cluster.cluster import (
 )
 from .planner.cluster.contention import contention_on, with_contention
 from .planner.cluster.headroom import parse_headroom
-from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
 from .planner.search.answer.recheck import question_of, signed
-from .planner.search.solve import MUON, solve
+from .planner.search.defaults import TIED_ASKED, best_plan
+from .planner.search.solve import MUON
 from .planner.study.choose import StudyFigures, by_time_to_target
 from .planner.study.front import staleness_front
 from .planner.study.pareto import ParetoFront, pareto_point
@@ -43,9 +43,9 @@ from .profiles.units import count_or_auto, number, parse_share, shown, texts, tr
 from .runtime.records.run import Run
 
 if TYPE_CHECKING:
-    from .planner.costs.tied_parameters import Tied
     from .planner.evaluate import Evaluation
     from .planner.exports.export import EngineName
+    from .planner.search.defaults import TiedAsked
     from .runtime.records.callbacks import Callback
     from .runtime.verify.check import CheckReport
     from .runtime.verify.dry_run import DryRun
@@ -154,8 +154,8 @@ def plan(
     stages_per_device: int | Literal["auto"] = 1,
     placement: str = "auto",
     sequence: Literal["best", "listed"] = "best",
-    recompute: Literal["off", "on", "selective", "auto"] = "off",
-    tied: Tied = "together",
+    recompute: Literal["off", "on", "selective", "auto"] | None = None,
+    tied: TiedAsked = "auto",
     run_ahead: Literal["paper", "auto"] = "paper",
     max_in_flight: int | None = None,
     max_difference: int | None = None,
@@ -193,8 +193,9 @@ def plan(
         sequence: devices of several kinds, or in machines of several sizes, are used in the "best"
             sequence, or as "listed".
         recompute: stages compute activations again instead of keeping them: all, or those of some
-            layers.
-        tied: layers that share parameters are on one device "together", or "split" over several.
+            layers; None: "off", and "auto" where nothing fits so.
+        tied: layers that share parameters are on one device "together", or "split" over several;
+            "auto": what is faster, in systems that don't flush on two stages of one device.
         run_ahead: in systems without a flush, stage s of S has S - s mini-batches in flight at
             most, as in the "paper", or as many as pay ("auto").
         max_in_flight, max_difference: mini-batches in flight and version difference of any stage
@@ -240,20 +241,16 @@ def plan(
     if cluster is not None and given:
         raise UserError(f"cluster: leave out {', '.join(given)}; the cluster says it")
     variant = _one_system(variant)
-    chosen = words(
-        tied=tied,
-        placement=placement,
-        sequence=sequence,
-        recompute=recompute,
-        run_ahead=run_ahead,
-        solver=solver,
+    chosen: dict[str, Any] = words(
+        tied=tied, placement=placement, sequence=sequence, run_ahead=run_ahead, solver=solver
     )
+    chosen |= {} if recompute is None else words(recompute=recompute)
     if seen is not None and not callable(seen):
         raise UserError(f"seen: give a function of a plan, not {shown(seen)}")
     if order is not None and not isinstance(order, (str, Path)):
         raise UserError(f"order: give the name of a file, not {type(order).__name__}")
-    if tied not in TIED:
-        raise UserError(f"tied {tied!r}: give one of {', '.join(TIED)}")
+    if tied not in TIED_ASKED:
+        raise UserError(f"tied {tied!r}: give one of {', '.join(TIED_ASKED)}")
     if cluster is None:
         own: dict[str, Any] = {name: value for name, (value, _) in described.items()}
         cluster = uniform_cluster(**own)
@@ -262,7 +259,7 @@ def plan(
     if not _same(optimizer_state, "muon"):
         factor = number(optimizer_state, "optimizer_state", MAX_FACTOR, ", or 'muon'")
         state = {"optimizer_state_factor": factor}
-    return solve(
+    return best_plan(
         profile,
         with_contention(cluster, contention_on(cluster, profile.together)),
         variant,

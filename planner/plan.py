@@ -229,6 +229,9 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seconds: Predicted
     fastest: FastestPlan | msgspec.UnsetType = msgspec.UNSET
     """Not there where the plan is as fast as any found."""
+    chosen: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What was chosen where nothing was said, and how to have it otherwise. Not there where nothing
+    was."""
     checksum: str | msgspec.UnsetType = msgspec.UNSET
     """Of the question and the answer (files.md). Not there in plans of before it was written."""
 

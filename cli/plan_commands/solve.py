@@ -13,7 +13,6 @@ from ...planner.cluster.changes import clusters_after
 from ...planner.cluster.cluster import Cluster
 from ...planner.cluster.contention import contention_on, with_contention
 from ...planner.cluster.headroom import parse_headroom
-from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
@@ -21,9 +20,9 @@ from ...planner.schedules.given import read_order
 from ...planner.schedules.schedules import RUN_AHEAD
 from ...planner.search.answer.recheck import question_of, signed
 from ...planner.search.choices import PLACEMENTS, RECOMPUTE
+from ...planner.search.defaults import TIED_ASKED, best_plan
 from ...planner.search.device_sequences import SEQUENCES
 from ...planner.search.solve import INTERRUPTED, MUON
-from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
 from ...planner.study.front import staleness_front
 from ...planner.study.pareto import ParetoFront, pareto_point
@@ -187,14 +186,15 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     choice(
         "--recompute",
         RECOMPUTE,
-        "off",
-        "Stages compute activations again instead of keeping them.",
+        None,
+        "Stages compute activations again instead of keeping them.  [default: off; auto where "
+        "nothing fits so]",
     ),
     choice(
         "--tied",
-        TIED,
-        "together",
-        "Layers that share parameters: on one device, or on several with copies.",
+        TIED_ASKED,
+        "auto",
+        "Layers that share parameters: on one device, on several with copies, or what is faster.",
     ),
     click.option(
         "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
@@ -313,7 +313,7 @@ def solve(
         _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)
         return
     with Bar("planning", quiet=quiet) as bar:
-        plan = solve_plan(profile, cluster, variant, progress=bar, **asked)
+        plan = best_plan(profile, cluster, variant, progress=bar, **asked)
         plans: dict[str, Plan] = {}
         failed: dict[str, str] = {}
         for text, other in others.items():
@@ -321,7 +321,7 @@ def solve(
                 failed[text] = "not looked at: interrupted"
                 continue
             try:
-                plans[text] = solve_plan(profile, other, variant, progress=bar, **asked)
+                plans[text] = best_plan(profile, other, variant, progress=bar, **asked)
             except (InfeasibleError, PlanError) as error:
                 failed[text] = str(error)
     write_file(path, plan)
@@ -349,7 +349,7 @@ def _solve_front(
     with Bar("planning", quiet=quiet) as bar:
 
         def within(most: int | None) -> Plan:
-            return solve_plan(
+            return best_plan(
                 profile, cluster, variant, progress=bar, **{**asked, "max_difference": most}
             )
 
@@ -497,7 +497,7 @@ def _solve_one(
         for front in dict.fromkeys(fronts):
             front.add(point)
 
-    return solve_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
+    return best_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
 
 
 def _beside(path: str, name: str) -> Path:

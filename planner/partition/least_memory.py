@@ -11,9 +11,9 @@ from time import monotonic
 import numpy as np
 
 from .dp.cost_tables import PairCosts, Places
-from .dp.lattice import Flags, Lattice, Positions
+from .dp.lattice import Flags, Lattice, Positions, joined
 from .dp.sweep import OutOfTime
-from .problem import Cut, StageProblem, Step, cut_of
+from .problem import Cut, StageProblem, Step, cut_of, members
 
 MOST_NUMBERS = 60_000_000
 """Stages × options × places that are gone through; of more there is no table."""
@@ -106,3 +106,17 @@ class LeastMemory:
             steps.append((below, above, option, k))
             below, k = above, k - self._problem.options[option].replicas
         return cut_of(self._problem, self._lattice.masks, steps)
+
+
+def layers_bytes(problem: StageProblem) -> tuple[float, float]:
+    """The least bytes of layers, messages and what several share left out, in any cut: on some
+    device, by those that can't be taken apart; and on all devices together."""
+    held = []
+    for number, option in enumerate(problem.options):
+        mode, place = problem.modes[option.mode], problem.place(number, option.replicas)
+        always = mode.fixed_bytes + place.copies * problem.parameter_bytes
+        held.append(always + place.units * mode.flight_bytes)
+    each = np.array(held)
+    alone = [each[:, list(members(group))].sum(axis=1).min() for group in joined(problem)]
+    replicas = np.array([option.replicas for option in problem.options])
+    return float(max(alone)), float((each * replicas[:, None]).min(axis=0).sum())

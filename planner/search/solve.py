@@ -157,29 +157,16 @@ def solve(
         InfeasibleError: nothing fits; names the stage that lacks memory and how much.
     """
     begin = time.perf_counter()
-    factor = (
-        profile.optimizer.state_bytes_per_parameter_byte
-        if optimizer_state_factor is None
-        else optimizer_state_factor
-    )
-    if update_every < 1:
-        raise PlanError(f"--update-every {update_every}: give at least 1")
-    check_tied(variant_named(variant), tied)
-    mini_batch = mini_batch or profile.batch_size
-    if matrix_state_factor is not None and not any(la.matrix_bytes for la in profile.layers):
-        raise PlanError(
-            "--optimizer-state muon: the profile names no matrices of hidden layers, as one of "
-            "before they were looked for; profile again, or give a number"
-        )
-    question = Question(
+    question = question_for(
         profile,
-        cluster.with_headroom(usual_headroom(profile) if headroom is None else headroom),
+        cluster,
         variant,
-        mini_batch,
-        factor,
-        update_every,
-        tied,
-        matrix_state_factor,
+        mini_batch=mini_batch,
+        optimizer_state_factor=optimizer_state_factor,
+        matrix_state_factor=matrix_state_factor,
+        update_every=update_every,
+        tied=tied,
+        headroom=headroom,
     )
     request = SearchRequest(**asked)  # type: ignore[arg-type]
     progress = progress or (lambda *_: None)
@@ -225,6 +212,45 @@ def solve(
     local = placed.local_search() if placed is not None and several else LocalSearch(search)
     chosen = signed_plan(search, met, local)
     return signed(make_plan(question, chosen, _report(search, chosen, stopped, begin)), question)
+
+
+def question_for(
+    profile: Profile,
+    cluster: Cluster,
+    variant: str,
+    *,
+    mini_batch: int | None = None,
+    optimizer_state_factor: float | None = None,
+    matrix_state_factor: float | None = None,
+    update_every: int = 1,
+    tied: Tied = "together",
+    headroom: Headroom | None = None,
+) -> Question:
+    """The question that `solve` answers, from the same. Raises PlanError and UserError as that."""
+    factor = (
+        profile.optimizer.state_bytes_per_parameter_byte
+        if optimizer_state_factor is None
+        else optimizer_state_factor
+    )
+    if update_every < 1:
+        raise PlanError(f"--update-every {update_every}: give at least 1")
+    check_tied(variant_named(variant), tied)
+    mini_batch = mini_batch or profile.batch_size
+    if matrix_state_factor is not None and not any(la.matrix_bytes for la in profile.layers):
+        raise PlanError(
+            "--optimizer-state muon: the profile names no matrices of hidden layers, as one of "
+            "before they were looked for; profile again, or give a number"
+        )
+    return Question(
+        profile,
+        cluster.with_headroom(usual_headroom(profile) if headroom is None else headroom),
+        variant,
+        mini_batch,
+        factor,
+        update_every,
+        tied,
+        matrix_state_factor,
+    )
 
 
 def _ordered(

@@ -217,7 +217,7 @@ def test_an_edited_plan_is_shown_as_that(edit, folder):
 def test_ctrl_c_ends_the_searches_for_all_systems(folder, monkeypatch):
     """What was found is shown and written."""
     module, begun = import_module("timeprest.cli.plan_commands.solve"), []
-    solve = module.solve_plan
+    solve = module.best_plan
 
     def stopped(profile, cluster, name, **asked):
         plan = solve(profile, cluster, name, **asked)
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_the_searches_for_all_systems(folder, monkeypatch):
         replace = msgspec.structs.replace
         return replace(plan, solver=replace(plan.solver, stopped=stopped))
 
-    monkeypatch.setattr(module, "solve_plan", stopped)
+    monkeypatch.setattr(module, "best_plan", stopped)
     text = call("solve", "profile.json", "--variant", "all", "-o", "p.json")
     assert len(begun) == 2
     assert {path.name for path in folder.glob("p.*.json")} == {f"p.{name}.json" for name in begun}

@@ -20,8 +20,8 @@ from ...evaluate import Evaluation, Question, better, evaluate
 from ...partition.dp.blocks import Blocks, blocks
 from ...partition.dp.lattice import Lattice, joined, lattice_of
 from ...partition.dp.sweep import OutOfTime
-from ...partition.least_memory import LeastMemory
-from ...partition.problem import FITS, Cut, Option, Place, StageProblem, members
+from ...partition.least_memory import LeastMemory, layers_bytes
+from ...partition.problem import FITS, Cut, StageProblem
 from ...partition.solve import DpSource, Enough
 from ...systems.variants import VARIANTS, Variant
 from ..choices import Branch, Freedom, capped, choice_of, in_flight_under, micro_batch_counts
@@ -56,7 +56,10 @@ _SECONDS = 1.5
 _AT_HAND_S = 10.0
 """Looking for a plan where a search had no time for one."""
 
-_PROOF_S = 0.5
+_FIRST_S = 0.5
+"""Of these, for the plan with the least memory, in as many micro-batches as may be looked at."""
+
+_PROOF_S = 1.0
 """For a proof that nothing fits, before anything is searched."""
 
 
@@ -84,24 +87,28 @@ class Fitting:
     # Proof that nothing fits ----------------------------------------------------------------
 
     def none_fits(self) -> bool:
-        """Whether it is soon proven that none does: by the least that any schedule holds."""
+        """Whether it is soon proven that none does, by the least that schedules hold: of layers,
+        each and in total; then of cuts."""
         search, cluster = self.search, self.search.question.cluster
-        rooms = [room_bytes(device, search.question.profile) for device in cluster.devices]
+        found = [room_bytes(device, search.question.profile) for device in cluster.devices]
+        rooms = [room * FITS for room in found if room is not None]
         lattice = search.source.lattice if isinstance(search.source, DpSource) else None
-        if lattice is None or None in rooms or search.large or not search.branches:
+        if lattice is None or len(rooms) < len(found) or search.large or not search.branches:
             return False
-        room = max(filter(None, rooms)) * FITS
         known = cluster.uniform and fixed_in_flight(search.relaxation.variant)
         until = time.monotonic() + _PROOF_S
         for branch in search.branches:
             if branch.stages is not None and search.relaxation.freedom.replicas:
                 return False
             problem = search.relaxation.problem(branch, Assumptions(identical=known))
+            alone, total = layers_bytes(problem)
+            if alone > max(rooms) or total > sum(rooms):
+                continue
             try:
                 table = LeastMemory(problem, lattice, until)
             except OutOfTime:
                 return False
-            if table.on(branch.stages or problem.devices) <= room:
+            if table.on(branch.stages or problem.devices) <= max(rooms):
                 return False
         return True
 
@@ -129,7 +136,7 @@ class Fitting:
         counts = micro_batch_counts(question, self._micro_batches)[::-1]
         asked = dict.fromkeys((branch.stages, branch.pins) for branch in search.branches)
         for n, (stages, pins) in product(counts[: _QUICK if fits or room else None], asked):
-            if best is not None and not self.seconds_left:
+            if best is not None and self.seconds_left < _SECONDS - _FIRST_S:
                 break
             found = self._least_of(relaxation, Branch(n, stages, pins), fits=fits, room=room)
             if found is None:
@@ -150,6 +157,8 @@ class Fitting:
         alone = branch.stages is not None or most < len(cluster.devices) or self.search.large
         assumed = Assumptions(in_flight_under(relaxation.variant, most, 1), unreplicated=alone)
         problem = relaxation.problem(branch, assumed)
+        if (fits or room) and not self._may_fit(problem, room):
+            return None
         coarse, lattice = self._coarse(problem)
         try:
             table = LeastMemory(coarse, lattice, self.deadline, shares=fits)
@@ -171,6 +180,16 @@ class Fitting:
             return evaluate(relaxation.question, choice.with_limits(limits), n)
         except (PlanError, ScheduleError):
             return None
+
+    def _may_fit(self, problem: StageProblem, room: int | None) -> bool:
+        """Whether layers leave it open, each and in total; on devices with this room, or as they
+        are."""
+        question, (alone, total) = self.search.question, layers_bytes(problem)
+        rooms = [room_bytes(device, question.profile) for device in question.cluster.devices]
+        if room is None and None not in rooms:
+            known = [each for each in rooms if each is not None]
+            return alone <= max(known) * FITS and total <= sum(known) * FITS
+        return room is None or alone <= room * FITS
 
     def _coarse(self, problem: StageProblem) -> tuple[StageProblem, Lattice]:
         """The problem with few places to cut, and those."""
@@ -202,11 +221,11 @@ class Fitting:
         if not cluster.uniform or self.search.branches[0].stages is not None or room is None:
             return None
         most = min(relaxation.graph.most_stages, _MOST_DEVICES)
-        if low >= most or self._least_alone() > room * FITS:
+        alone, _ = layers_bytes(relaxation.problem(self.search.branches[-1]))
+        if low >= most or alone > room * FITS:
             # With replicas more devices than there can be stages may do.
             self.more_devices_are_no_help = not relaxation.freedom.replicas
             return None
-
         while low < most and self.seconds_left:
             low = min(2 * low, most)
             grown = _grown(cluster, low)
@@ -215,20 +234,6 @@ class Fitting:
                 if found is not None and self.search.counts(found, grown):
                     return len({d for stage in found.stages for d in stage.devices})
         return None
-
-    def _least_alone(self) -> float:
-        """What some device holds at the least, however many there are: layers that can't be taken
-        apart, with what schedules can't avoid."""
-        problem = self.search.relaxation.problem(self.search.branches[-1])
-        groups = [list(members(group)) for group in joined(problem)]
-
-        def held(option: Option, place: Place, inside: list[int]) -> float:
-            mode = problem.modes[option.mode]
-            always = mode.fixed_bytes + place.copies * problem.parameter_bytes
-            return float((always + place.units * mode.flight_bytes)[inside].sum())
-
-        ways = [(o, problem.place(k, problem.devices)) for k, o in enumerate(problem.options)]
-        return max(min(held(*way, inside) for way in ways) for inside in groups)
 
     def other_ways(self) -> Iterator[tuple[str, Evaluation]]:
         """Options that would do, each by itself where one does, and the plan."""
@@ -357,6 +362,8 @@ def diagnose(
         pins, micro_batches: that were asked for.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
+    if len(search.relaxation.recompute) > 1:
+        nothing += ", with --recompute auto neither"
     fitting, cluster = Fitting(search, micro_batches), search.question.cluster
     # What a search had no time for may fit, and without limits of memory it does.
     found = fitting.plan_at_hand() if search.budget.is_late else None

@@ -246,7 +246,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"pins": {"l3": -1}}, r"pins\['l3'\] -1: give a whole number from 0"),
         ({"pins": ["l3=1"]}, "pins: give each layer's stage by its name"),
         ({"pins": {"l0": 1}, "stages": 2}, "can't be cut as asked with --pin l0=1: no stage may"),
-        ({"tied": "apart"}, "tied 'apart': give one of together, split"),
+        ({"tied": "apart"}, "tied 'apart': give one of auto, together, split"),
         ({"order": 3}, "order: give the name of a file, not int"),
         ({"cluster": 3}, "cluster: give a Cluster, or the name of its file, not int"),
         ({"profile": None}, "profile: give a Profile, or the name of its file, not NoneType"),

@@ -1,0 +1,262 @@
+"""What wasn't said: recomputation, tied parameters, stages on each device. Each is what the best
+answer has, and the plan says in a line what was chosen and how to have it otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import msgspec
+
+from ...profiles.errors import InfeasibleError, PlanError
+from ...profiles.files import ratio
+from ...profiles.profile import Profile
+from ...profiles.units import format_seconds
+from ..cluster.cluster import Cluster
+from ..costs.layer_graph import held_together
+from ..costs.tied_parameters import TIED, Tied, misplaced
+from ..evaluate import gap_between
+from ..partition.problem import SAME
+from ..plan import Plan
+from ..systems.orders import Order
+from ..systems.variants import Variant, variant_named
+from .answer.diagnosis import Fitting
+from .answer.recheck import question_of, signed
+from .solve import INTERRUPTED, LEAST_GAIN, SearchRequest, explore, question_for, solve
+
+TiedAsked = Literal["auto", "together", "split"]
+
+TIED_ASKED: tuple[TiedAsked, ...] = ("auto", *TIED)
+"""Layers that share parameters: on one device, on several, or whatever is best."""
+
+_SPLIT_SHARE = 3 / 4
+"""Of the time, for plans with copies; such plans may have none, too."""
+
+_TOGETHER_SHARE = 1 / 2
+"""Of the time, for plans that keep such layers on one stage, where others have them on two of one
+device."""
+
+
+def best_plan(
+    profile: Profile,
+    cluster: Cluster,
+    variant: str = "timeprest",
+    *,
+    tied: TiedAsked = "auto",
+    recompute: str | None = None,
+    time_limit_s: float | None = 60.0,
+    order: Order | None = None,
+    **asked: Any,
+) -> Plan:
+    """As `solve`, with the best of what wasn't said.
+
+    Args:
+        tied: "auto": in systems that flush, layers that share parameters are split where that is
+            faster; in others they are on two stages of one device, placed in a V, where that gains
+            `LEAST_GAIN`.
+        recompute: as `SearchRequest` has it; None: "off", and "auto" where nothing fits so.
+        time_limit_s: for all that is tried.
+        asked: what else `solve` takes.
+
+    Raises as `solve`.
+    """
+    system = variant_named(variant)
+    end = None if time_limit_s is None else time.monotonic() + time_limit_s
+    ask = _Ask(profile, cluster, system, order, recompute, end, asked)
+    if tied != "auto":
+        return ask.plan(tied)
+    if len(cluster.devices) == 1 or held_together(profile, system, "together") is None:
+        return ask.plan("together")
+    if system.flushes:
+        return _split_or_not(ask)
+    return _in_a_v_or_not(ask)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What was asked for.
+
+    Attributes:
+        end: by `time.monotonic`; None: there is no limit.
+        asked: what else `solve` takes.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    system: Variant
+    order: Order | None
+    recompute: str | None
+    end: float | None
+    asked: Mapping[str, Any]
+
+    def plan(self, tied: Tied, share: float = 1.0, **others: Any) -> Plan:
+        """The best plan with these settings.
+
+        Args:
+            share: of the time left.
+
+        Raises as `solve`.
+        """
+        asked = {**self.asked, **others}
+        if self.recompute is not None:
+            return self._solved(tied, share, asked, self.recompute)
+        fits = self._fits_without(tied, asked)
+        if fits is not None:
+            found = self._solved if fits else self._with_recompute
+            return found(tied, share, asked)
+        try:
+            return self._solved(tied, share / 2, asked)
+        except InfeasibleError:
+            if self.system.recompute_refusal:
+                raise
+            return self._with_recompute(tied, share, asked)
+
+    def _with_recompute(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
+        plan = self._solved(tied, share, asked, "auto")
+        if not any(stage.recompute for stage in plan.stages):
+            return plan
+        return _choosing(
+            plan,
+            "--recompute auto, as no plan was found that fits without; --recompute off asks for "
+            "none",
+        )
+
+    def _solved(
+        self, tied: Tied, share: float, asked: Mapping[str, Any], recompute: str = "off"
+    ) -> Plan:
+        left = None if self.end is None else max(self.end - time.monotonic(), 0.0) * share
+        return solve(
+            self.profile,
+            self.cluster,
+            self.system.name,
+            tied=tied,
+            order=self.order,
+            recompute=recompute,
+            time_limit_s=left,
+            **asked,
+        )
+
+    def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:
+        """Whether a plan that computes nothing again is soon found; None where that isn't known
+        before there was a search."""
+        limited = any(device.memory_bytes is not None for device in self.cluster.devices)
+        if not limited or self.system.recompute_refusal:
+            return True
+        if self.order is not None:
+            return None
+        known = {field.name for field in fields(SearchRequest)}
+        request = SearchRequest(**{k: v for k, v in asked.items() if k in known})
+        rest = {k: v for k, v in asked.items() if k not in {*known, "progress", "seen"}}
+        question = question_for(self.profile, self.cluster, self.system.name, tied=tied, **rest)
+        search = explore(question, request, lambda *_: None)
+        if not search.branches:
+            return None
+        found = Fitting(search, request.micro_batches).least(question, fits=True)
+        return found is not None and search.counts(found)
+
+
+def _split_or_not(ask: _Ask) -> Plan:
+    """Layers that share parameters on several devices, or on one: what is faster."""
+    split = _tried(ask, "split", _SPLIT_SHARE)
+    if isinstance(split, Plan):
+        split = _as_it_is(split, ask.profile)
+        if split.tied == "together" and split.solver.optimal:
+            return split
+    together = _tried(ask, "together", 1.0, before=split)
+    if not isinstance(together, Plan):
+        # With copies more is possible.
+        return _with_copies(_plan(split), "")
+    if not isinstance(split, Plan):
+        return together
+    if together.predicted.period_s <= split.predicted.period_s * SAME:
+        return _with_bound(together, split.solver.bound_s, ask.profile)
+    return _with_copies(split, f": {_period(split)}, where --tied together has {_period(together)}")
+
+
+def _with_copies(plan: Plan, instead: str) -> Plan:
+    if plan.tied == "together":
+        return plan
+    instead = instead or "; --tied together keeps them on one stage"
+    return _choosing(plan, f"--tied split, copies of shared parameters on several stages{instead}")
+
+
+def _in_a_v_or_not(ask: _Ask) -> Plan:
+    """Layers that share parameters on one stage, or on the first and the last one of a device."""
+    plan = _tried(ask, "together", _TOGETHER_SHARE)
+    said = {"stages", "stages_per_device", "placement", "pins"}
+    free = all(ask.asked.get(name) in (None, 1, "auto", ()) for name in said)
+    if not free or ask.order is not None or ask.system.placement != "any":
+        return _plan(plan)
+    placed = _tried(ask, "together", 1.0, before=plan, stages_per_device=2, placement="v")
+    if not isinstance(placed, Plan):
+        return _plan(plan)
+    words = "--placement v --stages-per-device 2, so that shared parameters stay on one device"
+    if not isinstance(plan, Plan):
+        return _choosing(placed, words)
+    if 1 - ratio(placed.predicted.period_s, plan.predicted.period_s) < LEAST_GAIN:
+        return plan
+    placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
+    return _choosing(
+        placed, f"{words}: {_period(placed)}, where --tied together has {_period(plan)}"
+    )
+
+
+_Tried = Plan | InfeasibleError | PlanError
+
+
+def _tried(
+    ask: _Ask, tied: Tied, share: float, *, before: _Tried | None = None, **others: Any
+) -> _Tried:
+    """A plan, or why there is none. Ctrl-C leaves the one that was found `before`."""
+    if isinstance(before, Plan) and before.solver.stopped == INTERRUPTED:
+        return PlanError(INTERRUPTED)
+    try:
+        return ask.plan(tied, share, **others)
+    except (InfeasibleError, PlanError) as error:
+        return error
+    except KeyboardInterrupt:
+        if not isinstance(before, Plan):
+            raise
+        return PlanError(INTERRUPTED)
+
+
+def _plan(found: _Tried) -> Plan:
+    if isinstance(found, Plan):
+        return found
+    raise found
+
+
+def _period(plan: Plan) -> str:
+    return format_seconds(plan.predicted.period_s)
+
+
+def _choosing(plan: Plan, line: str) -> Plan:
+    """The plan, which says so."""
+    known = () if plan.solver.chosen is msgspec.UNSET else plan.solver.chosen
+    report = msgspec.structs.replace(plan.solver, chosen=(*known, line))
+    return msgspec.structs.replace(plan, solver=report)
+
+
+def _as_it_is(plan: Plan, profile: Profile) -> Plan:
+    """A plan that might have copies; where it has none, as one that mustn't."""
+    nodes, devices = zip(*((stage.nodes, stage.devices) for stage in plan.stages), strict=True)
+    if misplaced(profile, nodes, devices, "together") is not None:
+        return plan
+    plan = msgspec.structs.replace(plan, tied="together")
+    return signed(plan, question_of(plan, profile))
+
+
+def _with_bound(plan: Plan, bound_s: float, profile: Profile) -> Plan:
+    """The plan, where others were looked at that may be as fast as that, too."""
+    solver = plan.solver
+    bound_s = min(bound_s, solver.bound_s)
+    optimal = solver.objective_s <= bound_s * SAME
+    report = msgspec.structs.replace(
+        solver,
+        bound_s=bound_s,
+        gap=0.0 if optimal else gap_between(solver.objective_s, bound_s),
+        optimal=optimal,
+    )
+    return signed(msgspec.structs.replace(plan, solver=report), question_of(plan, profile))

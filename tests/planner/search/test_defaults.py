@@ -1,0 +1,144 @@
+"""What wasn't said is what the best answer has, and the plan says so."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain, profile_by_hand
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search import defaults
+from timeprest.planner.search.answer.recheck import recheck, was_edited
+from timeprest.planner.search.defaults import best_plan
+from timeprest.planner.search.solve import LEAST_GAIN, solve
+from timeprest.profiles.errors import InfeasibleError, PlanError
+from timeprest.profiles.profile import SharedParameters
+
+FAST = {"bandwidth": "1TB/s", "latency": "0s"}
+
+
+def tied_chain(count):
+    """A chain whose first and last layer share their parameters."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(count)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16) for k in range(count - 1)]
+    profile = profile_by_hand(layers, [*edges, (f"n{count - 1}", "output", "last", 4)])
+    ends = ("n0", f"n{count - 1}")
+    shared = SharedParameters(layers=ends, parameter_bytes=100)
+    return msgspec.structs.replace(profile, tied=(ends,), shared=(shared,))
+
+
+def chosen(plan):
+    return () if plan.solver.chosen is msgspec.UNSET else plan.solver.chosen
+
+
+@pytest.mark.parametrize("system", ["pipedream-flush", "gpipe"])
+def test_shared_parameters_are_split_where_that_is_faster(system):
+    """In systems that flush; a plan without copies is one of those that mustn't have any."""
+    profile, cluster = tied_chain(4), uniform_cluster(2, **FAST)
+    plan = best_plan(profile, cluster, system)
+    together = solve(profile, cluster, system)
+    assert plan.tied == "split"
+    assert len(plan.stages) == 2
+    assert len(together.stages) == 1
+    assert plan.predicted.period_s < together.predicted.period_s
+    (line,) = chosen(plan)
+    assert line.startswith("--tied split")
+    assert "where --tied together has 48 ms" in line
+    # Slow links: a stage for all is faster, with no copies.
+    slow = uniform_cluster(2, bandwidth="1kB/s")
+    plan = best_plan(profile, slow, system)
+    assert plan.tied == "together"
+    assert len(plan.stages) == 1
+    assert not chosen(plan)
+    assert plan.solver.optimal
+    assert not was_edited(plan)
+    assert not recheck(plan, profile).changes
+    assert best_plan(profile, cluster, system, tied="together").tied == "together"
+
+
+def test_where_nothing_flushes_a_v_keeps_them_on_one_device():
+    profile, cluster = tied_chain(4), uniform_cluster(2, **FAST)
+    plan = best_plan(profile, cluster, "pipedream-2bw")
+    together = solve(profile, cluster, "pipedream-2bw")
+    assert plan.stages[0].devices == plan.stages[-1].devices
+    assert len(plan.stages) > 1
+    assert plan.predicted.period_s <= together.predicted.period_s * (1 - LEAST_GAIN)
+    (line,) = chosen(plan)
+    assert "--placement v" in line
+    assert "--tied together has 48 ms" in line
+    assert plan.solver.bound_s <= together.solver.bound_s
+    assert not was_edited(plan)
+    assert not recheck(plan, profile).changes
+    # What was said stays.
+    assert len(best_plan(profile, cluster, "pipedream-2bw", tied="together").stages) == 1
+    with pytest.raises(PlanError, match="1 stage at most"):
+        best_plan(profile, cluster, "pipedream-2bw", stages=2)
+
+
+def test_a_model_without_shared_parameters_is_planned_once(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        defaults,
+        "solve",
+        lambda *asked, **more: given.append(more["tied"]) or solve(*asked, **more),
+    )
+    plan = best_plan(chain(4), uniform_cluster(2, **FAST), "gpipe")
+    assert given == ["together"]
+    assert not chosen(plan)
+
+
+@pytest.mark.parametrize("system", ["gpipe", "pipedream-2bw"])
+def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch, system):
+    profile, tight = chain(8, parameters=100, saved=1000), uniform_cluster(2, "6.8kB")
+    with pytest.raises(InfeasibleError):
+        solve(profile, tight, system)
+    plan = best_plan(profile, tight, system)
+    assert any(stage.recompute for stage in plan.stages)
+    assert (
+        plan.predicted.period_s
+        == solve(profile, tight, system, recompute="auto").predicted.period_s
+    )
+    (line,) = chosen(plan)
+    assert line.startswith("--recompute auto")
+    assert line.endswith("--recompute off asks for none")
+    # Where it fits without, none is; and nothing is searched twice.
+    given = []
+    monkeypatch.setattr(
+        defaults,
+        "solve",
+        lambda *asked, **more: given.append(more["recompute"]) or solve(*asked, **more),
+    )
+    plan = best_plan(profile, uniform_cluster(2, "40kB"), system)
+    assert given == ["off"]
+    assert not chosen(plan)
+    with pytest.raises(InfeasibleError, match=r"no plan fits: .* --recompute auto"):
+        best_plan(profile, tight, system, recompute="off")
+    with pytest.raises(InfeasibleError, match="with --recompute auto neither"):
+        best_plan(profile, uniform_cluster(2, "1kB"), system)
+
+
+def test_devices_with_several_stages_compute_again_only_where_they_must():
+    profile, several = chain(8, parameters=100, saved=1000), {"stages_per_device": 2}
+    plan = best_plan(profile, uniform_cluster(2, "9kB"), "gpipe", **several)
+    assert any(stage.recompute for stage in plan.stages)
+    assert len(plan.stages) > 2
+    plan = best_plan(profile, uniform_cluster(2, "90kB"), "gpipe", **several)
+    assert not any(stage.recompute for stage in plan.stages)
+
+
+@pytest.mark.parametrize("system", ["gpipe", "pipedream-2bw"])
+def test_ctrl_c_leaves_what_was_found_before(monkeypatch, system):
+    profile, cluster, begun = tied_chain(4), uniform_cluster(2, **FAST), []
+
+    def stopped(*asked, **more):
+        begun.append(more["tied"])
+        if len(begun) > 1:
+            raise KeyboardInterrupt
+        return solve(*asked, **more)
+
+    monkeypatch.setattr(defaults, "solve", stopped)
+    plan = best_plan(profile, cluster, system)
+    assert plan.tied == begun[0]
+    assert len(begun) == 2
+    monkeypatch.setattr(defaults, "solve", lambda *asked, **more: stopped(*asked, **more))
+    with pytest.raises(KeyboardInterrupt):
+        best_plan(profile, cluster, system)
