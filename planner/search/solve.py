@@ -209,8 +209,8 @@ def solve(
         search.best = found
     search.keep_more()
     several = placed is not None and (search.best.pipeline.placement or not search.branches)
-    local = placed.local_search() if placed is not None and several else LocalSearch(search)
-    chosen = signed_plan(search, met, local)
+    moves = placed.local_search if placed is not None and several else LocalSearch
+    chosen = signed_plan(search, met, moves)
     return signed(make_plan(question, chosen, _report(search, chosen, stopped, begin)), question)
 
 

@@ -447,14 +447,14 @@ class PlacedSearch:
         """Improve the best plan, if it is one of these branches'."""
         search, best = self.search, self.search.best
         if best is not None and any(_is_of(course, best) for course in courses):
-            local = self.local_search()
+            local = self.local_search(search)
             with suppress(OutOfBudget), search.budget.part(_IMPROVING_SHARE):
                 improve(search, local, _TRIES)
             search.budget.check()
 
-    def local_search(self) -> LocalSearch:
-        """Moves among plans with several stages on each device."""
-        return LocalSearch(self.search, self.relaxation, self._pins)
+    def local_search(self, search: SearchState) -> LocalSearch:
+        """Moves among plans with several stages on each device, of this search or one like it."""
+        return LocalSearch(search, search.relaxation.with_several_stages(), self._pins)
 
     def _prove(self, courses: Sequence[_Course]) -> None:
         """Try all limits of the cuts that others than the usual ones may make better."""

@@ -10,8 +10,8 @@ more devices, and of these in this sequence
 
 1. the smallest version difference, the largest of the stages';
 2. the lowest share of memory on the fullest device, in tenths; one that is half full has room;
-3. the most even loads: by how much their root mean square, over devices, is above their mean, in
-   whole per cent of that;
+3. the most even loads: the standard deviation of devices' seconds from their mean, in whole per
+   cent of that; the busiest one left out, for often a single layer is what keeps it busy;
 4. fewer stages, the shorter period, what is more even or less full by less than that, and fewer
    mini-batches in flight.
 
@@ -21,27 +21,36 @@ layer, so that a device is full to 6 % instead of 8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
-from math import ceil, sqrt
+from math import ceil
+from statistics import fmean, pstdev
 
 import msgspec
 
 from ...cluster.cluster import Cluster
 from ...evaluate import Evaluation
-from ...partition.problem import SAME
+from ...partition.problem import SAME, members
 from ...plan import FastestPlan
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s
-from ..choices import Choice
-from ..local_search.improve import LocalSearch
+from ..choices import Branch, Choice
+from ..local_search.improve import LocalSearch, start
 from ..local_search.neighbours import Point
-from ..state import SOON_S, OutOfBudget, SearchState
+from ..relaxed.relaxation import Relaxation
+from ..state import EFFORT, SOON_S, OutOfBudget, SearchState
 
-_EFFORT = 100_000
+_EFFORT = EFFORT // 10
 """Simulated operations for looking around at the end."""
 
+
+_FRESHER_SHARE = 0.6
+"""Of these, for smaller version differences."""
+
+_VISIBLE = 0.005
+"""What loads have to be more even by for borders to be tried."""
 
 _HALF_FULL = 5
 """Tenths of a device's memory that are no reason to prefer another plan."""
@@ -67,10 +76,13 @@ def regard(found: Evaluation, cluster: Cluster) -> Regard:
 
 
 def _unevenness(pipeline: Pipeline) -> float:
-    """By how much the root mean square of devices' loads is above their mean, as a share of it."""
-    loads = [busy_s(pipeline, stages[0]) for stages in pipeline.stages_of]
-    mean = sum(loads) / len(loads)
-    return sqrt(sum(load**2 for load in loads) / len(loads)) / mean - 1 if mean else 0.0
+    return _unevenness_of([busy_s(pipeline, stages[0]) for stages in pipeline.stages_of])
+
+
+def _unevenness_of(loads: Sequence[float]) -> float:
+    """The standard deviation of devices' loads as a share of their mean, but for the busiest."""
+    loads = sorted(loads)[:-1] if len(loads) > 2 else loads
+    return pstdev(loads) / mean if (mean := fmean(loads)) else 0.0
 
 
 def _rounded(value: float) -> float:
@@ -173,13 +185,16 @@ def _as_good(one: Evaluation, its: Regard, other: Evaluation, others: Regard) ->
 # Looking around ----------------------------------------------------------------------------------
 
 
-def signed_plan(search: SearchState, met: Candidates, local: LocalSearch) -> Evaluation:
+Moves = Callable[[SearchState], LocalSearch]
+"""The moves that there are among a search's plans."""
+
+
+def signed_plan(search: SearchState, met: Candidates, moves: Moves) -> Evaluation:
     """The plan to sign: the preferred one, after looking around it. The search's best plan, the
     fastest, may get better by that.
 
     Args:
         met: plans that the search met; it goes on telling it (`SearchState.seen`).
-        local: the moves that there are.
     """
     assert search.best is not None
     met.add(search.best)
@@ -187,31 +202,83 @@ def signed_plan(search: SearchState, met: Candidates, local: LocalSearch) -> Eva
     deadline = None if budget.deadline is None else budget.deadline + SOON_S
     search.budget = replace(budget, effort=_EFFORT, deadline=deadline)
     try:
-        _lowest_cap(search, met)
-        _descend(search, met, local)
+        _lowest_caps(search, met)
+        with suppress(OutOfBudget), search.budget.part(_FRESHER_SHARE):
+            _fresher(search, met, moves)
+        _descend(search, met, moves(search))
     except (OutOfBudget, KeyboardInterrupt):
         pass
     budget.tried, search.budget = search.budget.tried, budget
     return met.preferred(search.best)
 
 
-def _lowest_cap(search: SearchState, met: Candidates) -> None:
-    """Look for the lowest limit that all stages of the fastest plan may have within the tolerance,
-    supposing that with fewer in flight it is no faster."""
+def _lowest_caps(search: SearchState, met: Candidates) -> None:
+    """Look for the lowest limit that all stages of the fastest plan's cut may have within the
+    tolerance, with any number of micro-batches, supposing that with fewer in flight it is no
+    faster."""
     best = search.best
     assert best is not None
     choice = Choice(*zip(*((x.nodes, x.devices, x.recompute) for x in best.stages), strict=True))
     ranges = search.ranges(choice)
-    low, high = min(least for least, _ in ranges), max(best.limits)
-    while low < high:
-        middle = (low + high) // 2
+
+    def fast_enough(n: int, cap: int) -> bool:
         pairs = zip(best.limits, ranges, strict=True)
-        limits = tuple(max(least, min(limit, middle)) for limit, (least, _) in pairs)
-        found = search.look(choice, best.micro_batches, limits)
-        if found is None or not search.counts(found) or not met.allows(found, best):
-            low = middle + 1
-        else:
-            high = middle
+        limits = tuple(max(least, min(limit, cap)) for limit, (least, _) in pairs)
+        found = search.look(choice, n, limits)
+        return found is not None and search.counts(found) and met.allows(found, best)
+
+    others = sorted({b.micro_batches for b in search.branches} - {best.micro_batches})
+    for n in [best.micro_batches, *others]:
+        low, high = min(least for least, _ in ranges), max(best.limits)
+        counts = search.relaxation.replica_counts(n)
+        can_be = all(len(mine) in counts for mine in choice.devices)
+        can_be = can_be and search.relaxation.allows(choice.stages, n)
+        if not can_be or not fast_enough(n, high):
+            continue
+        while low < high:
+            middle = (low + high) // 2
+            if fast_enough(n, middle):
+                high = middle
+            else:
+                low = middle + 1
+
+
+def _fresher(search: SearchState, met: Candidates, moves: Moves) -> None:
+    """Look for plans with ever smaller version differences within the tolerance, from the preferred
+    plan and from even cuts, by the local search that looks for the shortest period."""
+    while True:
+        fastest = search.best
+        assert fastest is not None
+        chosen = met.preferred(fastest)
+        ranges = search.relaxation.limit_ranges(len(chosen.stages), several=_kind(chosen)[0])
+        if not chosen.difference or all(least == most for least, most in ranges):
+            return
+        there = _with_difference(search, chosen.difference - 1, met)
+        # What is within the tolerance is fast enough.
+        limit_s = fastest.prediction.period_s * met.within
+        there.bounds = dict.fromkeys(there.branches or [Branch(chosen.micro_batches)], limit_s)
+        local = moves(there)
+        start(there, local)
+        begun = local.look(local.near.point_of(chosen))
+        if begun is not None:
+            local.descend(begun)
+        if there.period_s > limit_s:
+            return
+
+
+def _with_difference(search: SearchState, most: int, met: Candidates) -> SearchState:
+    """A search on the same budget for plans with no larger version difference."""
+    relaxation = search.relaxation
+    staleness = replace(relaxation.freedom.staleness, max_difference=most)
+    freedom = replace(relaxation.freedom, staleness=staleness)
+    return SearchState(
+        relaxation=Relaxation(search.question, freedom, relaxation.graph),
+        source=search.source,
+        branches=search.branches,
+        most_stages=search.most_stages,
+        budget=search.budget,
+        seen=met.add,
+    )
 
 
 def _descend(search: SearchState, met: Candidates, local: LocalSearch) -> None:
@@ -227,32 +294,53 @@ def _preferred_to(
 ) -> Iterator[Evaluation]:
     """Neighbours: one mini-batch less in flight; borders that leave loads more even, or the fullest
     device with fewer layers."""
-    moves, fastest = local.near, search.best
-    point, mine = moves.point_of(here), regard(here, met.cluster)
-    if fastest is None or moves.choice(point).with_limits(point.limits) != here.stages:
+    fastest, point, mine = search.best, local.near.point_of(here), regard(here, met.cluster)
+    if fastest is None or local.near.choice(point).with_limits(point.limits) != here.stages:
         # Its stages compute other layers again than the search has sets of.
         return
-    shares = here.memory_shares(met.cluster)
-    busy = [busy_s(here.pipeline, s) for s in range(len(here.stages))]
-    # Stages without limits of memory have no shares.
-    full = max(range(len(shares)), key=shares.__getitem__) if len(shares) == len(busy) else 0
-    sequence = sorted(range(len(busy)), key=lambda s: (s != full, -busy[s], s))
-    inside, even = _layers(point, full), _unevenness(here.pipeline)
-    kinds = (moves.limit_moves, moves.border_moves, moves.row_moves)
-    for move in chain.from_iterable(kind(point, sequence) for kind in kinds):
-        if sum(move.limits) > sum(point.limits):
-            continue
+    for move in chain(_fewer_in_flight(local, point), _other_borders(local, point, here, met)):
         seen = local.foreseen(move)
         if seen is None or seen.least_s > fastest.prediction.period_s * met.within:
-            continue
-        evener = move.limits != point.limits or _unevenness(seen.pipeline) < even
-        if not evener and _layers(move, full) >= inside:
             continue
         standing = local.look(move)
         if standing is None or standing.over or not met.allows(standing.found, fastest):
             continue
         if regard(standing.found, met.cluster) < mine:
             yield standing.found
+
+
+def _fewer_in_flight(local: LocalSearch, point: Point) -> Iterator[Point]:
+    for move in local.near.limit_moves(point, range(point.stages)):
+        if sum(move.limits) < sum(point.limits):
+            yield move
+
+
+def _other_borders(
+    local: LocalSearch, point: Point, here: Evaluation, met: Candidates
+) -> Iterator[Point]:
+    """Those that leave loads most even come first, by what layers take."""
+    shares = here.memory_shares(met.cluster)
+    # Stages without limits of memory have no shares.
+    full = max(range(len(shares)), key=shares.__getitem__) if len(shares) == point.stages else None
+    sequence = sorted(range(point.stages), key=lambda s: s != full)
+    even, found = _unevenness_of(_work(local, point)), dict[Point, float]()
+    for kind in (local.near.border_moves, local.near.row_moves):
+        for move in kind(point, sequence):
+            found[move] = _unevenness_of(_work(local, move))
+    for move in sorted(found, key=found.__getitem__):
+        relieves = full is not None and _layers(move, full) < _layers(point, full)
+        if found[move] < even - _VISIBLE or relieves:
+            yield move
+
+
+def _work(local: LocalSearch, point: Point) -> list[float]:
+    """Per device, the seconds of its layers."""
+    seconds, devices = local.near.seconds(point.micro_batches), local.question.cluster.devices
+    found = dict.fromkeys(point.devices, 0.0)
+    for (a, b), mine in zip(pairwise(point.downsets), point.devices, strict=True):
+        speed = len(mine) * min(devices[d].speed for d in mine)
+        found[mine] += sum(seconds[j] for j in members(b & ~a)) / speed
+    return list(found.values())
 
 
 def _layers(point: Point, stage: int) -> int:

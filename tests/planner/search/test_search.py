@@ -323,14 +323,14 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
     clock = [100.0]
 
     def slow(*given):
-        clock[0] += 0.22
+        clock[0] += 0.15
         return evaluate(*given)
 
     def limits_after(deadline):
         met = Candidates(cluster, 0.0)
         search = explore(asked, SearchRequest(run_ahead="auto"), lambda *_: None, met.add)
         clock[0], search.best, search.budget.deadline = 100.0, wide, deadline
-        chosen = signed_plan(search, met, LocalSearch(search))
+        chosen = signed_plan(search, met, LocalSearch)
         return sum(chosen.limits), clock[0] - 100.0
 
     monkeypatch.setattr(state, "evaluate", slow)
@@ -338,7 +338,7 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
     all_of_it, took_s = limits_after(None)
     assert took_s > 2
     some_of_it, took_s = limits_after(100.0)
-    assert all_of_it < some_of_it < sum(widest)
+    assert all_of_it < some_of_it <= sum(widest)
     assert took_s < 1.5
     assert limits_after(98.9) == (sum(widest), 0.0)
 
