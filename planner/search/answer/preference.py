@@ -46,6 +46,12 @@ _EFFORT = EFFORT // 10
 """Simulated operations for looking around at the end."""
 
 
+_PER_MOVE = 20
+"""The same of finding out how even a neighbour's loads are, about."""
+
+_MOST_STAGES = 64
+"""With more, neighbours are too many to look at."""
+
 _FRESHER_SHARE = 0.6
 """Of these, for smaller version differences."""
 
@@ -203,9 +209,10 @@ def signed_plan(search: SearchState, met: Candidates, moves: Moves) -> Evaluatio
     search.budget = replace(budget, effort=_EFFORT, deadline=deadline)
     try:
         _lowest_caps(search, met)
-        with suppress(OutOfBudget), search.budget.part(_FRESHER_SHARE):
-            _fresher(search, met, moves)
-        _descend(search, met, moves(search))
+        if len(search.best.stages) <= _MOST_STAGES:
+            with suppress(OutOfBudget), search.budget.part(_FRESHER_SHARE):
+                _fresher(search, met, moves)
+            _descend(search, met, moves(search))
     except (OutOfBudget, KeyboardInterrupt):
         pass
     budget.tried, search.budget = search.budget.tried, budget
@@ -327,6 +334,7 @@ def _other_borders(
     for kind in (local.near.border_moves, local.near.row_moves):
         for move in kind(point, sequence):
             found[move] = _unevenness_of(_work(local, move))
+    local.search.budget.take(_PER_MOVE * len(found))
     for move in sorted(found, key=found.__getitem__):
         relieves = full is not None and _layers(move, full) < _layers(point, full)
         if found[move] < even - _VISIBLE or relieves:
