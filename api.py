@@ -151,7 +151,7 @@ def plan(
     micro_batches: int | Literal["auto"] | None = None,
     stages: int | Literal["auto"] | None = None,
     replicas: bool | Literal["auto", "off"] = True,
-    stages_per_device: int | Literal["auto"] = 1,
+    stages_per_device: int | Literal["auto"] | None = None,
     placement: str = "auto",
     sequence: Literal["best", "listed"] = "best",
     recompute: Literal["off", "on", "selective", "auto"] | None = None,
@@ -188,7 +188,8 @@ def plan(
         mini_batch: samples per update; the profile's batch size by default.
         micro_batches, stages: how many; "auto" or None: what is best.
         replicas: stages may take several devices.
-        stages_per_device: "auto": more than 1 where that makes the period shorter.
+        stages_per_device: "auto": more than 1 where that makes the period shorter; None: the same
+            where that takes a second at most, else 1.
         placement: which device runs which stage: "straight", "loop", "v" or "auto".
         sequence: devices of several kinds, or in machines of several sizes, are used in the "best"
             sequence, or as "listed".
@@ -259,6 +260,8 @@ def plan(
     if not _same(optimizer_state, "muon"):
         factor = number(optimizer_state, "optimizer_state", MAX_FACTOR, ", or 'muon'")
         state = {"optimizer_state_factor": factor}
+    if stages_per_device is not None:
+        chosen["stages_per_device"] = count_or_auto(stages_per_device, "stages_per_device")
     return best_plan(
         profile,
         with_contention(cluster, contention_on(cluster, profile.together)),
@@ -272,7 +275,6 @@ def plan(
         micro_batches=count_or_auto(micro_batches, "micro_batches"),
         stages=count_or_auto(stages, "stages"),
         replicas=_with_replicas(replicas),
-        stages_per_device=count_or_auto(stages_per_device, "stages_per_device"),
         max_in_flight=None if max_in_flight is None else whole(max_in_flight, "max_in_flight"),
         max_difference=(
             None if max_difference is None else whole(max_difference, "max_difference", 0)

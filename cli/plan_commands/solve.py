@@ -171,9 +171,9 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     click.option(
         "--stages-per-device",
         type=str,
-        default=1,
         metavar="V",
-        help="1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.",
+        help="1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.  "
+        "[default: auto where that takes a second at most, else 1]",
     ),
     choice("--placement", PLACEMENTS, "auto", "Which device runs which stage."),
     choice(
@@ -297,7 +297,9 @@ def solve(
     together = contention_on(described, profile.together)
     cluster = with_contention(described, together)
     others = clusters_after(described, what_if, together, WHAT_IF)
-    for name in ("micro_batches", "stages", "stages_per_device"):
+    if asked["stages_per_device"] is None:
+        del asked["stages_per_device"]
+    for name in {"micro_batches", "stages", "stages_per_device"} & asked.keys():
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
     asked |= _state(asked.pop("optimizer_state"))
     asked["replicas"] = asked["replicas"] == "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import msgspec
@@ -17,13 +17,15 @@ from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import TIED, Tied, misplaced
-from ..evaluate import gap_between
+from ..evaluate import Question, gap_between
 from ..partition.problem import SAME
 from ..plan import Plan
 from ..systems.orders import Order
 from ..systems.variants import Variant, variant_named
 from .answer.diagnosis import Fitting
 from .answer.recheck import question_of, signed
+from .choices import Freedom, micro_batch_counts
+from .relaxed.relaxation import Relaxation
 from .solve import INTERRUPTED, LEAST_GAIN, SearchRequest, explore, question_for, solve
 
 TiedAsked = Literal["auto", "together", "split"]
@@ -37,6 +39,10 @@ _SPLIT_SHARE = 3 / 4
 _TOGETHER_SHARE = 1 / 2
 """Of the time, for plans that keep such layers on one stage, where others have them on two of one
 device."""
+
+_SMALL, _EFFORT = 500, 10_000
+"""Layers × devices × micro-batch counts up to which several stages on each device are looked at,
+and what that may take: less than a second, wherever it ends the same."""
 
 
 def best_plan(
@@ -58,7 +64,9 @@ def best_plan(
             `LEAST_GAIN`.
         recompute: as `SearchRequest` has it; None: "off", and "auto" where nothing fits so.
         time_limit_s: for all that is tried.
-        asked: what else `solve` takes.
+        asked: what else `solve` takes. Without `stages_per_device` that is 1, or 2 where it is soon
+            found that these gain `LEAST_GAIN`; bound and gap are of plans with 1 where that is
+            kept.
 
     Raises as `solve`.
     """
@@ -66,9 +74,9 @@ def best_plan(
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     ask = _Ask(profile, cluster, system, order, recompute, end, asked)
     if tied != "auto":
-        return ask.plan(tied)
+        return _on_each_device(ask, ask.plan(tied))
     if len(cluster.devices) == 1 or held_together(profile, system, "together") is None:
-        return ask.plan("together")
+        return _on_each_device(ask, ask.plan("together"))
     if system.flushes:
         return _split_or_not(ask)
     return _in_a_v_or_not(ask)
@@ -90,6 +98,14 @@ class _Ask:
     recompute: str | None
     end: float | None
     asked: Mapping[str, Any]
+
+    @property
+    def leaves_placement(self) -> bool:
+        """Whether nothing was said of how stages lie on devices."""
+        said = self.order is not None or "stages_per_device" in self.asked
+        said = said or self.asked.get("placement", "auto") != "auto"
+        said = said or bool(self.asked.get("stages") or self.asked.get("pins"))
+        return not said and self.system.placement == "any" and len(self.cluster.devices) > 1
 
     def plan(self, tied: Tied, share: float = 1.0, **others: Any) -> Plan:
         """The best plan with these settings.
@@ -138,6 +154,14 @@ class _Ask:
             **asked,
         )
 
+    def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
+        """What a search for it begins with. Raises as `solve`."""
+        known = {field.name for field in fields(SearchRequest)}
+        request = SearchRequest(**{k: v for k, v in asked.items() if k in known})
+        rest = {k: v for k, v in asked.items() if k not in {*known, "progress", "seen"}}
+        name = self.system.name
+        return question_for(self.profile, self.cluster, name, tied=tied, **rest), request
+
     def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:
         """Whether a plan that computes nothing again is soon found; None where that isn't known
         before there was a search."""
@@ -146,10 +170,7 @@ class _Ask:
             return True
         if self.order is not None:
             return None
-        known = {field.name for field in fields(SearchRequest)}
-        request = SearchRequest(**{k: v for k, v in asked.items() if k in known})
-        rest = {k: v for k, v in asked.items() if k not in {*known, "progress", "seen"}}
-        question = question_for(self.profile, self.cluster, self.system.name, tied=tied, **rest)
+        question, request = self.question(tied, asked)
         search = explore(question, request, lambda *_: None)
         if not search.branches:
             return None
@@ -185,9 +206,7 @@ def _with_copies(plan: Plan, instead: str) -> Plan:
 def _in_a_v_or_not(ask: _Ask) -> Plan:
     """Layers that share parameters on one stage, or on the first and the last one of a device."""
     plan = _tried(ask, "together", _TOGETHER_SHARE)
-    said = {"stages", "stages_per_device", "placement", "pins"}
-    free = all(ask.asked.get(name) in (None, 1, "auto", ()) for name in said)
-    if not free or ask.order is not None or ask.system.placement != "any":
+    if not ask.leaves_placement:
         return _plan(plan)
     placed = _tried(ask, "together", 1.0, before=plan, stages_per_device=2, placement="v")
     if not isinstance(placed, Plan):
@@ -200,6 +219,31 @@ def _in_a_v_or_not(ask: _Ask) -> Plan:
     placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
     return _choosing(
         placed, f"{words}: {_period(placed)}, where --tied together has {_period(plan)}"
+    )
+
+
+def _on_each_device(ask: _Ask, plan: Plan) -> Plan:
+    """Two stages on each device in the place of one, where that is soon found to be worth it."""
+    if not ask.leaves_placement or plan.solver.stopped == INTERRUPTED:
+        return plan
+    question, request = ask.question(plan.tied, ask.asked)
+    counts = micro_batch_counts(question, request.micro_batches)
+    devices, most_s = len(ask.cluster.devices), plan.predicted.period_s * (1 - LEAST_GAIN)
+    if len(ask.profile.layers) * devices * len(counts) > _SMALL:
+        return plan
+    least = Relaxation(question, Freedom()).seconds
+    if min(map(least.shared_out_s, counts)) > most_s:
+        return plan
+    again = "auto" if any(stage.recompute for stage in plan.stages) else "off"
+    quick = replace(ask, recompute=ask.recompute or again)
+    placed = _tried(quick, plan.tied, 1.0, before=plan, stages_per_device=2, effort=_EFFORT)
+    if not isinstance(placed, Plan) or placed.predicted.period_s > most_s:
+        return plan
+    placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
+    return _choosing(
+        placed,
+        f"--stages-per-device 2: {_period(placed)}, where --stages-per-device 1 has "
+        f"{_period(plan)}",
     )
 
 

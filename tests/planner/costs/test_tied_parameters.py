@@ -231,9 +231,10 @@ def test_what_ties_keep_together_names_the_ways_out(tmp_path):
     assert systems == [name for name, v in VARIANTS.items() if v.flushes]
     for variant in (name for name in systems if VARIANTS[name].placement == "any"):
         words = [*solve_it, "--stages", "2", "--variant", variant, "-q"]
-        done = CliRunner().invoke(main, words)
+        done = CliRunner().invoke(main, [*words, "--tied", "together"])
         assert "; --tied split gives copies to several stages, 4 at most; or" in done.output
         assert CliRunner().invoke(main, [*words, "--tied", "split"]).exit_code == 0
+        assert CliRunner().invoke(main, words).exit_code == 0
     write_file(path, tied_profile(tied=(), shared=()))
     assert CliRunner().invoke(main, [*solve_it, "--stages", "2", "-q"]).exit_code == 0
     # What is changed in place can't be split.

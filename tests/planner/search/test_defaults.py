@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
@@ -69,7 +71,9 @@ def test_where_nothing_flushes_a_v_keeps_them_on_one_device():
     assert not was_edited(plan)
     assert not recheck(plan, profile).changes
     # What was said stays.
-    assert len(best_plan(profile, cluster, "pipedream-2bw", tied="together").stages) == 1
+    said = {"tied": "together", "stages_per_device": 1}
+    assert len(best_plan(profile, cluster, "pipedream-2bw", **said).stages) == 1
+    assert len(best_plan(profile, cluster, "pipedream-2bw", stages_per_device=1).stages) == 1
     with pytest.raises(PlanError, match="1 stage at most"):
         best_plan(profile, cluster, "pipedream-2bw", stages=2)
 
@@ -81,7 +85,7 @@ def test_a_model_without_shared_parameters_is_planned_once(monkeypatch):
         "solve",
         lambda *asked, **more: given.append(more["tied"]) or solve(*asked, **more),
     )
-    plan = best_plan(chain(4), uniform_cluster(2, **FAST), "gpipe")
+    plan = best_plan(chain(4), uniform_cluster(2, **FAST), "gpipe", stages_per_device=1)
     assert given == ["together"]
     assert not chosen(plan)
 
@@ -91,7 +95,8 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
     profile, tight = chain(8, parameters=100, saved=1000), uniform_cluster(2, "6.8kB")
     with pytest.raises(InfeasibleError):
         solve(profile, tight, system)
-    plan = best_plan(profile, tight, system)
+    one = {"stages_per_device": 1}
+    plan = best_plan(profile, tight, system, **one)
     assert any(stage.recompute for stage in plan.stages)
     assert (
         plan.predicted.period_s
@@ -107,7 +112,7 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
         "solve",
         lambda *asked, **more: given.append(more["recompute"]) or solve(*asked, **more),
     )
-    plan = best_plan(profile, uniform_cluster(2, "40kB"), system)
+    plan = best_plan(profile, uniform_cluster(2, "40kB"), system, **one)
     assert given == ["off"]
     assert not chosen(plan)
     with pytest.raises(InfeasibleError, match=r"no plan fits: .* --recompute auto"):
@@ -123,6 +128,26 @@ def test_devices_with_several_stages_compute_again_only_where_they_must():
     assert len(plan.stages) > 2
     plan = best_plan(profile, uniform_cluster(2, "90kB"), "gpipe", **several)
     assert not any(stage.recompute for stage in plan.stages)
+
+
+def test_two_stages_on_each_device_where_that_is_soon_found_to_pay(monkeypatch):
+    """Three layers halve on two devices where these have several stages, in a small question."""
+    layers = [(f"n{k}", 100, 1e-3 * w, 2e-3 * w, 10, []) for k, w in enumerate((1, 2, 1))]
+    edges = [("n0", "n1", "a", 16), ("n1", "n2", "b", 16), ("n2", "output", "c", 4)]
+    profile, cluster = profile_by_hand(layers, edges), uniform_cluster(2, **FAST)
+    plan, one = best_plan(profile, cluster), best_plan(profile, cluster, stages_per_device=1)
+    assert plan.placement
+    assert plan.predicted.period_s <= one.predicted.period_s * (1 - LEAST_GAIN)
+    assert plan.solver.bound_s <= one.solver.bound_s
+    (line,) = chosen(plan)
+    assert line.startswith("--stages-per-device 2")
+    assert "where --stages-per-device 1 has 36 ms" in line
+    assert not was_edited(plan)
+    assert not recheck(plan, profile).changes
+    for said in ({"stages": 2}, {"placement": "straight"}, {"pins": (("n0", 0),)}):
+        assert not best_plan(profile, cluster, **said).placement
+    monkeypatch.setattr(defaults, "_SMALL", 0)
+    assert best_plan(profile, cluster) == msgspec.structs.replace(one, solver=ANY)
 
 
 @pytest.mark.parametrize("system", ["gpipe", "pipedream-2bw"])

@@ -326,7 +326,9 @@ def test_workloads_are_solved_and_shown_by_the_command(name, tmp_path, monkeypat
     assert read_file("profile.json", Profile) == profile
     assert not is_foreign("profile.json")
     main = import_module("timeprest.cli.plan").main
-    main(["solve", "profile.json", "--devices", "3", "-v"], standalone_mode=False)
+    # A stage's first and last layer are shown, where it has but one row.
+    one = ("--stages-per-device", "1")
+    main(["solve", "profile.json", "--devices", "3", *one, "-v"], standalone_mode=False)
     # Where that takes its time, it says from time to time how far it is.
     told = capsys.readouterr()
     assert all(line.startswith("tp-plan: planning: ") for line in told.err.splitlines())
