@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import ceil
 from statistics import fmean, pstdev
 
@@ -260,9 +260,11 @@ def _fresher(search: SearchState, met: Candidates, moves: Moves) -> None:
         ranges = search.relaxation.limit_ranges(len(chosen.stages), several=_kind(chosen)[0])
         if not chosen.difference or all(least == most for least, most in ranges):
             return
-        there = _with_difference(search, chosen.difference - 1, met)
-        # What is within the tolerance is fast enough.
         limit_s = fastest.prediction.period_s * met.within
+        there = _with_difference(search, chosen.difference - 1, met, limit_s)
+        if search.branches and not there.branches:
+            return
+        # What is within the tolerance is fast enough.
         there.bounds = dict.fromkeys(there.branches or [Branch(chosen.micro_batches)], limit_s)
         local = moves(there)
         start(there, local)
@@ -273,15 +275,20 @@ def _fresher(search: SearchState, met: Candidates, moves: Moves) -> None:
             return
 
 
-def _with_difference(search: SearchState, most: int, met: Candidates) -> SearchState:
-    """A search on the same budget for plans with no larger version difference."""
+def _with_difference(
+    search: SearchState, most: int, met: Candidates, limit_s: float
+) -> SearchState:
+    """A search on the same budget for plans with no larger version difference, in branches whose
+    periods may be so short."""
     relaxation = search.relaxation
     staleness = replace(relaxation.freedom.staleness, max_difference=most)
     freedom = replace(relaxation.freedom, staleness=staleness)
+    fresher = Relaxation(search.question, freedom, relaxation.graph)
+    trip_s = fresher.seconds.round_trip_s
     return SearchState(
-        relaxation=Relaxation(search.question, freedom, relaxation.graph),
+        relaxation=fresher,
         source=search.source,
-        branches=search.branches,
+        branches=[branch for branch in search.branches if trip_s(branch.micro_batches) <= limit_s],
         most_stages=search.most_stages,
         budget=search.budget,
         seen=met.add,
@@ -289,37 +296,51 @@ def _with_difference(search: SearchState, most: int, met: Candidates) -> SearchS
 
 
 def _descend(search: SearchState, met: Candidates, local: LocalSearch) -> None:
-    """Go from the preferred plan to a neighbour that is preferred to it, until there is none."""
+    """Go from the preferred plan to neighbours that are preferred to it: first those with other
+    borders, until there is none, then those with fewer in flight, from the last stage on."""
     assert search.best is not None
-    here: Evaluation | None = met.preferred(search.best)
-    while here is not None:
-        here = next(_preferred_to(here, search, met, local), None)
+    here, there = met.preferred(search.best), None
+    while there is not here:
+        there = here
+        point = _point(local, here)
+        if point is None:
+            return
+        for move in _other_borders(local, point, here, met):
+            if (found := _preferred_to(here, move, search, met, local)) is not None:
+                here = found
+                break
+    for s in reversed(range(len(here.stages))):
+        while (point := _point(local, here)) is not None:
+            limits = (*point.limits[:s], point.limits[s] - 1, *point.limits[s + 1 :])
+            least, _ = local.relaxation.limit_ranges(point.stages, several=_kind(here)[0])[s]
+            if limits[s] < max([least, *limits[s + 1 : s + 2]]):
+                break
+            found = _preferred_to(here, replace(point, limits=limits), search, met, local)
+            if found is None:
+                break
+            here = found
+
+
+def _point(local: LocalSearch, found: Evaluation) -> Point | None:
+    """None where its stages compute other layers again than the search has sets of."""
+    point = local.near.point_of(found)
+    same = local.near.choice(point).with_limits(point.limits) == found.stages
+    return point if same else None
 
 
 def _preferred_to(
-    here: Evaluation, search: SearchState, met: Candidates, local: LocalSearch
-) -> Iterator[Evaluation]:
-    """Neighbours: one mini-batch less in flight; borders that leave loads more even, or the fullest
-    device with fewer layers."""
-    fastest, point, mine = search.best, local.near.point_of(here), regard(here, met.cluster)
-    if fastest is None or local.near.choice(point).with_limits(point.limits) != here.stages:
-        # Its stages compute other layers again than the search has sets of.
-        return
-    for move in chain(_fewer_in_flight(local, point), _other_borders(local, point, here, met)):
-        seen = local.foreseen(move)
-        if seen is None or seen.least_s > fastest.prediction.period_s * met.within:
-            continue
-        standing = local.look(move)
-        if standing is None or standing.over or not met.allows(standing.found, fastest):
-            continue
-        if regard(standing.found, met.cluster) < mine:
-            yield standing.found
-
-
-def _fewer_in_flight(local: LocalSearch, point: Point) -> Iterator[Point]:
-    for move in local.near.limit_moves(point, range(point.stages)):
-        if sum(move.limits) < sum(point.limits):
-            yield move
+    here: Evaluation, move: Point, search: SearchState, met: Candidates, local: LocalSearch
+) -> Evaluation | None:
+    """The plan of a move, if it is preferred to another one."""
+    fastest, seen = search.best, local.foreseen(move)
+    assert fastest is not None
+    if seen is None or seen.least_s > fastest.prediction.period_s * met.within:
+        return None
+    standing = local.look(move)
+    if standing is None or standing.over or not met.allows(standing.found, fastest):
+        return None
+    preferred = regard(standing.found, met.cluster) < regard(here, met.cluster)
+    return standing.found if preferred else None
 
 
 def _other_borders(
