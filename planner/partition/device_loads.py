@@ -365,12 +365,6 @@ class PlacedCuts:
             if not count.in_bytes
         )
 
-    def keeps_pins(self, downsets: Sequence[int]) -> bool:
-        """Whether pinned layers are on their stages."""
-        return all(
-            downsets[stage + 1] & ~downsets[stage] & 1 << layer for layer, stage in self._pins
-        )
-
     def even(self) -> tuple[int, ...] | None:
         """A cut with about as much work for each stage as its device has time for; None where none
         is found: a pin may be in its way."""
