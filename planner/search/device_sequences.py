@@ -389,7 +389,7 @@ def _raise_by_waits(search: SearchState, grouping: _Grouping) -> None:
             continue
         within[branch] = target
         for cut in cuts:
-            search.try_some(grouping.choice(problem, cut), branch.micro_batches, low)
+            _try_asked(search, branch, grouping.choice(problem, cut), low)
 
 
 def _in_time(cuts: Callable[[float], list[KindCut] | None], target: float) -> list[KindCut] | None:
@@ -414,17 +414,27 @@ def _begin(
     search.bounds[branch] = max(search.bounds[branch], answer.bound_s)
     if answer.cut is not None:
         choice = grouping.choice(problem, answer.cut)
-        search.try_some(choice, branch.micro_batches, answer.cut.objective_s)
+        _try_asked(search, branch, choice, answer.cut.objective_s)
+
+
+def _try_asked(search: SearchState, branch: Branch, choice: Choice, objective_s: float) -> None:
+    """Evaluate a choice if it is one of the branch's."""
+    names = search.relaxation.graph.names
+    if branch.stages in (None, choice.stages) and all(
+        names[layer] in choice.nodes[stage] for layer, stage in branch.pins
+    ):
+        search.try_some(choice, branch.micro_batches, objective_s)
 
 
 def waiting(
     search: SearchState, grouping: _Grouping, branch: Branch
 ) -> tuple[StageProblem, WaitingProgram] | None:
-    """A branch's problem with what stages wait for; None where that isn't known, or takes long."""
+    """A branch's problem with what stages wait for, whatever their number: no plan with so many is
+    faster than the best with any. None where that isn't known, or takes long."""
     ways = messages.ways(search.relaxation.seconds, branch.micro_batches)
-    if ways is None or branch.stages is not None:
+    if ways is None:
         return None
-    kinds = grouping.kinds(branch, Assumptions(view="cycle"))
+    kinds = grouping.kinds(Branch(branch.micro_batches), Assumptions(view="cycle"))
     problem = kinds.problems[0]
     lattice = _lattice(search, problem)
     if not (problem.options and lattice.complete and few_enough(kinds, lattice)):

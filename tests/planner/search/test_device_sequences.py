@@ -189,6 +189,22 @@ def test_what_stages_wait_for_says_nearly_all(variant, gap, monkeypatch):
     assert plan.solver.gap <= gap
 
 
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "pipedream-2bw"])
+def test_so_it_does_of_a_given_number_of_stages(variant):
+    """No plan with so many is faster than the best with any."""
+    asked = {"optimizer_state_factor": 0.0, "mini_batch": 8, "micro_batches": 8}
+    asked |= {"effort": 10_000, "time_limit_s": None}
+    profile = layers_of([3 + k % 5 for k in range(20)], 1_000_000)
+    cluster = Cluster(devices=devices(1.0, 1.0, 1.0, 1.0), network=LINK)
+    plan = solve(profile, cluster, variant, **asked, stages=4)
+    assert len(plan.stages) == 4
+    assert plan.solver.gap <= 0.05
+    # A pinned layer is where it was asked for, whatever the bound's own cuts say.
+    pinned = solve(profile, cluster, variant, **asked, stages=4, pins=(("n0", 0), ("n1", 1)))
+    assert "n1" in pinned.stages[1].nodes
+    assert pinned.solver.bound_s <= pinned.predicted.period_s
+
+
 @pytest.mark.parametrize(("micro_batches", "links"), [(1, [1]), (4, [2, 2, 4])])
 def test_a_stage_has_no_more_links_than_messages_are_dealt_to(micro_batches, links):
     """Of 4 devices: with 1 replica from 1 or 2, with 2 from 2, with 4 from none."""
