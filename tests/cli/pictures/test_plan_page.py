@@ -15,7 +15,8 @@ from helpers.plans import ALL, chain_plan, plan_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plans_report, script_text
 from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
-from timeprest.planner.plan import read_plan
+from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.plan import FastestPlan, read_plan
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
@@ -132,6 +133,25 @@ def test_limits_that_differ_are_not_told_as_one(browser, plan, tmp_path):
     watched = Watched(browser.new_page())
     told = watched.open(tmp_path / "p.html").locator("#bytes .lead").inner_text()
     assert "The limits, 1.0 GiB and more, lie far to the right" in told
+    watched.page.context.close()
+
+
+def test_what_is_kept_free_and_what_was_given_away_are_shown(browser, plan, tmp_path):
+    cluster = plan.cluster.with_headroom(Headroom(nbytes=1024))
+    fastest = FastestPlan(version_difference=9, memory_bytes=20_000, given_for="staleness")
+    objective_s = plan.predicted.period_s / 1.006
+    solver = msgspec.structs.replace(plan.solver, fastest=fastest, objective_s=objective_s)
+    other = msgspec.structs.replace(plan, cluster=cluster, solver=solver)
+    plans_report({"p": other}, str(tmp_path / "p.html"))
+    watched = Watched(browser.new_page())
+    page = watched.open(tmp_path / "p.html")
+    assert page.locator("#bytes .bar .free").count() == S
+    assert "kept free" in page.locator("#bytes .legend").inner_text()
+    assert "1.0 KiB kept free" in page.locator("#summary").inner_text()
+    given = f"0.6 % of the period for a version difference of {plan.predicted.version_difference}"
+    told = page.locator("#solver").inner_text()
+    assert f"{given} instead of 9" in " ".join(told.split())
+    assert watched.complaints == []
     watched.page.context.close()
 
 

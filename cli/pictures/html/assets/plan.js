@@ -146,7 +146,7 @@
     order: 60,
     when: (view) => view.plan !== null,
     build(host, view) {
-      const { solver } = view.plan.plan;
+      const { plan } = view.plan, { solver } = plan;
       const number = (key, text) => TP.figure(`solver.${key}`, solver[key], text(solver[key]));
       host.append(facts([
         ["method", solver.method],
