@@ -80,8 +80,8 @@ def try_sequences(search: SearchState) -> None:
 
 
 def bound_sequences(search: SearchState) -> None:
-    """Before anything else, bound the plans in all sequences by what stages wait for, and try cuts
-    that keep to such bounds.
+    """Bound the plans in all sequences by what stages wait for, and try cuts that keep to such
+    bounds.
 
     Raises OutOfBudget when the budget is used up.
     """

@@ -344,6 +344,8 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     alike = not sequence_matters(search.question.cluster)
     if not alike and request.sequence == "listed":
         return run(search)
+    if alike and not search.large and request.stages is not None:
+        return _run_and_bound(search)
     budget = search.budget
     deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
     if not (alike and search.large):
@@ -390,6 +392,24 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
             run(search)
         finally:
             search.bounds = bounds
+    return stopped
+
+
+def _run_and_bound(search: SearchState) -> str | None:
+    """Plans of so many stages; where none is proven best, bounds of any number come after them: no
+    cut of theirs need be one that was asked for."""
+    budget = search.budget
+    deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
+    budget.deadline = None if left is None else time.monotonic() + left * (1 - WAITS_SHARE / 2)
+    stopped = run(search)
+    if search.bound_s * SAME < search.period_s:
+        known, budget.effort = search.bounds, effort
+        if left is not None and deadline is not None:
+            budget.deadline = min(deadline, time.monotonic() + left * WAITS_SHARE)
+        with suppress(OutOfBudget):
+            bound_sequences(search)
+        search.bounds = {b: max(s, known.get(b, 0.0)) for b, s in search.bounds.items()}
+    budget.deadline = deadline
     return stopped
 
 

@@ -360,7 +360,7 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
         asked = (profile, cluster := uniform_cluster(stages, bandwidth="4GB/s"), "pipedream-flush")
         more = {"mini_batch": 16, "micro_batches": 8, "stages": stages, "effort": 20_000}
         plan = solve(*asked, **more)
-        assert plan.solver.stopped == "effort"
+        assert plan.solver.optimal or plan.solver.stopped == "effort"
         each = len(names) // stages
         even = [names[s * each : (s + 1) * each] for s in range(stages)]
         question = Question(profile, cluster, "pipedream-flush", 16, 1.0)
@@ -370,6 +370,7 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
             for name in ("improve", "start"):
                 patch.setattr(exploration, name, lambda *_: None)
             patch.setattr(solving, "signed_plan", lambda search, *_: search.best)
+            patch.setattr(solving, "bound_sequences", lambda _: None)
             before = solve(*asked, **more)
         assert plan.predicted.period_s < before.predicted.period_s
 
