@@ -45,7 +45,7 @@ from .given_order import check_asked, search_of, under
 from .local_search.improve import LocalSearch
 from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch, no_branches
-from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState
+from .state import EFFORT, FAR_OFF, SOON_S, Budget, OutOfBudget, Progress, SearchState
 
 INTERRUPTED = "interrupted"
 """What ends a search by Ctrl-C."""
@@ -181,8 +181,12 @@ def solve(
         placed = _placed(search, request)
         go = partial(_run, search, placed, request)
     try:
-        hopeless = placed is None and order is None and Fitting(search).none_fits()
-        stopped = None if hopeless else go()
+        apart = placed is None and order is None
+        fitting = Fitting(search, request.micro_batches)
+        stopped, hopeless = None, apart and fitting.none_fits()
+        if apart and not hopeless and fitting.is_far():
+            stopped, hopeless = FAR_OFF, True
+        stopped = stopped if hopeless else go()
         if search.best is None and search.budget.is_late and not hopeless:
             # A plan a little late is better than none, and than looking for why there is none.
             search.budget.deadline = time.monotonic() + SOON_S / 2
@@ -198,7 +202,6 @@ def solve(
             f"{search.least_difference}; give at least that"
         )
     if search.best is None:
-        apart = placed is None and order is None
         found: Evaluation | InfeasibleError
         if apart:
             found = diagnose(search, stopped, request.pins, request.micro_batches)

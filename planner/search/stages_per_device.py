@@ -42,12 +42,15 @@ from .local_search.improve import LocalSearch, improve
 from .relaxed import messages
 from .relaxed.places import Assumptions
 from .relaxed.relaxation import Relaxation
-from .state import CLOSE, OutOfBudget, SearchState, is_late
+from .state import CLOSE, FAR, OutOfBudget, SearchState, is_late
 
 _MOST_DOWNSETS = 3_000
 """Of graphs with more, cuts are tried in one topological order alone, between so many places."""
 
 _MOST_PLACES = 128
+
+_FAR_EFFORT = 50_000
+"""What may be spent on cuts by their loads where nothing comes near to fitting."""
 
 _MOST_SUBSETS = 32
 """Of the ways to leave devices out, so many are looked at."""
@@ -359,6 +362,8 @@ class PlacedSearch:
                 if downsets is not None:
                     self._try(course, downsets)
             self._move(courses)
+        if search.best is None and FAR < search.least_share < float("inf"):
+            search.budget.effort = min(search.budget.effort, _FAR_EFFORT)
         while going := [c for c in courses if not c.stuck and self._may_gain(c)]:
             self._go_on(min(going, key=lambda c: (c.below_s, c.cuts.stages)), len(going))
         if any(course.stuck for course in courses):

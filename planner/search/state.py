@@ -65,6 +65,10 @@ CLOSE = 1.001
 SOON_S = 1.0
 """What is done after the time limit may take so long in all."""
 
+FAR, FAR_OFF = 1.25, "nothing comes near to fitting"
+"""Where plans that are to need little memory need so many times what there is, others hardly fit;
+and what ends a search then."""
+
 
 class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
     """The search has used what it was given; `args[0]` says what."""
@@ -211,6 +215,7 @@ class SearchState:
         shortest_s: per choice, its shortest period so far, whether it fits or not.
         blocks: of layers, by their number, for first plans.
         closest: of all plans, the one that needs the smallest share of some device's memory.
+        least_share: that share.
     """
 
     relaxation: Relaxation
@@ -229,7 +234,7 @@ class SearchState:
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
     least_difference: int | None = None
-    _least_share: float = float("inf")
+    least_share: float = float("inf")
     _tried: dict[Hashable, Evaluation | None] = field(default_factory=dict)
 
     @property
@@ -458,8 +463,8 @@ class SearchState:
         self.least_over[choice] = min(over, self.least_over.get(choice, over))
         period_s = found.prediction.period_s
         self.shortest_s[choice] = min(period_s, self.shortest_s.get(choice, period_s))
-        if over < self._least_share:
-            self.closest, self._least_share = found, over
+        if over < self.least_share:
+            self.closest, self.least_share = found, over
         if not self.counts(found):
             return found
         self.seen(found)

@@ -27,7 +27,7 @@ from ...systems.variants import VARIANTS, Variant
 from ..choices import Branch, Freedom, capped, choice_of, in_flight_under, micro_batch_counts
 from ..relaxed.places import Assumptions, fixed_in_flight
 from ..relaxed.relaxation import Relaxation
-from ..state import SOON_S, SearchState
+from ..state import FAR, SOON_S, SearchState
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
@@ -112,6 +112,15 @@ class Fitting:
                 return False
         return True
 
+    def is_far(self) -> bool:
+        """Whether on equal devices the plan with the least memory comes nowhere near to fitting."""
+        question, search = self.search.question, self.search
+        limited = question.cluster.uniform and search.relaxation.limited
+        if not limited or search.large or not search.branches:
+            return False
+        found = self.least(question)
+        return found is not None and max(found.memory_shares(question.cluster)) > FAR
+
     # The plan with the least memory ----------------------------------------------------------
 
     def least(
@@ -152,9 +161,10 @@ class Fitting:
     ) -> Evaluation | None:
         cluster, n = relaxation.question.cluster, branch.micro_batches
         most = branch.stages or min(len(cluster.devices), relaxation.graph.most_stages)
+        few = not relaxation.allows(most, n)
         while most and not relaxation.allows(most, n):
             most -= 1
-        alone = branch.stages is not None or most < len(cluster.devices) or self.search.large
+        alone = branch.stages is not None or few or self.search.large
         assumed = Assumptions(in_flight_under(relaxation.variant, most, 1), unreplicated=alone)
         problem = relaxation.problem(branch, assumed)
         if (fits or room) and not self._may_fit(problem, room):

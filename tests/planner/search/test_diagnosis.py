@@ -105,3 +105,16 @@ def test_more_devices_are_ruled_out_by_proof_alone(monkeypatch):
         lambda self, *asked, room=None, **more: None if room else least(self, *asked, **more),
     )
     assert "such devices" not in says("5kB")
+
+
+def test_a_search_ends_where_nothing_comes_near_to_fitting(monkeypatch):
+    """Though no bound proves it: cuts aren't gone through one by one then. A bound knows of one
+    micro-batch on each stage, where weight parts make it hold one for each stage."""
+
+    def never(*_, **__):
+        raise AssertionError("gone through")
+
+    monkeypatch.setattr(solving, "_run", never)
+    profile = chain(8, parameters=10, saved=1000)
+    with pytest.raises(InfeasibleError, match="nothing comes near to fitting"):
+        solve(profile, uniform_cluster(4, "3kB"), "zb-h1")
