@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.search import state
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
@@ -34,8 +35,8 @@ from timeprest.tests.helpers.drawn.questions import drawn_cluster, drawn_profile
 
 TABLE = Path(__file__).with_suffix(".json")
 
-EFFORT = 8_000
-"""Simulated operations for each: so few that all of them take a minute."""
+EFFORT = state.EFFORT // 125
+"""For each, of what a search has by itself: so little that all of them take a minute or two."""
 
 SAME = 1e-9
 """Periods that differ by less are the same."""
