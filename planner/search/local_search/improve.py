@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 from ....profiles.errors import PlanError, ScheduleError
@@ -30,6 +30,7 @@ from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_t
 from ..choices import Branch, Choice
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
+from .memory_about import over_about
 from .neighbours import Neighbours, Point
 
 _LAID_OUT = 200
@@ -46,6 +47,12 @@ _ABOUT = 1.005
 
 _MOST_STARTS, _NEAR = 4, 0.1
 """Of the cuts to begin with, so many are simulated that are expected to be so near the best one."""
+
+_MAY_FIT = 0.01
+"""Those are simulated that are estimated to need so much more than there is, or less."""
+
+_MOST_FITTING = 20
+"""Of moves to less memory, those that are simulated at a plan that doesn't fit."""
 
 _SPREAD = 0.1
 """And those are descended from whose period is within so much of the best plan's."""
@@ -97,12 +104,18 @@ class Foreseen(NamedTuple):
         expected_s: its period, about: simulated with others at once where that can be.
         least_s: no schedule is faster.
         loads_s: what keeps devices and wires busy.
+        laid: its stages, with what they cost.
     """
 
     expected_s: float
     least_s: float
     loads_s: list[float]
-    pipeline: Pipeline
+    laid: LaidOut
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """As it is simulated."""
+        return self.laid.pipeline
 
 
 _Ranked = tuple[Foreseen, Point]
@@ -166,7 +179,7 @@ class LocalSearch:
                 if laid is not None:
                     loads = loads_s(laid.pipeline)
                     least_s = self._least_s(laid.pipeline, max(loads))
-                    seen = Foreseen(least_s, least_s, loads, laid.pipeline)
+                    seen = Foreseen(least_s, least_s, loads, laid)
             self._seen[point] = seen
         return self._seen[point]
 
@@ -221,17 +234,17 @@ class LocalSearch:
         for stages in near.stage_counts(branch):
             for lying in near.layings(stages, n, devices):
                 cuts = near.first_cuts(n, lying)
-                for again in self.relaxation.recompute:
-                    for limits in near.usual_limits(stages, lying):
-                        points = [Point(cut, lying, (again,) * stages, n, limits) for cut in cuts]
-                        known = [x for p in self._expected(points) if (x := self.look(p))]
-                        found += known
-                        if any(not standing.over for standing in known):
-                            # With fewer in flight, or more computed again, it is no faster.
-                            break
-                    else:
-                        continue
-                    break
+                wide, *less = near.usual_limits(stages, lying)
+                some = [wide, *less[len(less) // 2 : -1][:1], *less[-1:]]
+                ways = self.relaxation.recompute
+                some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
+                for again, limits in product(some_ways, some):
+                    points = [Point(cut, lying, (again,) * stages, n, limits) for cut in cuts]
+                    known = [x for p in self._expected(points) if (x := self.look(p))]
+                    found += known
+                    if limits == wide and any(not standing.over for standing in known):
+                        # With more computed again it is no faster.
+                        break
         return found
 
     def _expected(self, points: Sequence[Point]) -> list[Point]:
@@ -301,11 +314,23 @@ class LocalSearch:
             points = dict.fromkeys(
                 point for kind in together for point in kind(here.point, busiest)
             )
-            for point in list(points) if here.over else self._ranked(list(points), here):
+            ranked = self._fitting if here.over else self._ranked
+            for point in ranked(list(points), here):
                 found = self.look(point, here)
                 if found is not None and found.better(here):
                     return found
         return None
+
+    def _fitting(self, points: Sequence[Point], here: Standing) -> list[Point]:
+        """Those that are likely to need less beyond the devices' memory, the least first."""
+        found = list[tuple[float, float, Point]]()
+        for point in points:
+            seen = self.foreseen(point)
+            if seen is not None:
+                over = over_about(seen.laid, point, here, self.question)
+                if over < here.over:
+                    found.append((over, seen.least_s, point))
+        return [point for _, _, point in sorted(found, key=lambda item: item[:2])[:_MOST_FITTING]]
 
     def _ranked(self, points: Sequence[Point], here: Standing) -> list[Point]:
         """Those that may be better, by what they are expected to be."""
@@ -315,6 +340,8 @@ class LocalSearch:
                 continue
             seen = self.foreseen(point)
             if seen is None or self._useless(seen, here):
+                continue
+            if over_about(seen.laid, point, here, self.question) > _MAY_FIT:
                 continue
             if simulates_together(seen.pipeline):
                 alike.setdefault(_alike(point), []).append((seen, point))

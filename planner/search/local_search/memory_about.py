@@ -1,0 +1,77 @@
+"""Whether a plan may fit, from what a plan like it holds, before it is simulated.
+
+A neighbour's stages mostly run what those of the plan run that it is a neighbour of. So what its
+schedule has them hold, and when, is taken from there, and what that is of its own layers: exact
+where limits, micro-batches and messages stay, an estimate elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...costs.memory import Moment, StageBytes, room_bytes, stepping_bytes
+from ...costs.recomputation import Selection
+from ...evaluate import LaidOut, Question
+
+if TYPE_CHECKING:
+    from .improve import Standing
+    from .neighbours import Point
+
+
+def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) -> float:
+    """What its stages need beyond their devices' memory, as a share of it, summed.
+
+    Args:
+        laid: the point.
+        here: what is known. Where it has other stages or micro-batches, or devices have several
+            stages, nothing is: 0.
+    """
+    mine = here.point
+    stages, pipeline = point.stages, laid.pipeline
+    if pipeline.placement or (stages, point.micro_batches) != (mine.stages, mine.micro_batches):
+        return 0.0
+    devices, over = question.cluster.devices, 0.0
+    for s in range(stages):
+        rooms = [room_bytes(devices[d], question.profile) for d in point.devices[s]]
+        room = min((limit for limit in rooms if limit is not None), default=None)
+        held = here.found.prediction.stages[s].holds
+        if room is not None and held is not None:
+            holds = _holds(laid, s, held, question, point.again[s])
+            scale = point.limits[s] / mine.limits[s]
+            moments = here.found.moments[s]
+            need = max(holds.total(_scaled(moment, scale)) for moment in moments)
+            over += max(need / room - 1.0, 0.0)
+    return over
+
+
+def _scaled(moment: Moment, scale: float) -> Moment:
+    """With so many times as much in flight."""
+    if scale == 1.0:
+        return moment
+    versions = 1 + round((moment.versions - 1) * scale)
+    return moment._replace(versions=versions, kept=round(moment.kept * scale))
+
+
+def _holds(
+    laid: LaidOut, s: int, held: StageBytes, question: Question, again: Selection
+) -> StageBytes:
+    """What a stage of these layers has to hold; messages as those of the stage in its place."""
+    cost, unit = laid.costs[s], laid.pipeline.micro_batches_per_share(s)
+    received = sum(c.nbytes for c in laid.transfers if c.target == s)
+    kept, rebuilt = cost.kept_bytes, unit * cost.rebuilt_bytes
+    if again is True:
+        kept, rebuilt = received, unit * cost.kept_bytes
+    copies = held.scratch / held.parameters if held.parameters else 0.0
+    return msgspec.structs.replace(
+        held,
+        parameters=cost.parameter_bytes,
+        buffers=cost.buffer_bytes,
+        optimizer=question.state_bytes(cost),
+        stepping=stepping_bytes(question.profile, cost.parameter_bytes),
+        scratch=round(copies * cost.parameter_bytes),
+        kept=kept,
+        rebuilt=rebuilt,
+        workspace=cost.workspace_bytes,
+    )
