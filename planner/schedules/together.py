@@ -27,6 +27,9 @@ Seconds = NDArray[np.float64]
 _SETTLING = 4
 """Mini-batches after those that fill the pipeline, twice over."""
 
+_MOST_OPERATIONS = 30_000
+"""Of a simulation, about: of deep pipelines fewer mini-batches are."""
+
 
 def simulates_together(pipeline: Pipeline) -> bool:
     """Whether its operations come in a sequence that times don't change."""
@@ -53,6 +56,10 @@ def periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     deep = max(first.limits)
     span = every * (1 if first.variant.flushes else max(-(-deep // every), 2))
     count = (0 if first.variant.flushes else 2 * deep) + span + _SETTLING * every
+    affordable = _MOST_OPERATIONS // (stages * (2 * n + 1))
+    if count > affordable:
+        span = every * max(affordable // (2 * every), 1)
+        count = 2 * span
     micro = first.variant.backward_unit == "micro"
     sequence = _sequence(_alone(first), count)
     taken = {
