@@ -172,6 +172,9 @@ def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
     """The same where devices have several stages: making the schedule takes as long, more where
     several ways to place weight parts are tried."""
     each = 5 if variant.split_backward else 2
+    if not variant.flushes and variant.schedule != "nf1b":
+        # A list schedule makes it then.
+        each *= _LISTED // _MINI_BATCHES
     return each * operations_of(variant, stages, micro_batches) + _PER_PLACED
 
 

@@ -29,7 +29,7 @@ from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
 from ..choices import Branch, Choice
 from ..relaxed.relaxation import Relaxation
-from ..state import SearchState
+from ..state import SearchState, operations_of
 from .memory_about import over_about
 from .neighbours import Neighbours, Point
 
@@ -47,6 +47,12 @@ _ABOUT = 1.005
 
 _MOST_STARTS, _NEAR = 4, 0.1
 """Of the cuts to begin with, so many are simulated that are expected to be so near the best one."""
+
+_HOPED = 4
+"""Of first cuts, those that tell which micro-batches are promising."""
+
+_FEW = 20
+"""Where fewer plans can be simulated, of each kind of start one is."""
 
 _MAY_FIT = 0.01
 """Those are simulated that are estimated to need so much more than there is, or less."""
@@ -227,6 +233,18 @@ class LocalSearch:
 
     # Starts ------------------------------------------------------------------------------------
 
+    def hoped_s(self, branch: Branch) -> float:
+        """What no plan from first cuts of a branch is below, under the widest limits."""
+        near, n = self.near, branch.micro_batches
+        stages, *_ = near.stage_counts(branch)
+        found = [float("inf")]
+        for lying in near.layings(stages, n, len(self.question.cluster.devices)):
+            limits, ways = next(near.usual_limits(stages, lying)), (self.relaxation.recompute[0],)
+            for cut in near.first_cuts(n, lying)[:_HOPED]:
+                seen = self.foreseen(Point(cut, lying, ways * stages, n, limits))
+                found.append(float("inf") if seen is None else seen.least_s)
+        return min(found)
+
     def starts(self, branch: Branch) -> list[Standing]:
         """The best of first cuts under the widest limits; where none fits, under less."""
         near, devices = self.near, len(self.question.cluster.devices)
@@ -256,10 +274,15 @@ class LocalSearch:
         if simulates_together(seen[0][0].pipeline):
             self.search.budget.take(_TOGETHER * len(seen) + _TOGETHER_AT_ALL)
             expected = periods_s([found.pipeline for found, _ in seen]).tolist()
-        best_s = self.search.period_s
+        best_s, most = self.search.period_s, _MOST_STARTS
+        operations = operations_of(
+            self.relaxation.variant, points[0].stages, points[0].micro_batches
+        )
+        if operations * _MOST_STARTS * _FEW > self.search.budget.effort:
+            most = 1
         ranked = sorted(zip(expected, range(len(seen)), strict=True))
         near = ranked[0][0] * (1 + _NEAR)
-        return [seen[k][1] for s, k in ranked[:_MOST_STARTS] if s <= near and s < best_s * 1.2]
+        return [seen[k][1] for s, k in ranked[:most] if s <= near and s < best_s * 1.2]
 
     # Descents ----------------------------------------------------------------------------------
 
@@ -393,8 +416,10 @@ def _bottlenecks(loads: Sequence[float], period_s: float) -> float:
 def start(search: SearchState, local: LocalSearch) -> None:
     """First plans, improved. Raises OutOfBudget when the budget is used up."""
     found = list[Standing]()
-    for done, branch in enumerate(search.branches):
-        search.say(f"{search.standing}; first cuts", done, len(search.branches))
+    # Where simulations are dear there may be time for few: the most promising branches first.
+    branches = sorted(search.branches, key=local.hoped_s)
+    for done, branch in enumerate(branches):
+        search.say(f"{search.standing}; first cuts", done, len(branches))
         found += local.starts(branch)
     found.sort(key=lambda s: (s.over, s.period_s))
     for standing in found[:_MOST_STARTS]:
