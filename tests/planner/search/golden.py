@@ -38,6 +38,9 @@ TABLE = Path(__file__).with_suffix(".json")
 EFFORT = state.EFFORT // 125
 """For each, of what a search has by itself: so little that all of them take a minute or two."""
 
+LISTED = 10
+"""Times as much where a list schedule makes what stages run: it is counted so much dearer."""
+
 SAME = 1e-9
 """Periods that differ by less are the same."""
 
@@ -274,7 +277,7 @@ def planned(asked: Asked) -> Frozen:
             **{**STEADY, **asked.options},
             solver="dp",
             time_limit_s=None,
-            effort=EFFORT,
+            effort=EFFORT * (LISTED if VARIANTS[asked.variant].schedule == "nf1b" else 1),
         )
     except (InfeasibleError, PlanError):
         return Frozen()

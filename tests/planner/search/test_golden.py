@@ -9,37 +9,9 @@ from timeprest.tests.planner.search.golden import Frozen, judged
 HOW = "python -m timeprest.tests.planner.search.golden says what changed; --write freezes it"
 
 
-BEHIND = {
-    "drawn pipedream 2",
-    "drawn pipedream-vertical-sync 5",
-    "drawn pipemare 1",
-    "drawn pipemare 9",
-    "drawn pipeoptim 8",
-    "drawn timeprest 1",
-    "drawn timeprest 2",
-    "drawn v-half 4",
-    "drawn v-timeprest 1",
-    "drawn zb-v 0",
-    "drawn zb-v 2",
-    "drawn zb-v 7",
-    "drawn zb-v 9",
-    "published resnet50, 10 GB/s, straight, 8 devices",
-    "published vgg16, 1 GB/s, replicas, 8 devices",
-    "sequences 18",
-}
-"""Rows that were better when the table was frozen, before searches were put together: with so
-little effort, which is shared out otherwise. None is to be added without a reason in its commit."""
-
-
-def known_behind(name):
-    """The row, that may fail where it is behind."""
-    marks = [pytest.mark.xfail(reason="effort is shared out otherwise")] if name in BEHIND else []
-    return pytest.param(name, marks=marks)
-
-
 @pytest.mark.slow
 @pytest.mark.choice(90)
-@pytest.mark.parametrize("name", list(map(known_behind, golden.frozen_table())))
+@pytest.mark.parametrize("name", list(golden.frozen_table()))
 def test_no_plan_is_worse_than_frozen(name):
     make = golden.rows().get(name)
     if make is None and not name.startswith("drawn"):
