@@ -217,6 +217,7 @@ def check_case(case):
             replicas=case["replicas"],
             recompute=case["recompute"],
             solver=solver,
+            run_ahead="auto",
         )
         assert plan.predicted.period_s <= case["better_period_s"] * (1 + 1e-9)
         assert plan.solver.optimal
