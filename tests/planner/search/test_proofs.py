@@ -222,7 +222,7 @@ def check_case(case):
         assert plan.predicted.period_s <= case["better_period_s"] * (1 + 1e-9)
         assert plan.solver.optimal
         # One of them took the ILP so long that its time was over: it tried 600.
-        assert plan.solver.plans_tried < 200
+        assert plan.solver.plans_tried < 400
 
 
 @pytest.mark.slow
