@@ -64,6 +64,9 @@ _STEP, _FASTER = 1.0005, 2.0
 _APART_S = 1.0
 """For a cut as if each stage had a device of its own."""
 
+_MOST_BEGUN = 3
+"""Branches whose first cuts are improved before others."""
+
 _IMPROVING_SHARE, _TRIES = 0.3, 20
 """Of effort and time, for improving a plan, and times that this is tried without gain."""
 
@@ -362,6 +365,8 @@ class PlacedSearch:
                 if downsets is not None:
                     self._try(course, downsets)
             self._move(courses)
+        if self.relaxation.limited:
+            self._begin(courses)
         if search.best is None and FAR < search.least_share < float("inf"):
             search.budget.effort = min(search.budget.effort, _FAR_EFFORT)
         while going := [c for c in courses if not c.stuck and self._may_gain(c)]:
@@ -447,6 +452,23 @@ class PlacedSearch:
         if apart or unforeseen(question, choice):
             return float("inf"), choice
         return self.search.try_placed(choice, branch.micro_batches, load_s), choice
+
+    def _begin(self, courses: Sequence[_Course]) -> None:
+        """Improve the best first cuts of some branches, whether they fit at first or not: of that
+        which comes nearest to fitting, where none does, and of those that may gain most."""
+        search, local = self.search, self.local_search(self.search)
+        near = search.closest.micro_batches if search.closest and search.best is None else None
+        ranked = sorted(
+            courses, key=lambda c: (c.branch.micro_batches != near, c.below_s, c.cuts.stages)
+        )
+        with suppress(OutOfBudget), search.budget.part(_IMPROVING_SHARE):
+            for course in ranked[:_MOST_BEGUN]:
+                branch = course.branch
+                lying = tuple((branch.devices[d],) for d in branch.placement)
+                found = local.starts_on(lying, branch.micro_batches)
+                for standing in sorted(found, key=lambda s: (s.over, s.period_s))[:1]:
+                    local.descend(standing)
+        search.budget.check()
 
     def _move(self, courses: Sequence[_Course]) -> None:
         """Improve the best plan, if it is one of these branches'."""

@@ -52,7 +52,7 @@ _PER_STEP = 3
 _PER_PLACED = 250
 """What it takes to lay out a plan whose devices have several stages, and to look at its memory."""
 
-_MINI_BATCHES, _LISTED = 8, 80
+_MINI_BATCHES, _LISTED = 8, 32
 """What it takes a simulation to become steady, about; where a list schedule makes it, which takes
 longer for each operation, too."""
 

@@ -48,6 +48,9 @@ _ABOUT = 1.005
 _MOST_STARTS, _NEAR = 4, 0.1
 """Of the cuts to begin with, so many are simulated that are expected to be so near the best one."""
 
+_STANDS_IN = 1.03
+"""How much longer periods with whole backwards may be, where those are split."""
+
 _HOPED = 4
 """Of first cuts, those that tell which micro-batches are promising."""
 
@@ -247,22 +250,28 @@ class LocalSearch:
 
     def starts(self, branch: Branch) -> list[Standing]:
         """The best of first cuts under the widest limits; where none fits, under less."""
-        near, devices = self.near, len(self.question.cluster.devices)
-        n, found = branch.micro_batches, list[Standing]()
+        near, devices, n = self.near, len(self.question.cluster.devices), branch.micro_batches
+        found = list[Standing]()
         for stages in near.stage_counts(branch):
             for lying in near.layings(stages, n, devices):
-                cuts = near.first_cuts(n, lying)
-                wide, *less = near.usual_limits(stages, lying)
-                some = [wide, *less[len(less) // 2 : -1][:1], *less[-1:]]
-                ways = self.relaxation.recompute
-                some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
-                for again, limits in product(some_ways, some):
-                    points = [Point(cut, lying, (again,) * stages, n, limits) for cut in cuts]
-                    known = [x for p in self._expected(points) if (x := self.look(p))]
-                    found += known
-                    if limits == wide and any(not standing.over for standing in known):
-                        # With more computed again it is no faster.
-                        break
+                found += self.starts_on(lying, n)
+        return found
+
+    def starts_on(self, lying: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Standing]:
+        """The same with so many micro-batches, stages having these devices."""
+        near, stages, found = self.near, len(lying), list[Standing]()
+        cuts = near.first_cuts(micro_batches, lying)
+        wide, *less = near.usual_limits(stages, lying)
+        some = [wide, *less[len(less) // 2 : -1][:1], *less[-1:]]
+        ways = self.relaxation.recompute
+        some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
+        for again, limits in product(some_ways, some):
+            points = [Point(cut, lying, (again,) * stages, micro_batches, limits) for cut in cuts]
+            known = [x for p in self._expected(points) if (x := self.look(p))]
+            found += known
+            if limits == wide and any(not standing.over for standing in known):
+                # With more computed again it is no faster.
+                break
         return found
 
     def _expected(self, points: Sequence[Point]) -> list[Point]:
@@ -271,9 +280,9 @@ class LocalSearch:
         if not seen:
             return []
         expected = [found.least_s for found, _ in seen]
-        if simulates_together(seen[0][0].pipeline):
+        if simulates_together(_stand_in(seen[0][0].pipeline)):
             self.search.budget.take(_TOGETHER * len(seen) + _TOGETHER_AT_ALL)
-            expected = periods_s([found.pipeline for found, _ in seen]).tolist()
+            expected = periods_s([_stand_in(found.pipeline) for found, _ in seen]).tolist()
         best_s, most = self.search.period_s, _MOST_STARTS
         operations = operations_of(
             self.relaxation.variant, points[0].stages, points[0].micro_batches
@@ -366,7 +375,7 @@ class LocalSearch:
                 continue
             if over_about(seen.laid, point, here, self.question) > _MAY_FIT:
                 continue
-            if simulates_together(seen.pipeline):
+            if simulates_together(_stand_in(seen.pipeline)):
                 alike.setdefault(_alike(point), []).append((seen, point))
             else:
                 found.append((seen, point))
@@ -382,11 +391,14 @@ class LocalSearch:
     def _together(self, some: Sequence[_Ranked], here: Standing) -> Iterator[_Ranked]:
         """Those of one schedule that may be better, with what is expected of them."""
         self.search.budget.take(_TOGETHER * len(some) + _TOGETHER_AT_ALL)
-        pipelines = [seen.pipeline for seen, _ in some]
+        pipelines = [_stand_in(seen.pipeline) for seen, _ in some]
         alike = _alike(here.point) == _alike(some[0][1])
         # What doesn't settle in time is as far off for both.
-        *periods, mine_s = periods_s([*pipelines, here.found.pipeline if alike else pipelines[0]])
+        mine = _stand_in(here.found.pipeline) if alike else pipelines[0]
+        *periods, mine_s = periods_s([*pipelines, mine])
         limit_s = float(mine_s) if alike else here.period_s * _ABOUT
+        if self.relaxation.variant.split_backward:
+            limit_s *= _STANDS_IN
         for (found, point), period_s in zip(some, map(float, periods), strict=True):
             bottlenecks = _bottlenecks(found.loads_s, here.period_s)
             shorter = period_s * SAME < limit_s
@@ -406,6 +418,15 @@ class LocalSearch:
 def _alike(point: Point) -> Hashable:
     """Points with the same are simulated together."""
     return point.stages, point.micro_batches, point.limits
+
+
+def _stand_in(pipeline: Pipeline) -> Pipeline:
+    """What a pipeline is ranked by: where backwards are split, the same with whole ones, whose
+    schedule doesn't depend on times."""
+    if not pipeline.variant.split_backward or pipeline.placement:
+        return pipeline
+    whole = replace(pipeline.variant, schedule="1f1b-flush", split_backward=False)
+    return replace(pipeline, variant=whole, weight_s=())
 
 
 def _bottlenecks(loads: Sequence[float], period_s: float) -> float:

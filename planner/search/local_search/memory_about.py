@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...costs.memory import Moment, StageBytes, room_bytes, stepping_bytes
+from ...costs.memory import Moment, StageBytes, stepping_bytes
 from ...costs.recomputation import Selection
 from ...evaluate import LaidOut, Question
 
@@ -25,23 +25,27 @@ def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) 
 
     Args:
         laid: the point.
-        here: what is known. Where it has other stages or micro-batches, or devices have several
-            stages, nothing is: 0.
+        here: what is known. Where it has other stages or micro-batches, nothing is: 0.
     """
-    mine = here.point
-    stages, pipeline = point.stages, laid.pipeline
-    if pipeline.placement or (stages, point.micro_batches) != (mine.stages, mine.micro_batches):
+    mine, predicted = here.point, here.found.prediction
+    if (point.stages, point.micro_batches) != (mine.stages, mine.micro_batches):
         return 0.0
-    devices, over = question.cluster.devices, 0.0
-    for s in range(stages):
-        rooms = [room_bytes(devices[d], question.profile) for d in point.devices[s]]
-        room = min((limit for limit in rooms if limit is not None), default=None)
-        held = here.found.prediction.stages[s].holds
-        if room is not None and held is not None:
-            holds = _holds(laid, s, held, question, point.again[s])
-            scale = point.limits[s] / mine.limits[s]
-            moments = here.found.moments[s]
-            need = max(holds.total(_scaled(moment, scale)) for moment in moments)
+    needs = dict[tuple[int, ...], float]()
+    for s, devices in enumerate(point.devices):
+        held = predicted.stages[s].holds
+        if held is None:
+            return 0.0
+        if devices not in needs:
+            needs[devices] = predicted.device_of(s).memory_bytes
+        holds = _holds(laid, s, held, question, point.again[s])
+        scale, moments = point.limits[s] / mine.limits[s], here.found.moments[s]
+        needs[devices] += max(holds.total(_scaled(moment, scale)) for moment in moments)
+        needs[devices] -= max(map(held.total, moments))
+    over = 0.0
+    for devices, need in needs.items():
+        smallest = question.cluster.tightest(devices)
+        room = None if smallest is None else smallest.usable_bytes
+        if room is not None:
             over += max(need / room - 1.0, 0.0)
     return over
 
