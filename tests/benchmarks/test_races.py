@@ -283,7 +283,7 @@ def test_what_is_cut_as_a_rival_has_its_cuts_and_is_predicted_anew(tmp_path):
 
 def test_updates_in_bunches_are_timed_by_whole_bunches():
     """Two stages on a device may update as 1, 1, 2 mini-batches of time apart, and again."""
-    placed = {"stages_per_device": 2, "placement": "loop", "micro_batches": 1}
+    placed = {"stages_per_device": 2, "placement": "loop", "micro_batches": 1, "run_ahead": "auto"}
     plan = solve(chain(7), uniform_cluster(2), "pipedream", mini_batch=4, **placed)
     steady = steady_state(pipeline_of(plan))
     assert steady.cycle == 3
