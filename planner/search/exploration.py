@@ -71,8 +71,7 @@ def run(search: SearchState) -> str | None:
         # Bounds are still worth looking for where more of these plans would take too long.
         with suppress(OutOfBudget):
             try_blocks(search)
-        with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
-            start(search, local)
+        _start(search, local)
         with budget.part(_NEARLY):
             _bound_all(search)
             _try_guesses(search)
@@ -92,6 +91,19 @@ def run(search: SearchState) -> str | None:
     else:
         stopped = stopped if budget.is_late else "effort"
     return stopped if search.bound_s * SAME < search.period_s else None
+
+
+def _start(search: SearchState, local: LocalSearch) -> None:
+    """First plans; where there is time for few, and none yet, more of it goes there."""
+    for share in (_STARTING_SHARE, _NEARLY):
+        try:
+            with search.budget.part(share):
+                start(search, local)
+        except OutOfBudget as why:
+            if search.best is not None or str(why) != "time limit":
+                return
+        else:
+            return
 
 
 # Bounds ------------------------------------------------------------------------------------------

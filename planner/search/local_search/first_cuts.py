@@ -34,8 +34,9 @@ _TURNS = (1.0, 1.02, 1.05, 1.1)
 _HALVINGS = 40
 """Of the interval that the least is in."""
 
-_MOST = 40_000_000
-"""Of larger programs (S n² for each bound) none is run."""
+_FEW_BOUNDS, _MOST = (1.05, 1.35, 2.0), 16_000_000
+"""Of larger programs (S n² for each bound) none is run; and from an eighth of that on, those with
+these bounds alone."""
 
 
 def first_cuts(
@@ -82,10 +83,11 @@ def _all_cuts(
         found = _turning(done, sent_s, speeds, drops, high * factor)
         if found is not None:
             yield found
-    if len(speeds) * len(work_s) ** 2 > _MOST:
+    size = len(speeds) * len(work_s) ** 2
+    if size > _MOST:
         return
     least_s = _least_load_s(done, speeds)
-    for factor in _BOUNDS:
+    for factor in _BOUNDS if 8 * size <= _MOST else _FEW_BOUNDS:
         cut = _cheapest(done, sent_s, speeds, least_s * factor)
         if cut is not None:
             yield cut

@@ -51,6 +51,9 @@ _MOST_STARTS, _NEAR = 4, 0.1
 _STANDS_IN = 1.03
 """How much longer periods with whole backwards may be, where those are split."""
 
+_EVEN = 2
+"""First cuts that are even, by time and by layers."""
+
 _HOPED = 4
 """Of first cuts, those that tell which micro-batches are promising."""
 
@@ -268,6 +271,9 @@ class LocalSearch:
         for again, limits in product(some_ways, some):
             points = [Point(cut, lying, (again,) * stages, micro_batches, limits) for cut in cuts]
             known = [x for p in self._expected(points) if (x := self.look(p))]
+            if all(standing.over for standing in known):
+                # What is slower may need less: even stages.
+                known += [x for p in points[:_EVEN] if (x := self.look(p))]
             found += known
             if limits == wide and any(not standing.over for standing in known):
                 # With more computed again it is no faster.
