@@ -3,8 +3,8 @@
 What a plan gains by its sequence no search over cuts on listed devices can tell. So the relaxed
 problem is solved once more with a kind of device for each stage (`partition.dp.kinds`): as a
 bound, which then holds for all sequences, and as guesses. What it finds is evaluated on devices of
-those kinds; as everywhere, all that stays below the best plan's period is tried in turn. What is
-left of the best plan's sequence, and of those like it, is searched as if it were the listed one.
+those kinds; as everywhere, all that stays below the best plan's period is tried in turn. At the end
+a local search moves devices of the best plan, too.
 """
 
 from __future__ import annotations

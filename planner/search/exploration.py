@@ -1,9 +1,11 @@
-"""The search for one system: bounds, cuts worth trying, and the proof that nothing is better.
+"""The search for one system: first plans, bounds, cuts worth trying, and the proof that nothing is
+better.
 
-For each branch a relaxed problem bounds every plan (`relaxation`). Its optimum, and those of
-guesses at what is in flight, are cuts to try: each is evaluated by its real schedule, under the
-in-flight limits that suit it. Then, from the lowest bound on, all cuts whose relaxed load is
-below the best plan's period are tried in turn; when none is left the plan is proven best.
+First cuts are improved by local search (`local_search`). For each branch a relaxed problem bounds
+every plan (`relaxed`). Its optimum, and those of guesses at what is in flight, are cuts to try:
+each is evaluated by its real schedule, under the in-flight limits that suit it. Then, from the
+lowest bound on, all cuts whose relaxed load is below the best plan's period are tried in turn; when
+none is left the plan is proven best. Else what effort is left goes into local search again.
 """
 
 from __future__ import annotations

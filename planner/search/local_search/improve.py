@@ -48,6 +48,9 @@ _ABOUT = 1.005
 _MOST_STARTS, _NEAR = 4, 0.1
 """Of the cuts to begin with, so many are simulated that are expected to be so near the best one."""
 
+_SPREAD = 0.1
+"""Those of them are descended from whose period is within so much of the best plan's."""
+
 _STANDS_IN = 1.03
 """How much longer periods with whole backwards may be, where those are split."""
 
@@ -65,9 +68,6 @@ _MAY_FIT = 0.01
 
 _MOST_FITTING = 20
 """Of moves to less memory, those that are simulated at a plan that doesn't fit."""
-
-_SPREAD = 0.1
-"""And those are descended from whose period is within so much of the best plan's."""
 
 _SHARP, _WORTH_IT = 64, 1e-3
 """A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one; and so much must
@@ -317,7 +317,10 @@ class LocalSearch:
         points = dict.fromkeys(
             replace(point, downsets=cut)
             for point in chain(near.device_moves(here.point), near.stage_moves(here.point))
-            for cut in (point.downsets, *near.first_cuts(point.micro_batches, point.devices)[:2])
+            for cut in (
+                point.downsets,
+                *near.first_cuts(point.micro_batches, point.devices)[:_EVEN],
+            )
         )
         expected = [(seen.expected_s, p) for p in points if (seen := self.foreseen(p)) is not None]
         expected.sort(key=lambda item: item[0])
