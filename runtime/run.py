@@ -121,7 +121,7 @@ def resume(
     host has, which must be everybody's.
 
     Args:
-        changes: of settings that don't change what is trained (`checkpoint.FREE`), by name.
+        changes: of settings that a resumed run may have otherwise (`ADJUSTABLE`), by name.
         epochs, steps: in all, where there are to be more than before.
         at: mini-batches done at another checkpoint of the run.
 
@@ -444,10 +444,10 @@ class Trainer:
         """Go on with the run in the run directory. Takes, returns and raises as `resume`;
         UserError for changes that a resumed run can't have."""
         changes = dict(changes or {})
-        if set(changes) - set(ADJUSTABLE):
+        if fixed := sorted(set(changes) - set(ADJUSTABLE)):
             raise UserError(
-                f"{', '.join(sorted(set(changes) - set(ADJUSTABLE)))}: a resumed run keeps its "
-                f"settings, but for {', '.join(ADJUSTABLE)}, and more epochs or steps"
+                f"{', '.join(fixed)}: a resumed run keeps its settings, but for "
+                f"{', '.join(ADJUSTABLE)}, and more epochs or steps"
             )
         given = {"epochs": epochs, "steps": steps, "at": at}
         more: dict[str, Any] = {n: whole(v, n) for n, v in given.items() if v is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike, fspath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,14 +13,15 @@ from ..planner.plan import Plan
 from ..planner.systems.variants import Variant
 from ..profiles.errors import UserError
 from ..profiles.files import (
-    MAX_COUNT,
     MAX_FACTOR,
     MAX_SECONDS,
     Count,
     Factor,
     TaggedFile,
+    Tally,
     Threads,
 )
+from ..profiles.options import Option, given, marked, option_fields
 from ..profiles.units import real_number, shown
 
 FORMAT = "timeprest-run/1"
@@ -30,108 +31,305 @@ STEADY = "steady:8"
 
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 
+TRAINING = "Training"
+OPTIMIZER = "Optimizer and learning rate"
+PRECISION = "Precision"
+DIFFERENCES = "Version differences"
+WHERE = "Where it runs"
+RECORDS = "Records"
+CHECKPOINTS = "Checkpoints and restarts"
+"""Headings of the options' help."""
+
+
+def _betas(value: Any, name: str) -> tuple[float, float]:
+    """``"0.9,0.999"`` → (0.9, 0.999). Raises UserError."""
+    try:
+        first, second = (float(part) for part in str(value).split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{name} {value!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
+    return first, second
+
 
 class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An optimizer named on the command line instead of the task's own."""
 
-    name: str
-    """sgd, adam, adamw or muon."""
-    lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR)]
-    momentum: Fraction = 0.0
-    """Of sgd and muon; 0 is torch's own for muon."""
-    weight_decay: Factor = 0.0
-    nesterov: bool = False
-    betas: tuple[Fraction, Fraction] | None = None
-    """Of adam, adamw and muon's AdamW; None: torch's own."""
+    name: Annotated[
+        str,
+        Option(
+            "Instead of the task's own; needs --lr. muon: of matrices of hidden layers; else "
+            "adamw.",
+            OPTIMIZER,
+            flags=("--optimizer",),
+            values=("sgd", "adam", "adamw", "muon"),
+        ),
+    ]
+    lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR), Option("Learning rate.", OPTIMIZER)]
+    momentum: Annotated[Fraction, Option("Of sgd; of muon.", OPTIMIZER, usual="0; 0.95")] = 0.0
+    """0 is torch's own for muon."""
+    weight_decay: Annotated[
+        Factor, Option("Of the optimizer that is named.", OPTIMIZER, usual="0")
+    ] = 0.0
+    nesterov: Annotated[bool, Option("Nesterov momentum, of sgd.", OPTIMIZER)] = False
+    betas: Annotated[
+        tuple[Fraction, Fraction] | None,
+        Option(
+            "Of adam, adamw and muon's.",
+            OPTIMIZER,
+            usual="0.9,0.999",
+            metavar="B1,B2",
+            read=_betas,
+        ),
+    ] = None
+    """None: torch's own."""
 
 
 class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
-    """A run's settings; workers read them from the run directory."""
+    """A run's settings; workers read them from the run directory. Checksums of checkpoints hold
+    their sequence."""
 
     most: ClassVar = 2**20
 
-    task: str
-    """Target of the task: `digits`, `file.py:task`."""
-    epochs: Count = 1
-    steps: Count | None = None
-    """Mini-batches in all; where given, it ends the run instead of `epochs`."""
+    task: Annotated[
+        str,
+        Option(
+            "Built-in task, file.py:NAME or pkg.module:NAME.",
+            TRAINING,
+            usual="what the plan's profile measured",
+            names="target",
+        ),
+    ]
+    epochs: Annotated[
+        Count, Option("Passes over the data.", TRAINING, usual="5", marks=("free",))
+    ] = 1
+    steps: Annotated[
+        Count | None, Option("Mini-batches in all, instead of --epochs.", TRAINING, marks=("free",))
+    ] = None
     optimizer: OptimizerChoice | None = None
     """None: the task's own."""
-    decay_only: Literal["matrices", "all"] = "all"
-    """Which parameters have weight decay: with "matrices" those of two dimensions or more, so
-    that biases and norms have none."""
-    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
-    """None: the task's own scheduler, where it has one."""
-    warmup: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
-    """Updates over which the learning rate of `lr_schedule` rises."""
-    lr_rescheduling: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
-    """T of PipeMare's learning-rate rescheduling: updates over which a stage's rate rises from
-    one d-th of it, d its version difference; 0: it is all there from the first."""
-    discrepancy_correction: bool = True
-    """Of pipemare: backwards run on weights that are corrected by their mean change."""
-    discrepancy_decay: Annotated[float, Meta(gt=0, lt=1)] = 0.135
-    """D of PipeMare: how much of a change is left in the mean after as many updates as lie
-    between a forward and its backward."""
-    stagewise_momentum: bool = False
-    """The larger a stage's version difference, the larger its momentum."""
-    clip_norm: Annotated[float, Meta(gt=0, le=MAX_FACTOR)] | None = None
-    """Largest norm that a mini-batch's gradient may have."""
-    ragged: Literal["drop", "pad", "error"] = "drop"
-    """Samples that don't fill an epoch's last mini-batch: leave them out, fill the mini-batch up
-    (the filling counts nowhere), or refuse to run."""
-    autocast: Literal["profiled", "bfloat16", "off"] = "profiled"
-    """What forwards run under: torch.autocast with this dtype, or what the profile was made
-    with."""
-    compile: bool = False
-    """Run the forwards and backwards of stages compiled by torch.compile, where they can be."""
-    deterministic: bool = False
-    """Have torch take operations that give the same numbers every time, where it has such; it warns
-    of those where it hasn't. On GPUs some add up in whatever sequence they come to."""
-    deferred_batch_norm: bool = False
-    """Update the running statistics of batch norms once for each mini-batch, with its own."""
-    checkpoint_every: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
-    """Mini-batches between two checkpoints, at each of which the pipeline drains; None: at the end
-    of every epoch; 0: never."""
-    keep_checkpoints: Count = 3
-    """How many are kept, the newest ones."""
-    start_from: str | None = None
-    """Run or checkpoint directory, or safetensors file, whose weights the training starts from."""
-    resume_at: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    decay_only: Annotated[
+        Literal["matrices", "all"],
+        Option(
+            "Parameters with weight decay; matrices: biases and norms have none.",
+            OPTIMIZER,
+        ),
+    ] = "all"
+    lr_schedule: Annotated[
+        Literal["constant", "linear", "cosine"] | None,
+        Option(
+            "Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
+            OPTIMIZER,
+        ),
+    ] = None
+    warmup: Annotated[
+        Tally, Option("Updates over which the learning rate of --lr-schedule rises.", OPTIMIZER)
+    ] = 0
+    lr_rescheduling: Annotated[
+        Tally,
+        Option(
+            "Divide the learning rate of a stage's update t by d^(1 - min(t/T, 1)), d its version "
+            "difference (PipeMare). 0: don't. Not where the system flushes.",
+            DIFFERENCES,
+            metavar="T",
+            marks=("later", "delay"),
+        ),
+    ] = 0
+    discrepancy_correction: Annotated[
+        bool,
+        Option(
+            "pipemare: correct the backward's weights by their mean change.",
+            DIFFERENCES,
+            marks=("later", "delay"),
+        ),
+    ] = True
+    discrepancy_decay: Annotated[
+        float,
+        Meta(gt=0, lt=1),
+        Option(
+            "pipemare: a change's share in that mean falls to D by the time of the backward.",
+            DIFFERENCES,
+            metavar="D",
+            marks=("later", "delay"),
+        ),
+    ] = 0.135
+    stagewise_momentum: Annotated[
+        bool,
+        Option(
+            "Momentum m + d*(0.99 - m)/S on a stage with version difference d (asynchronous "
+            "Nesterov's). Not where the system flushes.",
+            DIFFERENCES,
+            marks=("later", "delay"),
+        ),
+    ] = False
+    clip_norm: Annotated[
+        Annotated[float, Meta(gt=0, le=MAX_FACTOR)] | None,
+        Option("Clip gradients of the whole model to this norm.", PRECISION),
+    ] = None
+    ragged: Annotated[
+        Literal["drop", "pad", "error"],
+        Option(
+            "Samples that don't fill an epoch's last mini-batch: leave them out, fill the "
+            "mini-batch up (the filling counts nowhere), or refuse to run.",
+            TRAINING,
+        ),
+    ] = "drop"
+    autocast: Annotated[
+        Literal["profiled", "bfloat16", "off"],
+        Option(
+            "Run forwards under torch.autocast.",
+            PRECISION,
+            usual="as profiled",
+            values=("bf16", "bfloat16", "off"),
+            read=lambda dtype, name: "bfloat16" if dtype == "bf16" else dtype,
+        ),
+    ] = "profiled"
+    compile: Annotated[
+        bool,
+        Option(
+            "Train each stage under torch.compile, where it can be; the summary says where not.",
+            WHERE,
+            marks=("later",),
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool,
+        Option(
+            "Have torch take operations that give the same numbers every time, where it has such, "
+            "and warn of those where it hasn't; on GPUs some add up in whatever sequence they "
+            "come to.",
+            WHERE,
+            marks=("later",),
+        ),
+    ] = False
+    deferred_batch_norm: Annotated[
+        bool,
+        Option("Update BatchNorm's running statistics once for each mini-batch.", PRECISION),
+    ] = False
+    checkpoint_every: Annotated[
+        Tally | None,
+        Option(
+            "Mini-batches between two checkpoints; the pipeline drains there. 0: none.",
+            CHECKPOINTS,
+            usual="at the end of each epoch",
+        ),
+    ] = None
+    keep_checkpoints: Annotated[
+        Count,
+        Option("How many of them are kept, the newest.", CHECKPOINTS, marks=("free", "adjustable")),
+    ] = 3
+    start_from: Annotated[
+        str | None,
+        Option(
+            "Start from the weights and optimizer state of another run's newest checkpoint, of "
+            "one of its checkpoints, or from a safetensors file; its stages and system may be "
+            "others.",
+            TRAINING,
+            flags=("--from",),
+            metavar="RUN",
+            names="file",
+        ),
+    ] = None
+    resume_at: Tally | None = None
     """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
     resumed."""
     grown_at: tuple[Count, ...] = ()
     """Mini-batches after which the run had ended, before it was to have more `steps`."""
-    seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What stages compute on; auto: what the plan was profiled on."""
-    transport: Literal["auto", "gloo", "shm", "ipc", "nccl"] = "auto"
-    """How messages go between stages. On the CPU, auto: through shared memory where all workers are
-    on one host, by gloo else. On GPUs, auto: by CUDA IPC from GPU to GPU between workers of one
-    host, by NCCL between hosts; gloo: through pinned memory of the hosts."""
-    threads: Threads = 1
-    evaluate: bool = True
-    eval_every: Count | None = None
-    """Mini-batches between two evaluations, besides those at the ends of epochs; the pipeline
-    drains at each."""
-    on_nan: Literal["stop", "warn", "skip"] = "stop"
-    """A loss or gradients that aren't finite: end the run, count them and go on, or leave that
-    update out too."""
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 60.0
-    """Longest wait for a message, before the run is given up."""
-    decay: str = "exponential"
-    """σ of i-timeprest: exponential, inverse or linear in the version difference."""
-    decay_rate: Factor = 1.0
-    """λ, σ's parameter."""
-    distances: bool = True
-    """Measure how far apart the weights of forwards and backwards are (`staleness`)."""
-    log_operations: bool = False
-    """Write every operation with its weight version and times to operations/."""
-    record: str = STEADY
-    """Which mini-batches' operations to write to recorded/ for the report, where not all are
-    written to operations/ (`record`)."""
-    log: str = ""
-    """Where to write metrics step by step, besides metrics.jsonl: some of csv, tensorboard and
-    wandb, with commas between them (`records.metric_logs`)."""
+    seed: Annotated[Tally, Option("Of whatever is random.", TRAINING)] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Option(
+            "What the stages compute on; auto: what the plan was profiled on.",
+            WHERE,
+            marks=("free", "adjustable"),
+        ),
+    ] = "auto"
+    transport: Annotated[
+        Literal["auto", "gloo", "shm", "ipc", "nccl"],
+        Option(
+            "How messages go; auto: on the CPU by shared memory, between hosts by gloo; on GPUs "
+            "by CUDA IPC, between hosts by NCCL.",
+            WHERE,
+            marks=("free",),
+        ),
+    ] = "auto"
+    threads: Annotated[
+        Threads, Option("Torch's threads for each stage.", WHERE, usual="as profiled")
+    ] = 1
+    evaluate: Annotated[bool, Option("Evaluate on the test data after each epoch.", TRAINING)] = (
+        True
+    )
+    eval_every: Annotated[
+        Count | None,
+        Option(
+            "Evaluate every so many mini-batches too; the pipeline drains there.",
+            TRAINING,
+            marks=("later",),
+        ),
+    ] = None
+    on_nan: Annotated[
+        Literal["stop", "warn", "skip"],
+        Option(
+            "A loss or gradients that aren't finite: end the run, count them and go on, or leave "
+            "that update out too.",
+            TRAINING,
+            marks=("free", "adjustable"),
+        ),
+    ] = "stop"
+    timeout_s: Annotated[
+        float,
+        Meta(gt=0, le=MAX_SECONDS),
+        Option(
+            "Longest wait for a message, in seconds.",
+            WHERE,
+            usual="25, or 100 periods; with --compile 600",
+            flags=("--timeout",),
+            marks=("free", "adjustable"),
+        ),
+    ] = 60.0
+    decay: Annotated[
+        str,
+        Option(
+            "i-timeprest: how the forward's weights fade with the version difference.",
+            DIFFERENCES,
+            values=("exponential", "inverse", "linear"),
+        ),
+    ] = "exponential"
+    decay_rate: Annotated[
+        Factor, Option("i-timeprest: how fast they fade.", DIFFERENCES, flags=("--lambda",))
+    ] = 1.0
+    distances: Annotated[
+        bool,
+        Option("Measure how far apart the weights of forwards and backwards are.", RECORDS),
+    ] = True
+    log_operations: Annotated[
+        bool,
+        Option(
+            "Write every operation with its weight version and times to RUN/operations.",
+            RECORDS,
+            marks=("free", "adjustable"),
+        ),
+    ] = False
+    record: Annotated[
+        str,
+        Option(
+            "Mini-batches whose operations are kept for tp-run report: first:K, last:K, steady:K "
+            "(once the pipeline is full), all or none.",
+            RECORDS,
+            metavar="WHICH",
+            marks=("free", "adjustable"),
+        ),
+    ] = STEADY
+    log: Annotated[
+        str,
+        Option(
+            "Metrics of every mini-batch for other programs too: csv, tensorboard, wandb, or "
+            "several with commas. They go to RUN/dashboards.",
+            RECORDS,
+            metavar="WHERE",
+            marks=("free", "adjustable", "later"),
+        ),
+    ] = ""
     dropout: bool = True
     """False: nothing drops out in training, and samples have the random numbers that are theirs in
     any stage and micro-batch, so that runs can be held against each other."""
@@ -144,31 +342,20 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
         return self.resume_at is not None
 
 
-ADJUSTABLE = (
-    *("device", "keep_checkpoints", "log", "log_operations", "on_nan", "record", "timeout_s"),
-)
+ADJUSTABLE = marked(RunSettings, "adjustable")
 """Settings that a resumed run may have otherwise than before, besides its length."""
 
-DELAYS = (
-    *("lr_rescheduling", "stagewise_momentum"),
-    *("discrepancy_correction", "discrepancy_decay"),
-)
+FREE = ("grown_at", "resume_at", *marked(RunSettings, "free"))
+"""Settings that don't change what is trained up to a checkpoint."""
+
+DELAYS = marked(RunSettings, "delay")
 """Settings of what a stage's version difference does to its training."""
 
-LATER = (*DELAYS, "compile", "deterministic", "eval_every", "log")
+LATER = marked(RunSettings, "later")
 """Settings that runs of before didn't have; the default is what they did."""
 
 COMPILING_S = 600.0
 """Longest wait for a message, where stages may have to be compiled first."""
-
-
-def given(settings: RunSettings, names: Collection[str] = DELAYS) -> dict[str, object]:
-    """Of these, the settings that aren't the default."""
-    return {
-        field.name: value
-        for field in msgspec.structs.fields(settings)
-        if field.name in names and (value := getattr(settings, field.name)) != field.default
-    }
 
 
 def without_effect(
@@ -214,7 +401,12 @@ def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
         "threads": plan.profile.threads,
         "timeout_s": min(max(least, 100 * plan.predicted.period_s), MAX_SECONDS),
     }
-    given = {name: value for name, value in asked.items() if value is not None}
+    fields = option_fields(RunSettings)
+    given = {
+        name: read(value, name) if name in fields and (read := fields[name].option.read) else value
+        for name, value in asked.items()
+        if value is not None
+    }
     return _made({**defaults, **given})
 
 

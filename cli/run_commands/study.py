@@ -21,13 +21,11 @@ from ..options import (
     CONTEXT,
     choice,
     common_options,
+    computing_options,
     config_options,
-    decay_options,
-    delay_options,
     optimizer_choice,
     optimizer_options,
     plugin_option,
-    precision_options,
     task_options,
 )
 from ..options.command import GroupedCommand, examples, group, options
@@ -114,9 +112,7 @@ _study_options = options(
             "[default: 0]",
         ),
     ),
-    delay_options,
-    precision_options,
-    decay_options,
+    computing_options,
     group(
         "Files and processes",
         click.option(

@@ -27,13 +27,14 @@ from torch import Tensor
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, TimeprestError, UserError
 from ...profiles.files import TaggedFile, check_regular, read_file, write_bytes, write_file
+from ...profiles.options import given
 from ...profiles.tasks.optimizers import for_use
 from ..communication.channel import PeerError
 from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, is_kept, place_named, tensor_bytes, tensor_metadata
-from ..settings import LATER, RunSettings, given
+from ..settings import FREE, LATER, RunSettings
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .plain_attributes import changed, plain_attributes
@@ -45,12 +46,6 @@ _SUMS = ".sums"
 
 Agree = Callable[[bool], bool]
 """Whether all workers say yes; all of them call it together."""
-
-FREE = (
-    *("epochs", "steps", "grown_at", "resume_at", "device", "transport", "keep_checkpoints"),
-    *("log", "log_operations", "record", "timeout_s", "on_nan"),
-)
-"""Settings that don't change what is trained up to a checkpoint."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -13,7 +13,7 @@ import pytest
 from helpers.paths import ROOT
 
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "cli": 3, "api": 4}
-DATA_MODULES = {"errors", "units", "files", "profile", "published.workload"}
+DATA_MODULES = {"errors", "units", "files", "options", "profile", "published.workload"}
 
 
 LIMITS = {"lines": 60, "parameters": 8, "methods": 20, "attributes": 20, "imports": 15}

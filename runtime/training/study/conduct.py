@@ -37,13 +37,14 @@ from ....planner.study.tuning import (
     together,
 )
 from ....profiles.errors import TargetError, UserError
+from ....profiles.options import given
 from ....profiles.profile import ProfileReference
 from ....profiles.tasks.samples import size_of
 from ...checkpoint.start import check_settings
 from ...prepare.data import run_length, segments, training_samples
 from ...prepare.devices import autocast_of
 from ...prepare.tracing import task_to_train
-from ...settings import RunSettings, given
+from ...settings import DELAYS, RunSettings
 from .pool import Processes, ThisProcess, TrainingPool
 from .training import check_tunable
 from .work import ArmSpec, Asked, Finished, StudyWork, arms_of, check_together
@@ -189,7 +190,7 @@ def prospect(
         mixes=mixes,
         training={
             **{name: msgspec.to_builtins(getattr(settings, name)) for name in TRAINED},
-            **given(settings),
+            **given(settings, DELAYS),
         },
     )
     work = StudyWork(plans=tuple(plans), arms=tuple(arms), settings=settings, eval_every=every)

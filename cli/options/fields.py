@@ -1,0 +1,79 @@
+"""Options of a command, made of a record's fields (`profiles.options`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import MISSING
+from typing import Any, TypeVar
+
+import click
+
+from ...profiles.files import MAX_COUNT
+from ...profiles.options import Kind, OptionField, option_fields
+from .command import group, options
+from .values import FileName, FolderName, Fraction, Number, SystemName, TargetName, Whole
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NAMES = {"file": FileName, "folder": FolderName, "target": TargetName, "system": SystemName}
+
+
+def options_of(
+    record: type, *groups: str, only: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[F], F]:
+    """The options of a record, which bear its fields' names, under their headings.
+
+    Args:
+        groups: those of these headings alone, in this sequence; by default of all.
+        only: these fields; by default all.
+        without: fields that are none here.
+    """
+    known = option_fields(record)
+    fields = [known[name] for name in only or known if name not in without]
+    headings = groups or tuple(dict.fromkeys(field.option.group for field in fields))
+    return options(
+        *(
+            group(heading, *(_option(field) for field in fields if field.option.group == heading))
+            for heading in headings
+        )
+    )
+
+
+def _option(field: OptionField) -> Callable[[F], F]:
+    option, flag = field.option, field.kind.base is bool
+    # What isn't given and has another default than the field is None.
+    plain = option.usual is None and field.default is not MISSING and not option.several
+    usual = f"  [default: {option.usual}]" if option.usual else ""
+    return click.option(
+        *field.flags,
+        field.name,
+        type=None if flag else _type(field),
+        is_flag=flag,
+        multiple=option.several,
+        default=field.default if plain else None,
+        metavar=option.metavar,
+        help=f"{option.help}{usual}",
+    )
+
+
+def _type(field: OptionField) -> click.ParamType[Any]:
+    option, kind = field.option, field.kind
+    words = option.values or (kind.base if isinstance(kind.base, tuple) else ())
+    if words:
+        return click.Choice(words)
+    if kind.base is int:
+        return Whole(int(kind.least or 0), MAX_COUNT if kind.most is None else int(kind.most))
+    if kind.base is float:
+        return _number(kind)
+    return _NAMES[option.names]() if option.names else click.STRING
+
+
+def _number(kind: Kind) -> click.ParamType[Any]:
+    if (kind.least, kind.most) == (0, 1):
+        return Fraction(min_open=kind.above, max_open=kind.below)
+    least, most = (
+        -math.inf if kind.least is None else kind.least,
+        math.inf if kind.most is None else kind.most,
+    )
+    return Number(least, most, above=kind.above)

@@ -1,0 +1,272 @@
+"""Options, each said once: as the field of a record, with its type, default and help.
+
+Commands' options, the keys of ``--config`` and Python's keyword arguments, with their checks and
+help, are made of these fields (`cli.options.fields`, `taking`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from .errors import UserError
+from .units import number, shown, truth, whole, words
+
+P = ParamSpec("P")
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+Spelled = Callable[[str], str]
+"""What messages call a field: its name, or the option's."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said of a field besides its type and default, in its `Annotated` type.
+
+    Attributes:
+        help: what it does, with options named as on the command line.
+        group: the heading that it has in commands' help.
+        usual: the default in words, where None, or nothing given, is some other value.
+        flags: on the command line; by default the field's name. Ways to switch off begin with
+            ``--no-``.
+        metavar: what help calls the value.
+        names: what a text is the name of.
+        values: words to choose from on the command line, where the type has others.
+        several: it may be given several times.
+        read: makes what is meant of what is given and of what messages call it.
+        marks: what else holds of it, for those who ask (`marked`).
+    """
+
+    help: str
+    group: str = ""
+    usual: str | None = None
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    names: Literal["file", "folder", "target", "system"] | None = None
+    values: tuple[str, ...] = ()
+    several: bool = False
+    read: Callable[[Any, str], Any] | None = None
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type as options have it: `base` is bool, int, float, str, or the words to choose from;
+    None is any other. `least` and `most` are numbers' bounds, which `above` and `below` exclude."""
+
+    base: type | tuple[str, ...] | None
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
+    below: bool = False
+
+
+@dataclass(frozen=True)
+class OptionField:
+    """A field of a record that is an option. `default` is `dataclasses.MISSING` where there is
+    none."""
+
+    name: str
+    kind: Kind
+    default: Any
+    option: Option
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """On the command line."""
+        flag = self.name.replace("_", "-")
+        both = self.kind.base is bool and self.default is True
+        return self.option.flags or ((f"--{flag}/--no-{flag}",) if both else (f"--{flag}",))
+
+    @property
+    def flag(self) -> str:
+        """What messages of commands call it."""
+        return self.flags[-1].split("/")[0]
+
+
+_KNOWN: dict[type, Mapping[str, OptionField]] = {}
+
+
+def option_fields(record: Any) -> Mapping[str, OptionField]:
+    """Those of a dataclass, or of a msgspec struct, by name."""
+    if record not in _KNOWN:
+        _KNOWN[record] = _fields(record)
+    return _KNOWN[record]
+
+
+def _fields(record: Any) -> Mapping[str, OptionField]:
+    if issubclass(record, msgspec.Struct):
+        defaults = {
+            f.name: dataclasses.MISSING if f.default is msgspec.NODEFAULT else f.default
+            for f in msgspec.structs.fields(record)
+        }
+    else:
+        defaults = {f.name: f.default for f in dataclasses.fields(record)}
+    hints = get_type_hints(record, include_extras=True)
+    found = {}
+    for name, default in defaults.items():
+        notes = hints[name].__metadata__ if get_origin(hints[name]) is Annotated else ()
+        for option in notes:
+            if isinstance(option, Option):
+                found[name] = OptionField(name, kind_of(hints[name]), default, option)
+    return found
+
+
+def kind_of(hint: Any) -> Kind:
+    """Of an annotation; None beside another type says nothing."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        found = kind_of(arguments[0])
+        for note in arguments[1:]:
+            if isinstance(note, Meta):
+                found = dataclasses.replace(found, **_bounds(note))
+        return found
+    if origin in (Union, types.UnionType):
+        some = [each for each in arguments if each is not type(None)]
+        return kind_of(some[0]) if len(some) == 1 else Kind(None)
+    if origin is Literal:
+        return Kind(arguments)
+    return Kind(hint if hint in (bool, int, float, str) else None)
+
+
+def _bounds(note: Meta) -> dict[str, Any]:
+    least = note.gt if note.ge is None else note.ge
+    most = note.lt if note.le is None else note.le
+    return {
+        "least": least,
+        "most": most,
+        "above": note.gt is not None,
+        "below": note.lt is not None,
+    }
+
+
+def marked(record: type, mark: str) -> tuple[str, ...]:
+    """The fields of a record that have a mark."""
+    return tuple(f.name for f in option_fields(record).values() if mark in f.option.marks)
+
+
+def given(record: object, names: Collection[str]) -> dict[str, Any]:
+    """Of these fields, those that aren't the default, by name."""
+    known = option_fields(type(record))
+    found = {name: getattr(record, name) for name in names}
+    return {name: value for name, value in found.items() if value != known[name].default}
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def read_field(field: OptionField, value: Any, name: str) -> Any:
+    """What is meant by what was given; None stays None where it is the default.
+
+    Raises UserError naming it for what can't be.
+    """
+    if value is None and field.default is None:
+        return None
+    if field.option.read is not None:
+        return field.option.read(value, name)
+    base = field.kind.base
+    if base is bool:
+        return truth(value, name)
+    if base is int:
+        return whole(value, name, int(field.kind.least or 0))
+    if base is float:
+        return None if value is None else number(value, name)
+    if base is str:
+        return words(**{name: value})[name]
+    if isinstance(base, tuple):
+        return chosen(value, name, base)
+    return value
+
+
+def chosen(value: object, name: str, values: Collection[str]) -> str:
+    """Raises UserError for what is none of these words."""
+    text: str = words(**{name: value})[name]
+    if text not in values:
+        raise UserError(f"{name} {text!r}: give one of {', '.join(values)}")
+    return text
+
+
+def auto_or_whole(value: object, name: str) -> int | None:
+    """``auto`` → None, ``"4"`` or 4 → 4. Raises UserError."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None
+    text = value if isinstance(value, str) else ""
+    plain = text.isdecimal() and text.isascii() and len(text) <= 9
+    try:
+        return whole(int(text) if plain else value, name)
+    except UserError:
+        raise UserError(f"{name} {shown(value)}: give auto or a whole number from 1") from None
+
+
+def read_record(record: Any, spelled: Spelled = str) -> dict[str, Any]:
+    """What is meant by each option of a record, by its field's name. Raises UserError."""
+    return {
+        name: read_field(field, getattr(record, name), spelled(name))
+        for name, field in option_fields(type(record)).items()
+    }
+
+
+def flags_of(record: type) -> Spelled:
+    """Have messages call fields what the command line does."""
+    known = option_fields(record)
+    return lambda name: known[name].flag
+
+
+# Python's arguments -----------------------------------------------------------------------------
+
+
+def taking(record: Callable[P, Q]) -> Callable[[Callable[[Q], R]], Callable[P, R]]:
+    """Have a function of a record take the record's fields as arguments.
+
+    Its docstring gets a line for each of them.
+    """
+
+    def decorated(function: Callable[[Q], R]) -> Callable[P, R]:
+        @wraps(function)
+        def taken(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(record(*args, **kwargs))
+
+        del taken.__wrapped__
+        made = cast("Any", taken)
+        made.__signature__ = inspect.signature(record)
+        hints = get_type_hints(record.__init__, include_extras=True)
+        made.__annotations__ = {**hints, "return": function.__annotations__.get("return")}
+        text = inspect.cleandoc(function.__doc__ or "")
+        before, args, after = text.partition("Args:\n")
+        lines = textwrap.indent("\n".join(_lines(cast("type", record))), "    ")
+        made.__doc__ = f"{before}{args}{lines}\n{after}" if args else text
+        return taken
+
+    return decorated
+
+
+def _lines(record: type) -> Iterator[str]:
+    """A paragraph of a docstring for each option."""
+    for name, field in option_fields(record).items():
+        usual = f" By default {field.option.usual}." if field.option.usual else ""
+        text = re.sub(
+            r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), field.option.help + usual
+        )
+        yield textwrap.fill(f"{name}: {text}", 92, subsequent_indent="    ")
