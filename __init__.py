@@ -107,7 +107,7 @@ def _views() -> Views:
 
 
 def _import_graph() -> Any:
-    from .profiles.published.networkx_graph import import_graph
+    from .profiles.imported.networkx_graph import import_graph
 
     return import_graph
 

@@ -36,8 +36,8 @@ from .planner.study.study import read_study
 from .planner.systems.variants import VARIANTS, load_plugin, variant_named
 from .profiles.errors import InfeasibleError, PlanError, UserError
 from .profiles.files import MAX_FACTOR
+from .profiles.imported.reader import import_profile, is_foreign
 from .profiles.profile import Profile
-from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
 from .profiles.units import count_or_auto, number, parse_share, shown, texts, truth, whole, words
 from .runtime.records.run import Run
@@ -75,8 +75,8 @@ def profile(
 
     Args:
         target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
-            a profile that another planner published or a table of costs, which is imported with
-            the batch sizes; or an object: a task, a model, a class or function that makes one.
+            a table of costs or a file that a plugin imports, with the batch sizes; or an object: a
+            task, a model, a class or function that makes one.
         batch_size: samples in a mini-batch; by default those of a batch of the task's DataLoader,
             or the largest micro-batch size, or 64.
         micro_batch_sizes: sizes to measure, in samples.
@@ -95,7 +95,7 @@ def profile(
 
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
-        FileError: a published profile or a device spec can't be read.
+        FileError: a table of costs or a device spec can't be read.
     """
     check_not_importing("timeprest.profile")
     name = name_of(target)

@@ -295,10 +295,6 @@ def _ended_by(error: click.ClickException | click.Abort) -> int:
     return error.exit_code
 
 
-class OneLineGroup(OneLineCommand, click.Group):
-    """Several such commands."""
-
-
 def program() -> str:
     """The command's name, for messages; also where it was started as a module of ours."""
     name = os.path.basename(sys.argv[0])

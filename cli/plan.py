@@ -13,9 +13,9 @@ from ..planner.search.answer.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import Kind, check_output, check_outputs, read_file, write_file
 from ..profiles.profile import Profile, check_profile
-from .errors import OneLineGroup, errors_as_lines, output, print_json
+from .errors import errors_as_lines, output, print_json
 from .options import CONTEXT, common_options, plugin_option, version_option
-from .options.command import GroupedCommand, examples, group, refuse
+from .options.command import CommandsAtHand, GroupedCommand, examples, group, refuse
 from .options.values import FileName, Whole
 from .pictures.chrome_trace import trace_option, write_trace
 from .pictures.html.page import html_option, plans_report
@@ -23,7 +23,6 @@ from .pictures.svg.options import Figures, figure_options, write_plan_figures
 from .pictures.timetable import timeline, timeline_json
 from .plan_commands.compare import compare
 from .plan_commands.export import export_plan
-from .plan_commands.published import published
 from .plan_commands.simulate import simulate_plan
 from .plan_commands.solve import solve
 from .tables.plan import assumed, few_stages, print_plan, tell_edited
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
 
 @click.group(
-    cls=OneLineGroup,
+    "plan",
+    cls=CommandsAtHand,
     context_settings=CONTEXT,
     epilog=examples(
         "tp-plan solve profile.json --devices 4 -o plan.json",
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         "tp-plan show plan.json --timeline",
     ),
 )
+@plugin_option
 @version_option
 def main() -> None:
     """Decide how to cut a profiled model into pipeline stages."""
@@ -50,7 +51,6 @@ main.add_command(solve)
 main.add_command(compare)
 main.add_command(simulate_plan)
 main.add_command(export_plan)
-main.add_command(published)
 
 
 @main.command(

@@ -10,15 +10,15 @@ import click
 
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, write_file
+from ..profiles.imported.reader import import_profile, is_foreign
 from ..profiles.measuring.process_settings import (
     folder_kept,
     keep_freed_memory,
     without_collections,
 )
 from ..profiles.profile import FRONT_ENDS, Profile
-from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json
-from .options import CONTEXT, common_options, config_options
+from .options import CONTEXT, common_options, config_options, plugin_option
 from .options.command import examples, group, options, refuse
 from .options.values import FileName, Fraction, Number, TargetName, Whole, whole_numbers
 from .progress import Bar
@@ -183,6 +183,7 @@ def _check_processes(option: str, count: int) -> None:
 )
 @_options
 @config_options
+@plugin_option
 @common_options
 @errors_as_lines
 @one_rank_tells
@@ -200,8 +201,7 @@ def main(
 
     TARGET: a built-in task or model (digits, text:FILE, vgg16, resnet50:size=64, gpt2,
     hf:bert, hf:FOLDER …), file.py:NAME or pkg.module:NAME, where NAME is a task, a model, or a
-    function that makes one; model.onnx; a table of costs (.csv); or a profile that another planner
-    published (PipeDream's graph.txt, JSON workloads).
+    function that makes one; model.onnx; a table of costs (.csv); or a file that a plugin imports.
     """
     rendezvous = rendezvous_at_hand()
     if rendezvous is not None and not links:

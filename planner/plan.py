@@ -22,6 +22,7 @@ from ..profiles.files import (
     read_file,
     save_file,
 )
+from ..profiles.plugins import GROUP, PACKAGE
 from ..profiles.profile import Profile, ProfileReference, check_front_end, check_varying
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
@@ -32,7 +33,6 @@ from .costs.tied_parameters import Tied, check_tied, hint, misplaced
 from .schedules.given import system_of
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
-from .systems.outside import GROUP, PACKAGE
 from .systems.placement import check_placement, numbered_devices
 from .systems.variants import Variant
 
@@ -387,7 +387,7 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         check_tied(variant, plan.tied)
     except PlanError as error:
         raise fail(str(error)) from None
-    check_front_end(plan.profile.front_end, f"{where}: profile")
+    check_front_end(plan.profile, f"{where}: profile")
     check_varying(plan.profile.varying, f"{where}: profile")
     return plan
 

@@ -47,14 +47,11 @@ FRONT_ENDS = {
 }
 """Ways to find a model's graph, and what messages call them."""
 
-IMPORTED = {
-    "pipedream": "PipeDream's graph.txt",
-    "placement": "a workload of the NeurIPS'20 placement paper",
-    "piper": "a workload of the NeurIPS'21 planner (Piper)",
-    "table": "a table of costs",
-    "networkx": "a networkx graph",
-}
-"""Profiles made elsewhere: costs without a model, so they can be planned but not run."""
+IMPORTED = {"table": "a table of costs", "networkx": "a networkx graph"}
+"""What messages call profiles that are made of numbers here; a plugin's are called as it says."""
+
+ELSEWHERE = "imported"
+"""The device of profiles that were made elsewhere."""
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -243,7 +240,7 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     fingerprint: str
     """Of the graph: layers, operations, parameter shapes and edges; not of the weights."""
     front_end: str = "fx"
-    """How the graph was found: one of FRONT_ENDS, or of IMPORTED for a profile made elsewhere."""
+    """How the graph was found: one of FRONT_ENDS, or who made the profile of numbers."""
     refusals: tuple[str, ...] = ()
     """Why the front ends tried before that one couldn't take the model."""
     granularity: str = "layer"
@@ -297,7 +294,7 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     @property
     def can_run(self) -> bool:
         """Whether there is a model behind it that tp-run could train."""
-        return self.front_end not in IMPORTED
+        return not made_of(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -383,7 +380,7 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
         FileError: an unknown front end, a name that is used twice or stands for nothing, an edge
             against the order of the layers, or measurements that don't match the micro-batch sizes.
     """
-    check_front_end(profile.front_end, where)
+    check_front_end(profile, where)
     position = {layer.name: k for k, layer in enumerate(profile.layers)}
     storages = {storage.name for storage in profile.storages}
     sizes = profile.micro_batch_sizes
@@ -444,11 +441,21 @@ def check_varying(varying: VaryingShapes | msgspec.UnsetType, where: str) -> Non
         raise FileError(f"{where}: varying: each size of `profiled` must be from `least` to `most`")
 
 
-def check_front_end(name: str, where: str) -> None:
-    """Raise FileError where no front end and no importer has this name."""
+def made_of(profile: Profile | ProfileReference) -> str:
+    """What a profile without a model was made of: it can be planned, but not run. Empty for one of
+    a model."""
+    name = profile.front_end
+    if name in IMPORTED or profile.device == ELSEWHERE:
+        return IMPORTED.get(name, f"numbers ({name})")
+    return ""
+
+
+def check_front_end(profile: Profile | ProfileReference, where: str) -> None:
+    """Raise FileError where a profile of a model names no front end."""
     known = (*FRONT_ENDS, *IMPORTED)
-    if name not in known:
-        raise FileError(f"{where}: front_end: {name!r} isn't one of {', '.join(known)}")
+    if profile.front_end not in known and not made_of(profile):
+        found = f"{profile.front_end!r} isn't one of {', '.join(known)}"
+        raise FileError(f"{where}: front_end: {found}")
 
 
 def _check_sizes(where: str, measurements: tuple[Measurement, ...], sizes: tuple[int, ...]) -> None:

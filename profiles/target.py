@@ -8,6 +8,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import TargetError
+from .files import is_file
 from .tasks.hooks import describe_error
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.prefetch import OwnRandomness
@@ -324,6 +326,11 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
         raise TargetError(
             f"{head}: is called like a file of weights; a target is code that makes the model and "
             "may load them there: file.py:NAME or pkg.module:NAME"
+        )
+    if not tail and is_file(Path(name)):
+        raise TargetError(
+            f"{name}: no importer reads such a file: give a plugin that has one, --plugin FILE "
+            "(docs/plugins.md)"
         )
     if not tail:
         raise TargetError(

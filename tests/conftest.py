@@ -114,14 +114,14 @@ def mlp_profile(mlp_target: str):
 
 
 @pytest.fixture
-def systems_forgotten(monkeypatch):
-    """No system of a plugin stays behind."""
+def plugins_forgotten(monkeypatch):
+    """No plugin stays behind, nor a system of one."""
     from timeprest.planner.systems import variants
-    from timeprest.planner.systems.outside import VARIABLE
+    from timeprest.profiles import plugins
 
-    tables = (variants.VARIANTS, variants._LOADED)
+    tables = (variants.VARIANTS, variants._LOADED, plugins._FILES)
     before = [dict(table) for table in tables]
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(plugins.VARIABLE, "")
     yield
     for table, old in zip(tables, before, strict=True):
         table.clear()

@@ -67,13 +67,23 @@ common_options = options(
 )
 
 
+@errors_as_lines
+def _load(context: click.Context, option: click.Parameter, plugins: Sequence[str]) -> Sequence[str]:
+    for plugin in () if context.resilient_parsing else plugins:
+        load_plugin(plugin)
+    return plugins
+
+
 _plugins = click.option(
     "--plugin",
     "plugins",
     type=FileName(),
     multiple=True,
     metavar="FILE",
-    help="A file with training systems of your own; plans of theirs need it.",
+    is_eager=True,  # help has the commands of plugins, too
+    callback=_load,
+    help="A file with training systems of your own, which plans of theirs need, or with what else "
+    "plugins have.",
 )
 
 
@@ -82,15 +92,9 @@ def plugin_option(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(*args: Any, plugins: Sequence[str], **kwargs: Any) -> Any:
-        errors_as_lines(_load)(plugins)
         return function(*args, **kwargs)
 
     return cast("F", _plugins(wrapped))
-
-
-def _load(plugins: Sequence[str]) -> None:
-    for plugin in plugins:
-        load_plugin(plugin)
 
 
 config_options = group(

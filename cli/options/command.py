@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ...profiles.errors import UserError
-from ..errors import OneLineCommand, printable
+from ...profiles import plugins
+from ...profiles.errors import PluginError, UserError
+from ..errors import OneLineCommand, errors_as_lines, printable
 from .config import CONFIG, PRINT, config_text, read_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,6 +118,40 @@ class GroupedCommand(OneLineCommand):
             if shown:
                 with formatter.section(name):
                     formatter.write_dl(shown)
+
+
+class CommandsAtHand(OneLineCommand, click.Group):
+    """Several commands: its own, and those that plugins have for it ("plan.NAME" for tp-plan)."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """As click's, and those of plugins."""
+        return [*super().list_commands(ctx), *errors_as_lines(commands_of)(str(self.name))]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """As click's, or a plugin's."""
+        own = super().get_command(ctx, cmd_name)
+        return own or errors_as_lines(command_of)(str(self.name), cmd_name)
+
+
+COMMANDS = "commands"
+"""The kind of plugins."""
+
+
+def commands_of(program: str) -> list[str]:
+    """Names of the commands that plugins have for `tp-PROGRAM`. Raises PluginError."""
+    begin = f"{program}."
+    return [n.removeprefix(begin) for n in plugins.names(COMMANDS) if n.startswith(begin)]
+
+
+def command_of(program: str, name: str) -> click.Command | None:
+    """A plugin's command; None where none has this name. Raises PluginError."""
+    if name not in commands_of(program):
+        return None
+    found = plugins.load(COMMANDS, f"{program}.{name}")
+    if not isinstance(found, click.Command):
+        what = f"command {program}.{name}: is a {type(found).__name__}"
+        raise PluginError(f"{what}; give a click.Command")
+    return found
 
 
 def _optional(param: click.Parameter) -> click.Parameter:

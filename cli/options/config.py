@@ -38,9 +38,7 @@ def keys_of(command: click.Command) -> dict[str, click.Option]:
     return {
         max(option.opts, key=len).lstrip("-"): option
         for option in command.params
-        if isinstance(option, click.Option)
-        and option.name not in (CONFIG, PRINT)
-        and not option.is_eager
+        if isinstance(option, click.Option) and option.expose_value
     }
 
 

@@ -30,7 +30,7 @@ from ...planner.study.study import read_study
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_file
-from ...profiles.profile import IMPORTED, Profile, check_profile
+from ...profiles.profile import Profile, check_profile, made_of
 from ...profiles.units import parse_share
 from ..errors import errors_as_lines, output, print_json
 from ..options import (
@@ -379,7 +379,7 @@ def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any])
 
 
 def _next(plan: Plan, path: str) -> str:
-    if plan.profile.front_end in IMPORTED:
+    if made_of(plan.profile):
         return "it can't be run: its profile was imported"
     return f"next: tp-run {path}"
 

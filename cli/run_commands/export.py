@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -13,7 +14,7 @@ from ...profiles.files import ExportFormat
 from ...profiles.units import parse_bytes
 from ..errors import errors_as_lines, printable
 from ..options import CONTEXT, plugin_option, quiet_option, version_option
-from ..options.command import GroupedCommand, examples
+from ..options.command import GroupedCommand, command_of, commands_of, examples
 from ..options.values import FileName, FolderName, Whole
 from .rank import OneRankCommand
 from .report import report
@@ -90,20 +91,31 @@ class PlanOrCommand(FileName):
         """Files, and the other commands, each with what it does."""
         others = [
             CompletionItem(name, help=command.get_short_help_str())
-            for name, command in WithOthers.others.items()
-            if name.startswith(incomplete)
+            for name in WithOthers.list_commands(ctx)
+            if name.startswith(incomplete) and (command := WithOthers.get_command(ctx, name))
         ]
         return super().shell_complete(ctx, param, incomplete) + others
 
 
 class WithOthers(OneRankCommand):
-    """A command that runs another one where its first argument is that one's name."""
+    """A command that runs another one where its first argument is that one's name: one of its own,
+    or of a plugin ("run.NAME" for tp-run)."""
 
     others: Mapping[str, click.Command] = {
         "export": export,
         "report": report,
         "study": study,
     }
+
+    @classmethod
+    def list_commands(cls, ctx: click.Context) -> list[str]:
+        """As a click.Group's."""
+        return [*cls.others, *errors_as_lines(commands_of)("run")]
+
+    @classmethod
+    def get_command(cls, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """As a click.Group's."""
+        return cls.others.get(cmd_name) or errors_as_lines(command_of)("run", cmd_name)
 
     def make_context(
         self,
@@ -113,7 +125,9 @@ class WithOthers(OneRankCommand):
         **extra: Any,
     ) -> click.Context:
         """The context of whichever command it is."""
-        other = self.others.get(args[0]) if args else None
+        # Plans are files; what a plugin has is asked for where there is none of that name.
+        named = args and (args[0] in self.others or not Path(args[0]).suffix)
+        other = self.get_command(click.Context(self), args[0]) if named else None
         if other is not None:
             return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)

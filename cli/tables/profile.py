@@ -7,11 +7,11 @@ from rich.console import Console
 
 from ...profiles.profile import (
     FRONT_ENDS,
-    IMPORTED,
     Measurement,
     Profile,
     Shapes,
     VaryingShapes,
+    made_of,
 )
 from ...profiles.units import format_bytes, format_seconds
 from .layout import fitted, fixed, words
@@ -95,7 +95,7 @@ def _print_trust(console: Console, profile: Profile) -> None:
         if any(m.relative_error is not None for m in profile.layers[0].measurements):
             console.print("±: standard error of forward + backward")
     else:
-        console.print(f"from {IMPORTED[profile.front_end]}: can be planned, but not run")
+        console.print(f"from {made_of(profile)}: can be planned, but not run")
     if profile.together is not None:
         found = profile.together
         console.print(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...profiles.profile import IMPORTED, Profile
+from ...profiles.profile import Profile, made_of
 from ...profiles.units import parse_memory, parse_share
 
 GPU_SHARE = 0.08
@@ -37,6 +37,6 @@ def usual_headroom(profile: Profile) -> Headroom:
     """What a profile's device needs besides what a plan counts: on the CPU nothing, nor where it
     was measured, for then it is counted (`costs.memory.with_reserved`)."""
     measured = profile.reserved_bytes is not msgspec.UNSET
-    if measured or profile.device == "cpu" or profile.front_end in IMPORTED:
+    if measured or profile.device == "cpu" or made_of(profile):
         return Headroom()
     return Headroom(share=GPU_SHARE)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 
 from ...profiles.errors import TargetError, TraceError
-from ...profiles.profile import IMPORTED
+from ...profiles.profile import made_of
 from ..plan import Plan
 from .blocks import blocks_by_stage, blocks_of
 from .engines import Engine, EngineFiles, precision_notes
@@ -107,8 +107,8 @@ def _check_chain(plan: Plan, look: Callable[[Plan], ModelFacts]) -> str:
 
     Raises PlanError naming a tensor that another block takes.
     """
-    if plan.profile.front_end in IMPORTED:
-        return f"the plan was made from {IMPORTED[plan.profile.front_end]}, without a model"
+    if numbers := made_of(plan.profile):
+        return f"the plan was made from {numbers}, without a model"
     try:
         facts = look(plan)
     except (TargetError, TraceError) as error:

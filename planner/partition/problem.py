@@ -5,7 +5,7 @@ stage X between downsets a and b holds the layers of b less those of a. The solv
 chain, and an option for each of its stages, whose largest stage load is smallest, where every
 stage fits its devices' memory. Which system is trained, and by whose cost model, is all in the
 numbers: `planner.search.relaxed.relaxation` makes them for our own systems,
-`cli.plan_commands.cost_models` for published planners.
+`tests/benchmarks/published/cost_models.py` for published planners.
 
 Index letters: a, b downsets; X a stage; r its replicas; k devices from its first one to the end.
 """

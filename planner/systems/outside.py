@@ -1,40 +1,22 @@
 """Training systems from outside: rows of the table, with rules, in a file or package of a user's.
 
-A plugin is a Python file, or a module that an installed package names in the entry-point group
-"timeprest.systems". Its `SYSTEMS` are rows (`Variant`); a row has an `Outside` for what no row of
-the table can say. The file itself shouldn't import torch where planning is to do without: rules
-are made in the process that trains. docs/plugins.md shows one.
+`SYSTEMS` of a plugin (`profiles.plugins`) are rows (`Variant`); a row has an `Outside` for what no
+row of the table can say. The file itself shouldn't import torch where planning is to do without:
+rules are made in the process that trains. docs/plugins.md shows one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from ...profiles.errors import PluginError, StoppedError
+from ...profiles.errors import PluginError
+from ...profiles.plugins import call_plugin
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-_T = TypeVar("_T")
-
-GROUP = "timeprest.systems"
-"""Entry points of installed packages."""
-
-VARIABLE = "TIMEPREST_PLUGINS"
-"""The environment variable with the files of plugins: processes that this one starts load them."""
-
-PACKAGE = "package "
-"""Before the name of an entry point, where a plugin is named."""
 
 
 @dataclass(frozen=True)
@@ -137,92 +119,3 @@ class Outside:
                 "number from 0"
             )
         return found
-
-
-def systems_in(plugin: str) -> tuple[Sequence[Any], str]:
-    """The `SYSTEMS` of a plugin, of a file or of "package NAME"; and a checksum of what is there.
-
-    Raises PluginError naming plugin and line: it isn't there, fails, or has none.
-    """
-    name = plugin.removeprefix(PACKAGE)
-    if name != plugin:
-        found = [point for point in entry_points(group=GROUP) if point.name == name]
-        if not found:
-            raise PluginError(f"no installed package has the entry point {name!r} of {GROUP}")
-        module = call_plugin(plugin, found[0].load)
-    else:
-        module = call_plugin(plugin, lambda: _of_file(plugin))
-    systems = getattr(module, "SYSTEMS", None)
-    if not isinstance(systems, (list, tuple)) or not systems:
-        raise PluginError(f"{plugin}: has no SYSTEMS, a list of rows (docs/plugins.md)")
-    return systems, _checksum(getattr(module, "__file__", None))
-
-
-def _checksum(file: str | None) -> str:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
-    except OSError:  # a module in an archive, or without a file
-        return ""
-
-
-def _of_file(plugin: str) -> Any:
-    path = Path(plugin)
-    if not path.is_file():
-        raise PluginError(f"{plugin}: no such file")
-    name = f"timeprest_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise PluginError(f"{plugin}: can't be imported as Python; give a file.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def call_plugin(plugin: str, run: Callable[[], _T], part: str = "") -> _T:
-    """What a plugin's code gives. Raises PluginError where it fails, or would end the program.
-
-    Args:
-        part: of the plugin, for the message; it is the whole file otherwise.
-    """
-    try:
-        return run()
-    except (PluginError, StoppedError):
-        raise
-    except (Exception, SystemExit) as error:
-        trace, line = error.__traceback__, ""
-        while trace is not None:
-            if Path(trace.tb_frame.f_code.co_filename).name == Path(plugin).name:
-                line = f"line {trace.tb_lineno}: "
-            trace = trace.tb_next
-        said = str(error).splitlines()
-        what = f"{type(error).__name__}: {said[0] if said else ''}".rstrip(": ")
-        raise PluginError(f"{plugin}: {line}{part and f'{part}: '}{what}") from error
-
-
-def remember(plugin: str) -> None:
-    """Let processes that this one starts load a file, too."""
-    given = plugins_given()
-    path = str(Path(plugin).resolve())
-    if path not in given:
-        os.environ[VARIABLE] = json.dumps([*given, path])
-
-
-def plugins_given() -> list[str]:
-    """The files that the environment names, as JSON: paths may have any character.
-
-    Raises PluginError for something else there.
-    """
-    text = os.environ.get(VARIABLE, "")
-    try:
-        found = json.loads(text or "[]")
-    except ValueError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(path, str) for path in found):
-        raise PluginError(f"{VARIABLE}: {text!r} is no list of files; unset it, and give --plugin")
-    return found
-
-
-def packages() -> list[str]:
-    """Plugins of installed packages."""
-    return [f"{PACKAGE}{point.name}" for point in entry_points(group=GROUP)]

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ...profiles import plugins
 from ...profiles.errors import OrderError, PlanError, PluginError
 from .orders import Order
-from .outside import PACKAGE, Outside, packages, plugins_given, remember, systems_in
+from .outside import Outside
 
 ScheduleRule = Literal[
     "gpipe",
@@ -355,7 +356,7 @@ def variant_named(name: str) -> Variant:
     Raises PlanError listing the known ones, PluginError for a plugin that fails.
     """
     if name not in VARIANTS:
-        for plugin in (*plugins_given(), *packages()):
+        for plugin in (*plugins.plugins_given(), *plugins.packages()):
             load_plugin(plugin)
     try:
         return VARIANTS[name]
@@ -447,31 +448,39 @@ _OF_SCHEDULE: Mapping[str, Mapping[str, set[Any]]] = {
 
 
 def load_plugin(plugin: str) -> tuple[Variant, ...]:
-    """Add the systems of a plugin to the table; a plugin is loaded once.
+    """Add the systems of a plugin to the table, if it has any; a plugin is loaded once.
 
     Args:
         plugin: a file, or "package NAME" with the name of an entry point.
 
     Raises PluginError: it isn't there, fails, or has a row that can't be.
     """
-    packaged = plugin.startswith(PACKAGE)
-    key = plugin if packaged else str(Path(plugin).resolve())
+    key = plugin if plugin.startswith(plugins.PACKAGE) else str(Path(plugin).resolve())
+    module = plugins.module_of(plugin)
     if key not in _LOADED:
-        systems, checksum = systems_in(plugin)
-        rows = [_checked(plugin, checksum, k, row) for k, row in enumerate(systems)]
-        # All names before any is added: a file that is corrected can be loaded again.
-        for k, row in enumerate(rows):
-            if row.name in VARIANTS:
-                raise PluginError(f"{plugin}: there is a system {row.name!r} already")
-            if any(row.name == other.name for other in rows[:k]):
-                raise PluginError(
-                    f"{plugin}: SYSTEMS[{k}].name: {row.name!r} is another row's, too"
-                )
+        try:
+            rows = _rows_of(plugin, module)
+        except PluginError:
+            # A file that is corrected can be loaded again.
+            plugins.forget(plugin)
+            raise
         VARIANTS.update((row.name, row) for row in rows)
         _LOADED[key] = tuple(rows)
-    if not packaged:
-        remember(key)
     return _LOADED[key]
+
+
+def _rows_of(plugin: str, module: Any) -> list[Variant]:
+    """A plugin's rows, all of them looked at before any is added. Raises PluginError."""
+    systems, checksum = getattr(module, "SYSTEMS", []), plugins.checksum_of(module)
+    if not isinstance(systems, (list, tuple)) or (hasattr(module, "SYSTEMS") and not systems):
+        raise PluginError(f"{plugin}: SYSTEMS is no list of rows (docs/plugins.md)")
+    rows = [_checked(plugin, checksum, k, row) for k, row in enumerate(systems)]
+    for k, row in enumerate(rows):
+        if row.name in VARIANTS:
+            raise PluginError(f"{plugin}: there is a system {row.name!r} already")
+        if any(row.name == other.name for other in rows[:k]):
+            raise PluginError(f"{plugin}: SYSTEMS[{k}].name: {row.name!r} is another row's, too")
+    return rows
 
 
 def _checked(plugin: str, checksum: str, number: int, row: object) -> Variant:

@@ -18,7 +18,7 @@ from ...profiles.autograd.dropout import WithoutDropout
 from ...profiles.autograd.random_numbers import RandomCalls, random_calls
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ...profiles.files import is_file
-from ...profiles.profile import IMPORTED, ProfileReference, VaryingShapes
+from ...profiles.profile import ProfileReference, VaryingShapes, made_of
 from ...profiles.target import TASK_NEEDED, Target, resolve
 from ...profiles.tasks.hooks import check_reads, describe_error
 from ...profiles.tasks.loss_parts import own_copy
@@ -51,9 +51,9 @@ def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]
         TargetError: it can't be imported or built, or is no task.
         PlanError: the profile is one without a model.
     """
-    if made_from.front_end in IMPORTED:
+    if numbers := made_of(made_from):
         raise PlanError(
-            f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
+            f"plan: was made from {numbers} ({made_from.target}): costs "
             "without a model, which can be planned and shown but not run. Profile a model of your "
             "own with tp-profile"
         )

@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from ...planner.systems.outside import StageContext, StageRules, call_plugin
+from ...planner.systems.outside import StageContext, StageRules
 from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import made_without_compiler
-from ...profiles.errors import PluginError, RunError, TargetError, TaskWarning, UserError
+from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
 from ...profiles.tasks.hooks import (
     RunLength,
     call_hook,
@@ -45,7 +45,7 @@ from ..prepare.prepare import Prepared
 from ..settings import OptimizerChoice, RunSettings
 from ..weights.drift import Drift
 from ..weights.muon import MuonWithAdamW, has_muon
-from ..weights.outside import context_of, outside_rules
+from ..weights.outside import context_of, outside_rules, outside_update
 from .delays import delay_of
 
 Parameters = Iterable[Any]
@@ -355,17 +355,8 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
     if prepared.settings.stagewise_momentum:
         raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
     variant = prepared.pipeline.variant
-    outside = variant.outside
-    if outside is not None and outside.update is not None:
-        make, context = outside.update, context_at(prepared, s)
-        part = f"update of {variant.name} for stage {s}"
-        found: object = call_plugin(outside.plugin, lambda: make(context, optimizer), part)
-        if not isinstance(found, Optimizer):
-            raise PluginError(
-                f"{outside.plugin}: {part}: gives a {type(found).__name__}; return the "
-                "torch.optim.Optimizer to step"
-            )
-        optimizer = found
+    if variant.outside is not None and variant.outside.update is not None:
+        optimizer = outside_update(variant, context_at(prepared, s), optimizer)
     return _RULES[variant.update_rule](optimizer)
 
 

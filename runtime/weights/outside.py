@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...planner.plan import Plan
-from ...planner.systems.outside import StageContext, StageRules, call_plugin
+from ...planner.systems.outside import StageContext, StageRules
 from ...planner.systems.variants import Variant
 from ...profiles.errors import PluginError
+from ...profiles.plugins import call_plugin
 
 _T = TypeVar("_T")
 
@@ -83,6 +85,24 @@ def outside_rules(
         raise PluginError(f"{plugin}: {part}: gives a {type(rules).__name__}; give a StageRules")
     _check_kept(getattr(rules, "kept", None), parameters, f"{plugin}: {part}: kept")
     return OutsideRules(rules, plugin)
+
+
+def outside_update(variant: Variant, context: StageContext, optimizer: Optimizer) -> Optimizer:
+    """The optimizer that a system's own `update` makes of the user's.
+
+    Raises PluginError where it fails, or gives something else.
+    """
+    assert variant.outside is not None
+    assert variant.outside.update is not None
+    make, plugin = variant.outside.update, variant.outside.plugin
+    part = f"update of {variant.name} for stage {context.stage}"
+    found: object = call_plugin(plugin, lambda: make(context, optimizer), part)
+    if not isinstance(found, Optimizer):
+        raise PluginError(
+            f"{plugin}: {part}: gives a {type(found).__name__}; return the torch.optim.Optimizer "
+            "to step"
+        )
+    return found
 
 
 def _check_kept(kept: object, parameters: Sequence[nn.Parameter], where: str) -> None:

@@ -9,6 +9,7 @@ import click
 import pytest
 from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
 from click.testing import CliRunner
+from helpers.output.commands import commands_below
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
@@ -20,8 +21,8 @@ COMMANDS = {
     "tp-profile": profile_main,
     "tp-plan": plan_main,
     "tp-run": run_main,
-    **{f"tp-plan {name}": command for name, command in plan_main.commands.items()},
-    **{f"tp-run {name}": command for name, command in run_main.others.items()},
+    **{f"tp-plan {name}": command for name, command in commands_below(plan_main).items()},
+    **{f"tp-run {name}": command for name, command in commands_below(run_main).items()},
 }
 LARGE = ("tp-profile", "tp-plan solve", "tp-run", "tp-run study")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from importlib import import_module
 
@@ -11,7 +10,6 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain
 from helpers.by_hand.studies import PLAIN_ARM, STEPS, arm, study
-from helpers.by_hand.workloads import workload_file
 from helpers.output.commands import called
 from timeprest.planner.plan import read_plan
 from timeprest.planner.study.study import write_study
@@ -336,57 +334,6 @@ def test_the_ilp_is_a_choice(folder):
     call("solve", "profile.json", "--solver", "ilp", "--devices", 2, "--micro-batches", 2)
     assert read_plan(folder / "plan.json").solver.method == "ilp"
     assert read_plan(folder / "plan.json").solver.optimal
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "best_ms", "scaled"),
-    [
-        # Blocks 2 to 4 compute for 29.25 ms, and 9.25 times 2^20 bytes cross their borders.
-        ("placement/small_layers_training.json", 8, 33.7666, "29.2545 ms"),
-        # Published.
-        ("placement/layer_bert24_training.json", 21, 46.6082, "41.7458 ms"),
-    ],
-)
-def test_a_workload_under_its_own_cost_model(name, nodes, best_ms, scaled, tmp_path):
-    path = workload_file(name, tmp_path)
-    found = json.loads(call("published", path, "--json"))
-    assert found["objective_s"] == pytest.approx(best_ms / 1e3, rel=1e-5)
-    assert found["optimal"]
-    assert sum(len(stage["nodes"]) for stage in found["stages"]) >= nodes
-    text = call("published", path, "--transfer-scale", 0.001)
-    assert scaled in text
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_what_several_stretches_on_a_device_gain(tmp_path):
-    """Of cuts without replicas: a device of theirs has none either."""
-    path = workload_file("placement/small_layers_training.json", tmp_path)
-    alone = ("published", path, "--replicas", "off")
-    found = json.loads(call(*alone, "--non-contiguous", "--json"))
-    gain = 1 - found["non_contiguous"]["objective_s"] / found["objective_s"]
-    assert 0 <= gain < 1
-    assert call(*alone, "--non-contiguous").endswith(f"(proven optimal), {gain:.1%} shorter\n")
-    path = workload_file("pipedream/small_convnet.graph.txt", tmp_path)
-    how = ("--devices", 4, "--bandwidth", "10GB/s", "--non-contiguous")
-    text = call("published", path, *how)
-    assert "to compare a cut without them: --replicas off" in text
-
-
-def test_no_answer_in_time_is_said(tmp_path, monkeypatch):
-    module = import_module("timeprest.cli.plan_commands.non_contiguous")
-    none = module.NoncontiguousAnswer(None, math.inf, 0.0, optimal=False, interrupted=False)
-    monkeypatch.setattr(module, "solve_noncontiguous", lambda problem, **how: none)
-    path = workload_file("placement/small_layers_training.json", tmp_path)
-    text = call("published", path, "--non-contiguous")
-    assert text.endswith("device: none found in time; raise --time-limit\n")
-    late = call("published", path, "--solver", "ilp", "--time-limit", 0, code=2)
-    assert "no cut found in time; raise --time-limit" in late
-
-
-def test_a_published_workload_with_no_room_says_so(tmp_path):
-    path = workload_file("placement/small_layers_training.json", tmp_path)
-    text = call("published", path, "--memory", "1B", code=2)
-    assert text.endswith("no cut fits the devices' memory; raise --memory or --devices\n")
 
 
 def test_several_stages_on_each_device(folder):

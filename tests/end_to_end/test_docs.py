@@ -21,6 +21,7 @@ import pytest
 import timeprest
 import torch
 from click.testing import CliRunner
+from helpers.output.commands import commands_below
 from helpers.output.doc_pages import ROOT, Text, blocks, commands, pages, section, spans, tables
 from helpers.paths import SHIPPED_DEVICES
 from helpers.plans import chain_plan, plan_by_hand, with_times
@@ -34,7 +35,7 @@ from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.exports.torch_pipelining import _TEXT as SCRIPT_TEXT
 from timeprest.planner.exports.torch_pipelining import SCRIPT
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
-from timeprest.planner.systems.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS, load_plugin
 from timeprest.profiles.files import RUN_OWN, read_toml, tomllib, write_file
 from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Layer, Measurement, Profile
@@ -44,6 +45,7 @@ from timeprest.runtime.records.callbacks import Callback
 from timeprest.runtime.records.recording import Line
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.tests.benchmarks.published.command import published
 from torch.distributed.run import get_args_parser
 
 PROGRAMS = {"tp-profile": profile_main, "tp-plan": plan_main, "tp-run": run_main}
@@ -98,11 +100,15 @@ def parse(program, words, *, in_text=False):
             --variant all`` and ``tp-profile --together``.
     """
     command = PROGRAMS[program]
-    if "--config" in words:
-        # The reader's own file isn't here; that the command takes one is seen.
-        at = words.index("--config")
-        assert any("--config" in o.opts for o in subcommand(command, words).params)
-        words = [*words[:at], *words[at + 2 :]]
+    if words[:1] == ["--plugin"] and words[1].startswith("tests/"):
+        load_plugin(str(ROOT / words[1]))
+        words = words[2:]
+    for option in ("--config", "--plugin"):
+        if option in words:
+            # The reader's own file isn't here; that the command takes one is seen.
+            at = words.index(option)
+            assert any(option in o.opts for o in subcommand(command, words).params)
+            words = [*words[:at], *words[at + 2 :]]
     try:
         if isinstance(command, click.Group):
             if not words or words[0].startswith("-"):
@@ -181,7 +187,7 @@ def check_options(words):
     said = []
     for program, command in PROGRAMS.items():
         group = isinstance(command, click.Group)
-        others = [*command.commands] if group else [None, *getattr(command, "others", ())]
+        others = [*([] if group else [None]), *commands_below(command)]
         for other in others:
             try:
                 parse(program, [*([other] if other else []), *words], in_text=True)
@@ -197,7 +203,7 @@ def test_every_option_is_named_on_some_page():
     """Or its opposite; those of all commands, such as --quiet, say themselves what they do."""
     text = "\n".join(page.read_text() for page in PAGES.values())
     named = set(re.findall(r"--[a-z][a-z-]*", text))
-    every = [*PROGRAMS.values(), *plan_main.commands.values(), *run_main.others.values()]
+    every = [c for p in PROGRAMS.values() for c in (p, *commands_below(p).values())]
     options = [o for each in every for o in each.params if isinstance(o, click.Option)]
     names = {frozenset([*o.opts, *o.secondary_opts]) for o in options}
     common = {"--output", "--quiet", "--verbose", "--version"}
@@ -237,8 +243,8 @@ def check_in_text(words):
         for program in PROGRAMS.values()
         for command in (
             program,
-            *getattr(program, "commands", {}).values(),
-            *getattr(program, "others", {}).values(),
+            *commands_below(program).values(),
+            published,
         )
         for p in command.params
         for name in (*p.opts, *p.secondary_opts)
@@ -340,7 +346,7 @@ def test_no_snippet_stays_unseen():
 # Running them --------------------------------------------------------------------------------
 
 
-pytestmark = pytest.mark.usefixtures("systems_forgotten")
+pytestmark = pytest.mark.usefixtures("plugins_forgotten")
 
 
 @pytest.fixture(scope="module")
@@ -600,7 +606,7 @@ def test_every_system_has_a_row(name):
 @pytest.mark.parametrize("name", PAGES)
 def test_tables_list_what_there_is(name):
     """Tables of systems and of options name such as exist, with the values that they take."""
-    commands_ = [c for p in PROGRAMS.values() for c in (p, *getattr(p, "commands", {}).values())]
+    commands_ = [c for p in PROGRAMS.values() for c in (p, *commands_below(p).values())]
     for found in tables(PAGES[name]):
         if found.head[0] == "system":
             names = {

@@ -13,7 +13,7 @@ import pytest
 from helpers.paths import ROOT
 
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "cli": 3, "api": 4}
-DATA_MODULES = {"errors", "units", "files", "options", "profile", "published.workload"}
+DATA_MODULES = {"errors", "units", "files", "options", "plugins", "profile"}
 
 
 LIMITS = {"lines": 60, "parameters": 8, "methods": 20, "attributes": 20, "imports": 15}
@@ -47,7 +47,7 @@ attributes 32 runtime/stage/runner.py StageRunner
 attributes 46 runtime/stage/stage.py Stage
 imports 34 api.py
 imports 19 cli/notebook.py
-imports 20 cli/plan.py
+imports 19 cli/plan.py
 imports 32 cli/plan_commands/solve.py
 imports 18 cli/profile.py
 imports 16 cli/run.py
@@ -109,14 +109,13 @@ parameters 10 api.py run
 parameters 15 api.py profile
 parameters 33 api.py plan
 parameters 9 api.py resume
-parameters 9 cli/plan_commands/cost_models.py problem_of
 parameters 9 planner/cluster/cluster.py uniform_cluster
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 13 planner/search/solve.py solve
 parameters 9 planner/search/solve.py question_for
 parameters 13 profiles/measuring/measure.py measure
 parameters 9 profiles/measuring/profile_builder.py assemble
-parameters 9 profiles/published/cost_graph.py make_profile
+parameters 9 profiles/imported/cost_graph.py make_profile
 parameters 11 profiles/tracing/fx.py _transformer
 parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/kinds.py _Reached
@@ -126,7 +125,6 @@ participle planner/study/choose.py Foretold
 participle profiles/tracing/verify.py Seen
 participle runtime/training/study/pool.py Given
 word tell cli/errors.py tell
-word tell cli/plan_commands/published.py tell
 word tell cli/plan_commands/solve.py tell
 word tell cli/run_commands/rank.py _let_rank_0_tell
 word tell cli/run_commands/rank.py one_rank_tells
@@ -156,9 +154,8 @@ word tell profiles/measuring/bench.py _tell
 word tell profiles/measuring/measure.py _tell
 word crossing profiles/measuring/saved_bytes.py crossing
 word crossing profiles/measuring/saved_bytes.py crossings
-word listed profiles/published/cost_graph.py listed
-word among profiles/published/networkx_graph.py among
-word listed profiles/published/workload.py listed
+word listed profiles/imported/cost_graph.py listed
+word among profiles/imported/networkx_graph.py among
 word among profiles/target.py _arguments_among
 word tell profiles/tasks/loaders.py tell_epoch
 word among profiles/tasks/samples.py rows_among
@@ -385,7 +382,7 @@ def test_architecture_has_a_line_for_each_folder():
         "timeprest.cli.profile",
         "timeprest.cli.run",
         "timeprest.profiles",
-        "timeprest.profiles.published.reader",
+        "timeprest.profiles.imported.reader",
     ],
 )
 def test_planning_and_help_never_import_torch(module):

@@ -15,7 +15,8 @@ import msgspec
 from click.testing import CliRunner
 from fuzz.commands import Call, command_named, inside
 from fuzz.mutations import broken_arguments, broken_bytes, broken_json, broken_lines
-from helpers.paths import TESTS
+from helpers.output.commands import commands_below
+from helpers.paths import PLANNERS, TESTS
 from helpers.plans import with_times
 from helpers.published_files import GRAPH, PIPER, PLACEMENT
 from timeprest.planner.cluster.cluster import Cluster, read_cluster
@@ -23,6 +24,7 @@ from timeprest.planner.plan import Plan
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import Profile
+from timeprest.tests.benchmarks.published.command import published
 
 TASK = f"{TESTS / 'tasks/mlp_task.py'}:MLPTask"
 
@@ -266,14 +268,15 @@ def _spec(rng: Random) -> tuple[str, bytes, list[Call]]:
 
 def _foreign(name: str, data: bytes, rng: Random) -> tuple[str, bytes, list[Call]]:
     if rng.random() < 0.4:
-        words = ("published", name, "--time-limit", "0.5", "--devices", "2")
+        words = ("--plugin", str(PLANNERS), "published", name)
+        words += ("--time-limit", "0.5", "--devices", "2")
         return name, data, [Call("tp-plan", words)]
-    out = "out.json"
+    out, words = "out.json", ("--batch-size", "4", "--plugin", str(PLANNERS))
     return (
         name,
         data,
         [
-            Call("tp-profile", (name, "--batch-size", "4", "-o", out), (out, Profile)),
+            Call("tp-profile", (name, *words, "-o", out), (out, Profile)),
             Call("tp-plan", ("solve", out, *_SOLVE), ("out.plan.json", Plan)),
         ],
     )
@@ -321,10 +324,12 @@ def broken_line(which: str, rng: Random) -> list[Call]:
     }.get(which, ())
     tool = which if which.startswith("tp-") else "tp-plan"
     command = command_named(tool)
-    if isinstance(command, click.Group):
-        command = command.commands[which]
+    if which == "published":
+        command, which = published, f"--plugin {PLANNERS} published"
+    elif isinstance(command, click.Group):
+        command = commands_below(command)[which]
     words = [*first, *_short(broken_arguments(rng, sound, _options(command)))]
-    return [Call(tool, tuple(words if tool == which else (which, *words)))]
+    return [Call(tool, tuple(words if tool == which else (*which.split(), *words)))]
 
 
 def _options(command: click.Command) -> list[tuple[str, bool]]:

@@ -10,6 +10,8 @@ TESTS = Path(__file__).parents[1]
 TASKS = TESTS / "tasks"
 ROOT = TESTS.parent
 SHIPPED_DEVICES = ROOT / "profiles" / "measuring" / "device_specs.toml"
+PLANNERS = TESTS / "benchmarks" / "published" / "plugin.py"
+"""The plugin that reads other planners' files."""
 PUBLISHED = ROOT.resolve().parent / "shared" / "data"
 """Other planners' own files, which aren't part of the repository."""
 

@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from timeprest.cli.plan_commands.cost_models import problem_of
 from timeprest.planner.cluster.cluster import Cluster, uniform_cluster
 from timeprest.planner.partition.problem import StageProblem, cut_load
 from timeprest.planner.partition.solve import CutAnswer, solve_cut
@@ -30,9 +29,10 @@ from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.placement import numbered_devices, pattern_of
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
-from timeprest.profiles.published.reader import import_profile, read_workload
-from timeprest.profiles.published.workload import Workload
 from timeprest.profiles.units import format_bytes
+from timeprest.tests.benchmarks.published.cost_models import problem_of
+from timeprest.tests.benchmarks.published.reader import import_published, read_workload
+from timeprest.tests.benchmarks.published.workload import Workload
 from timeprest.tests.benchmarks.shared import head_of
 from timeprest.tests.helpers.drawn import lattices
 
@@ -80,7 +80,7 @@ class OwnCase:
     def profile(self) -> Profile:
         """With times of a micro-batch."""
         sizes = [self.samples // MICRO_BATCHES]
-        return import_profile(DATA / self.file, batch_size=self.samples, micro_batch_sizes=sizes)
+        return import_published(str(DATA / self.file), self.samples, sizes)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
-from timeprest.profiles.published.reader import import_profile
+from timeprest.tests.benchmarks.published.reader import import_published
 from timeprest.tests.benchmarks.shared import head_of, machine
 
 PAGE = Path(__file__).parents[3] / "docs" / "planner_sequences.md"
@@ -68,7 +68,7 @@ def profile_of(workload: str) -> Profile:
     """With times of a micro-batch; the file's are of a mini-batch."""
     sizes = [SAMPLES // MICRO_BATCHES]
     path = DATA / f"{workload}.graph.txt"
-    return import_profile(path, batch_size=SAMPLES, micro_batch_sizes=sizes)
+    return import_published(str(path), SAMPLES, sizes)
 
 
 def drawn(seed: int) -> Drawn:

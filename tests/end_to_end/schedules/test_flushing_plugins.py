@@ -15,6 +15,7 @@ from timeprest.planner.study.choose import StudyFigures
 from timeprest.planner.study.study import PLAIN
 from timeprest.planner.systems import variants
 from timeprest.planner.systems.variants import VARIANTS, load_plugin
+from timeprest.profiles import plugins
 from timeprest.profiles.errors import PlanError
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
@@ -24,7 +25,7 @@ from timeprest.runtime.training.study.conduct import StudyChoices, prospect
 from timeprest.runtime.training.study.training import train_one
 from timeprest.runtime.training.study.work import Asked, Finished
 
-pytestmark = pytest.mark.usefixtures("systems_forgotten")
+pytestmark = pytest.mark.usefixtures("plugins_forgotten")
 
 SGD = OptimizerChoice(name="sgd", lr=0.05)
 SYSTEMS = """
@@ -95,7 +96,7 @@ def test_trainings_end_with_what_they_follow_from(plans, mlp_target, tmp_path, m
     assert first == paths()
     for name in NAMES:
         VARIANTS.pop(name)
-    variants._LOADED.clear()
+    variants._LOADED.clear(), plugins._FILES.clear()
     (tmp_path / "flushing.py").write_text(SYSTEMS.replace("0.01", "0.02"))
     load_plugin(str(tmp_path / "flushing.py"))
     second = paths()

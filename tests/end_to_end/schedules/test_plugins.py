@@ -22,10 +22,11 @@ from timeprest.planner.plan import Plan, pipeline_of, read_plan
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems import variants
 from timeprest.planner.systems.operations import BACKWARD, FORWARD, UPDATE, Op
-from timeprest.planner.systems.outside import VARIABLE, plugins_given
 from timeprest.planner.systems.variants import VARIANTS, load_plugin, variant_named
+from timeprest.profiles import plugins
 from timeprest.profiles.errors import PlanError, PluginError, TaskWarning
 from timeprest.profiles.files import write_file
+from timeprest.profiles.plugins import VARIABLE, plugins_given
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import Trainer, run
@@ -39,7 +40,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 STEPS = 12
 
 
-pytestmark = pytest.mark.usefixtures("systems_forgotten")
+pytestmark = pytest.mark.usefixtures("plugins_forgotten")
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_processes_are_told_of_files_with_any_name(tmp_path, monkeypatch):
     load_plugin(str(path))
     assert plugins_given() == [str(path)]
     # As in a process that has loaded nothing.
-    VARIANTS.pop("my-pipemare"), variants._LOADED.clear()
+    VARIANTS.pop("my-pipemare"), variants._LOADED.clear(), plugins._FILES.clear()
     assert variant_named("my-pipemare").outside.plugin == str(path)
     monkeypatch.setenv(VARIABLE, str(path.name))
     with pytest.raises(PluginError, match=f"{VARIABLE}: .* is no list of files; unset it"):
@@ -181,7 +182,7 @@ def test_a_run_is_exported_and_goes_on_with_its_plugin(mine, mlp_profile, mlp_ta
 
     def forget():
         VARIANTS.pop("my-pipemare", None)
-        variants._LOADED.clear()
+        variants._LOADED.clear(), plugins._FILES.clear()
         os.environ.pop(VARIABLE, None)
 
     for code, output in all_of([]):
@@ -392,7 +393,7 @@ def test_forwards_and_optimizers_of_ones_own(mlp_profile, mlp_target, tmp_path):
     )
     path.write_text(ROW + RULES.replace("context.stage / context.updates", "0.0"))
     VARIANTS.pop("ahead"), VARIANTS.pop("half")
-    variants._LOADED.clear()
+    variants._LOADED.clear(), plugins._FILES.clear()
     load_plugin(str(path))
     plan = plan_by_hand(with_times(mlp_profile), "ahead", 3, 1, limits=[3, 2, 1], mini_batch=8)
     run(plan, asked, tmp_path / "b", inline=True)

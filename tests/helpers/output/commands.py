@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import click
 from click.testing import CliRunner
+
+
+def commands_below(command):
+    """The commands of one that has others, by their names."""
+    if not hasattr(command, "list_commands"):
+        return {}
+    context = click.Context(command)
+    return {name: command.get_command(context, name) for name in command.list_commands(context)}
 
 
 def called(tool, *words, code=0, width=None):

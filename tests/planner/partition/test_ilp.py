@@ -19,12 +19,6 @@ import pytest
 from helpers.drawn.cases import examples
 from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
-from timeprest.cli.plan_commands.non_contiguous import (
-    assignment_load,
-    device_slots,
-    parted,
-    solve_noncontiguous,
-)
 from timeprest.planner.partition.ilp import mip
 from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp.mip import Mip, MipAnswer, SolverSettings, Terms
@@ -42,6 +36,12 @@ from timeprest.planner.partition.problem import (
     cut_load,
 )
 from timeprest.planner.partition.warm_start import good_cut
+from timeprest.tests.benchmarks.published.non_contiguous import (
+    assignment_load,
+    device_slots,
+    parted,
+    solve_noncontiguous,
+)
 
 INF = float("inf")
 
@@ -433,7 +433,7 @@ def test_a_program_without_whole_numbers_or_variables():
 def test_solvers_are_imported_on_use():
     code = (
         "import sys, timeprest.planner.partition.ilp.search\n"
-        "import timeprest.cli.plan_commands.non_contiguous\n"
+        "import timeprest.tests.benchmarks.published.non_contiguous\n"
         "assert not {'pulp', 'highspy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

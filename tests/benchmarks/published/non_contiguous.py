@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from ...planner.partition.ilp.loads import (
+from timeprest.planner.partition.ilp.loads import (
     SCALE,
     Linear,
     Seats,
@@ -23,9 +22,9 @@ from ...planner.partition.ilp.loads import (
     bytes_of,
     wire_of,
 )
-from ...planner.partition.ilp.mip import Mip, Terms, difference, total
-from ...planner.partition.ilp.search import Search
-from ...planner.partition.ilp.variables import (
+from timeprest.planner.partition.ilp.mip import Mip, Terms, difference, total
+from timeprest.planner.partition.ilp.search import Search
+from timeprest.planner.partition.ilp.variables import (
     SlotChoice,
     Slots,
     Units,
@@ -34,7 +33,7 @@ from ...planner.partition.ilp.variables import (
     least_compute,
     least_load,
 )
-from ...planner.partition.problem import FITS, SAME, Cut, CutTensor, StageProblem, members
+from timeprest.planner.partition.problem import FITS, SAME, Cut, CutTensor, StageProblem, members
 
 # What a device's load is where its layers need not be contiguous, straight from the
 # definition -------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from timeprest.cli.profile import main
 from timeprest.profiles.errors import FileError, TargetError, UserError
 from timeprest.profiles.files import read_file
+from timeprest.profiles.imported.reader import import_profile, is_foreign
 from timeprest.profiles.profile import Profile
-from timeprest.profiles.published.reader import import_profile, is_foreign, read_workload
 
 TABLE = """layer,forward (ms),backward (ms),parameter bytes,activation bytes
 embedding,0.5,0.25,32MB,4MB
@@ -122,8 +122,6 @@ def test_what_doesnt_go_together_is_refused(tmp_path):
     path = write(tmp_path, TABLE)
     with pytest.raises(TargetError, match=r"doesn't say the batch size .* --batch-size"):
         import_profile(path)
-    with pytest.raises(FileError, match="a table of costs isn't a published workload"):
-        read_workload(path)
     graph = write(tmp_path, "node1 -- Linear -- x\n", "graph.txt")
     with pytest.raises(TargetError, match="edges go with a table of costs"):
         import_profile(graph, batch_size=1, edges=path)

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import FileError, TargetError
-from ..files import MAX_SECONDS
-from ..profile import ModelInput, Profile
-from .cost_graph import (
+from timeprest.profiles.errors import FileError, TargetError
+from timeprest.profiles.files import MAX_SECONDS
+from timeprest.profiles.imported.cost_graph import (
     MAX_BYTES,
     Cost,
     Sizes,
@@ -27,9 +26,10 @@ from .cost_graph import (
     numbered,
     readable,
     topological_order,
-    unique,
 )
-from .workload import Node, Workload, WorkloadTensor
+from timeprest.profiles.profile import ModelInput, Profile
+from timeprest.tests.benchmarks.published.file_graph import unique
+from timeprest.tests.benchmarks.published.workload import Node, Workload, WorkloadTensor
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -13,23 +13,26 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-
-from ..errors import FileError
-from ..files import MAX_SECONDS
-from ..profile import Profile
-from ..units import format_bytes
-from .cost_graph import (
+from timeprest.profiles.errors import FileError
+from timeprest.profiles.files import MAX_SECONDS
+from timeprest.profiles.imported.cost_graph import (
     MAX_BYTES,
     Cost,
-    FileGraph,
     Tensor,
     choose_sizes,
     make_profile,
     numbered,
     readable,
-    tensors_by_size,
 )
-from .workload import Node, RecomputedNode, Workload, WorkloadTensor
+from timeprest.profiles.profile import Profile
+from timeprest.profiles.units import format_bytes
+from timeprest.tests.benchmarks.published.file_graph import FileGraph, tensors_by_size
+from timeprest.tests.benchmarks.published.workload import (
+    Node,
+    RecomputedNode,
+    Workload,
+    WorkloadTensor,
+)
 
 # The file as it is written ----------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .cost_graph import numbered
+from timeprest.profiles.imported.cost_graph import (
+    numbered,
+)
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-
-from ...planner.partition.dp.identical_devices import IdenticalPlaces
-from ...planner.partition.problem import (
+from timeprest.planner.partition.dp.identical_devices import IdenticalPlaces
+from timeprest.planner.partition.problem import (
     CutTensor,
     Mode,
     Option,
@@ -26,8 +25,8 @@ from ...planner.partition.problem import (
     Vector,
     needs_of,
 )
-from ...profiles.errors import UserError
-from ...profiles.published.workload import Node, Workload
+from timeprest.profiles.errors import UserError
+from timeprest.tests.benchmarks.published.workload import Node, Workload
 
 # Parts of a `StageProblem`, made of a workload --------------------------------------------------
 

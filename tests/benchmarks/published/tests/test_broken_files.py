@@ -15,8 +15,10 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import FileError, TargetError, UserError
 from timeprest.profiles.files import read_file, write_file
+from timeprest.profiles.imported.reader import import_profile, is_foreign
 from timeprest.profiles.profile import Profile, check_profile
-from timeprest.profiles.published.reader import import_profile, is_foreign
+
+pytestmark = pytest.mark.usefixtures("planners")
 
 
 def complaint(path, kind=FileError, **arguments):
@@ -126,7 +128,8 @@ def test_files_of_another_kind(tmp_path):
     assert "not valid JSON" in complaint(write(tmp_path, "w.json", "[" * 100_000))
     assert "no list of nodes" in complaint(write(tmp_path, "w.json", [1]))
     assert "no such file" in complaint(tmp_path / "nowhere.json")
-    assert "isn't a file" in complaint(tmp_path)
+    (tmp_path / "folder.txt").mkdir()
+    assert "isn't a file" in complaint(tmp_path / "folder.txt")
     workload = {"nodes": [placement_node(1, 1.0, backward=True)], "edges": []}
     assert "every node is a backward node" in complaint(write(tmp_path, "w.json", workload))
     large = write(tmp_path, "large.txt", "")

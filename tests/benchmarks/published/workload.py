@@ -1,7 +1,7 @@
 """A published workload: a model's costs as another planner's authors list them. Data only.
 
 What such a file says of a model, before anybody's cost model makes loads of it
-(`cli.plan_commands.cost_models`). Numbers are for one unit: a mini-batch or micro-batch of the
+(`cost_models`). Numbers are for one unit: a mini-batch or micro-batch of the
 file's own.
 """
 

@@ -21,11 +21,11 @@ from helpers.published_files import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.cli.plan_commands.cost_models import COST_MODELS, problem_of
 from timeprest.planner.partition.problem import ChosenStage, Cut, cut_load, stage_bytes, stage_load
 from timeprest.planner.partition.solve import solve_cut
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.profiles.published.reader import read_workload
+from timeprest.tests.benchmarks.published.cost_models import COST_MODELS, problem_of
+from timeprest.tests.benchmarks.published.reader import read_workload
 
 GIB = 2**30
 

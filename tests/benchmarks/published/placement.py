@@ -16,21 +16,19 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-
-from ..errors import FileError
-from ..files import MAX_SECONDS
-from ..profile import Profile
-from .cost_graph import (
+from timeprest.profiles.errors import FileError
+from timeprest.profiles.files import MAX_SECONDS
+from timeprest.profiles.imported.cost_graph import (
     MAX_BYTES,
     Cost,
-    FileGraph,
     Tensor,
     choose_sizes,
     make_profile,
-    tensors_by_size,
 )
-from .placement_groups import contract, group
-from .workload import Node, Workload, WorkloadTensor
+from timeprest.profiles.profile import Profile
+from timeprest.tests.benchmarks.published.file_graph import FileGraph, tensors_by_size
+from timeprest.tests.benchmarks.published.placement_groups import contract, group
+from timeprest.tests.benchmarks.published.workload import Node, Workload, WorkloadTensor
 
 # The file as it is written ----------------------------------------------------------------------
 

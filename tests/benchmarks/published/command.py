@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 from rich.text import Text
-
-from ...planner.partition.problem import StageProblem, members, stage_bytes, stage_load
-from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
-from ...profiles.errors import InfeasibleError
-from ...profiles.files import MAX_FACTOR
-from ...profiles.published.reader import read_workload
-from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_memory
-from ..errors import errors_as_lines, output, print_json
-from ..options import choice, common_options, time_limit_option
-from ..options.command import GroupedCommand, examples, group
-from ..options.values import FileName, Number, Whole
-from ..progress import Bar
-from ..tables.layout import compact_table, counted, first_to_last
-from .cost_models import COST_MODELS, problem_of
+from timeprest.cli.errors import errors_as_lines, output, print_json
+from timeprest.cli.options import choice, common_options, time_limit_option
+from timeprest.cli.options.command import GroupedCommand, examples, group
+from timeprest.cli.options.values import FileName, Number, Whole
+from timeprest.cli.progress import Bar
+from timeprest.cli.tables.layout import compact_table, counted, first_to_last
+from timeprest.planner.partition.problem import StageProblem, members, stage_bytes, stage_load
+from timeprest.planner.partition.solve import SOLVERS, CutAnswer, solve_cut
+from timeprest.profiles.errors import InfeasibleError
+from timeprest.profiles.files import MAX_FACTOR
+from timeprest.profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_memory
+from timeprest.tests.benchmarks.published.cost_models import COST_MODELS, problem_of
+from timeprest.tests.benchmarks.published.reader import read_workload
 
 if TYPE_CHECKING:
-    from .non_contiguous import NoncontiguousAnswer
+    from timeprest.tests.benchmarks.published.non_contiguous import NoncontiguousAnswer
 
 
 @click.command(
@@ -107,7 +106,7 @@ def published(
             )
         scattered = None
         if non_contiguous:
-            from .non_contiguous import solve_noncontiguous
+            from timeprest.tests.benchmarks.published.non_contiguous import solve_noncontiguous
 
             scattered = solve_noncontiguous(problem, warm=answer.cut, time_limit_s=time_limit_s)
     if as_json:

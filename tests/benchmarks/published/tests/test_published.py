@@ -21,8 +21,8 @@ from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.files import read_file, write_file
+from timeprest.profiles.imported.reader import import_profile, is_foreign
 from timeprest.profiles.profile import Profile, check_profile
-from timeprest.profiles.published.reader import import_profile, is_foreign
 
 SAMPLES = {
     **{name: 32 if name.startswith("pipedream") else None for name in SMALL},
@@ -37,6 +37,9 @@ SAMPLES = {
 
 FILES = [name for name in SAMPLES if name in SMALL or (PUBLISHED / name).exists()]
 """For what holds of any file: ours, and those of the published ones that are there."""
+
+
+pytestmark = pytest.mark.usefixtures("planners")
 
 
 def sample(name, folder):

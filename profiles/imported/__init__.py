@@ -1,0 +1,1 @@
+"""Profiles made of numbers: tables of costs, networkx graphs, and files that plugins import."""

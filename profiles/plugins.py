@@ -1,0 +1,240 @@
+"""Plugins: the one way to what the core doesn't know by itself, found by kind and name.
+
+Of each kind of `KINDS` there are what plugins have that were given as Python files (`--plugin`,
+`timeprest.plugin`), in a table named after the kind (`TARGETS`), and what installed packages name
+in the entry-point group of the kind ("timeprest.targets"): this package's own setup.cfg among
+them. Names alone are listed without loading anything. docs/plugins.md says what each kind is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import PluginError, StoppedError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+_T = TypeVar("_T")
+
+SYSTEMS, GROUP = "systems", "timeprest.systems"
+"""The one kind whose table is a list of rows; `planner.systems.variants` looks at them."""
+
+KINDS: Mapping[str, str] = {
+    SYSTEMS: "system",
+    "importers": "importer",
+    "commands": "command",
+}
+"""Each kind, and what messages call one of it."""
+
+VARIABLE = "TIMEPREST_PLUGINS"
+"""The environment variable with the files of plugins: processes that this one starts load them."""
+
+PACKAGE = "package "
+"""Before the name of an entry point, where a plugin is named."""
+
+_SETUP = Path(__file__).resolve().parents[1] / "setup.cfg"
+"""Of a checkout: what it installs may be older than its code."""
+
+_PACKAGE = __name__.partition(".")[0]
+
+_FILES: dict[str, Any] = {}
+"""The module of each file, by its path."""
+
+
+def names(kind: str) -> list[str]:
+    """What there is of a kind; nothing is loaded but files of plugins.
+
+    Raises PluginError for a file that can't be loaded.
+    """
+    return list(_loaders(kind))
+
+
+def load(kind: str, name: str) -> Any:
+    """What has this name. Raises PluginError where there is none, or it can't be loaded."""
+    loaders = _loaders(kind)
+    if name not in loaders:
+        known = ", ".join(loaders) or "none"
+        raise PluginError(f"no {KINDS[kind]} is called {name!r}; there are {known}")
+    return call_plugin(f"{KINDS[kind]} {name}", loaders[name])
+
+
+def _loaders(kind: str, but: str = "") -> dict[str, Callable[[], Any]]:
+    """How each is had; of all plugins but one file's."""
+    found: dict[str, Callable[[], Any]] = {}
+    for path in plugins_given():
+        table = _table(load_file(path), kind) if path != but else {}
+        for name, value in table.items():
+            found.setdefault(name, functools.partial(lambda value: value, value))
+    for point in _entry_points(kind):
+        found.setdefault(point.name, point.load)
+    return found
+
+
+def _entry_points(kind: str) -> list[EntryPoint]:
+    from importlib.metadata import entry_points
+
+    group = f"timeprest.{kind}"
+    own = _own_entry_points()
+    others = entry_points(group=group)
+    if own is None:
+        return list(others)
+    mine = [point for point in own if point.group == group]
+    return mine + [p for p in others if p.dist is None or p.dist.name != _PACKAGE]
+
+
+@functools.cache
+def _own_entry_points() -> tuple[EntryPoint, ...] | None:
+    """Those of this checkout's setup.cfg; None where the package is no checkout."""
+    from configparser import ConfigParser
+    from importlib.metadata import EntryPoint
+
+    config = ConfigParser(delimiters=("=",))
+    if not config.read(_SETUP, encoding="utf-8"):
+        return None
+    return tuple(
+        EntryPoint(name.strip(), value.strip(), group)
+        for group, lines in config["options.entry_points"].items()
+        for name, _, value in (line.partition("=") for line in lines.strip().splitlines())
+    )
+
+
+# Plugins that are files, or modules of packages -------------------------------------------------
+
+
+def load_file(plugin: str) -> Any:
+    """The module of a file; it is loaded once, and by processes that this one starts, too.
+
+    Raises PluginError naming file and line: it isn't there, fails, has nothing of any kind, or a
+    name that is taken.
+    """
+    path = str(Path(plugin).resolve())
+    if path not in _FILES:
+        module = call_plugin(plugin, lambda: _of_file(plugin))
+        if not any(hasattr(module, kind.upper()) for kind in KINDS):
+            others = ", ".join(kind.upper() for kind in KINDS if kind != SYSTEMS)
+            raise PluginError(
+                f"{plugin}: has no SYSTEMS, a list of rows, and none of {others} (docs/plugins.md)"
+            )
+        for kind in KINDS:
+            _check_table(plugin, path, module, kind)
+        _FILES[path] = module
+    _remember(path)
+    return _FILES[path]
+
+
+def forget(plugin: str) -> None:
+    """Have a file loaded anew, should it be given again."""
+    path = str(Path(plugin).resolve())
+    _FILES.pop(path, None)
+    if path in plugins_given():
+        os.environ[VARIABLE] = json.dumps([other for other in plugins_given() if other != path])
+
+
+def module_of(plugin: str) -> Any:
+    """The module of a file, or of "package NAME", the name of an entry point for systems.
+
+    Raises PluginError as `load_file`, and where no package has it.
+    """
+    name = plugin.removeprefix(PACKAGE)
+    if name == plugin:
+        return load_file(plugin)
+    found = [point for point in _entry_points(SYSTEMS) if point.name == name]
+    if not found:
+        raise PluginError(f"no installed package has the entry point {name!r} of {GROUP}")
+    return call_plugin(plugin, found[0].load)
+
+
+def checksum_of(module: Any) -> str:
+    """Of a plugin's file; empty where there is none."""
+    file = getattr(module, "__file__", None)
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    except OSError:  # a module in an archive
+        return ""
+
+
+def _table(module: Any, kind: str) -> Mapping[str, Any]:
+    if kind == SYSTEMS:
+        return {}
+    found: Mapping[str, Any] = getattr(module, kind.upper(), {})
+    return found
+
+
+def _check_table(plugin: str, path: str, module: Any, kind: str) -> None:
+    table, where = _table(module, kind), f"{plugin}: {kind.upper()}"
+    if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
+        raise PluginError(f"{where}: give a dict of names (docs/plugins.md)")
+    taken = _loaders(kind, path) if table else {}
+    for name in table:
+        if name in taken:
+            raise PluginError(f"{where}: {KINDS[kind]} {name!r} is there already")
+
+
+def _of_file(plugin: str) -> Any:
+    path = Path(plugin)
+    if not path.is_file():
+        raise PluginError(f"{plugin}: no such file")
+    name = f"timeprest_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{plugin}: can't be imported as Python; give a file.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_plugin(plugin: str, run: Callable[[], _T], part: str = "") -> _T:
+    """What a plugin's code gives. Raises PluginError where it fails, or would end the program.
+
+    Args:
+        part: of the plugin, for the message; it is the whole file otherwise.
+    """
+    try:
+        return run()
+    except (PluginError, StoppedError):
+        raise
+    except (Exception, SystemExit) as error:
+        trace, line = error.__traceback__, ""
+        while trace is not None:
+            if Path(trace.tb_frame.f_code.co_filename).name == Path(plugin).name:
+                line = f"line {trace.tb_lineno}: "
+            trace = trace.tb_next
+        said = str(error).splitlines()
+        what = f"{type(error).__name__}: {said[0] if said else ''}".rstrip(": ")
+        raise PluginError(f"{plugin}: {line}{part and f'{part}: '}{what}") from error
+
+
+def _remember(path: str) -> None:
+    given = plugins_given()
+    if path not in given:
+        os.environ[VARIABLE] = json.dumps([*given, path])
+
+
+def plugins_given() -> list[str]:
+    """The files that the environment names, as JSON: paths may have any character.
+
+    Raises PluginError for something else there.
+    """
+    text = os.environ.get(VARIABLE, "")
+    try:
+        found = json.loads(text or "[]")
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(path, str) for path in found):
+        raise PluginError(f"{VARIABLE}: {text!r} is no list of files; unset it, and give --plugin")
+    return found
+
+
+def packages() -> list[str]:
+    """Plugins for systems that installed packages have."""
+    return [f"{PACKAGE}{point.name}" for point in _entry_points(SYSTEMS)]
