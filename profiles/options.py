@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from math import inf, nan
 from typing import (
     Annotated,
     Any,
@@ -31,7 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import UserError
-from .units import number, shown, truth, whole, words
+from .units import real_number, shown, truth, whole, words
 
 P = ParamSpec("P")
 Q = TypeVar("Q")
@@ -55,7 +56,8 @@ class Option:
         names: what a text is the name of.
         values: words to choose from on the command line, where the type has others.
         several: it may be given several times.
-        read: makes what is meant of what is given and of what messages call it.
+        read: makes what is meant of what is given and of what messages call it. A lambda knows no
+            names of its module: annotations are evaluated in their class.
         marks: what else holds of it, for those who ask (`marked`).
     """
 
@@ -110,7 +112,7 @@ _KNOWN: dict[type, Mapping[str, OptionField]] = {}
 
 
 def option_fields(record: Any) -> Mapping[str, OptionField]:
-    """Those of a dataclass, or of a msgspec struct, by name."""
+    """Those of a dataclass, or of a msgspec struct, by name; its own before those of its base."""
     if record not in _KNOWN:
         _KNOWN[record] = _fields(record)
     return _KNOWN[record]
@@ -126,7 +128,8 @@ def _fields(record: Any) -> Mapping[str, OptionField]:
         defaults = {f.name: f.default for f in dataclasses.fields(record)}
     hints = get_type_hints(record, include_extras=True)
     found = {}
-    for name, default in defaults.items():
+    own = inspect.get_annotations(record)
+    for name, default in sorted(defaults.items(), key=lambda each: each[0] not in own):
         notes = hints[name].__metadata__ if get_origin(hints[name]) is Annotated else ()
         for option in notes:
             if isinstance(option, Option):
@@ -189,15 +192,31 @@ def read_field(field: OptionField, value: Any, name: str) -> Any:
     base = field.kind.base
     if base is bool:
         return truth(value, name)
-    if base is int:
-        return whole(value, name, int(field.kind.least or 0))
-    if base is float:
-        return None if value is None else number(value, name)
+    if base in (int, float):
+        return _number(field.kind, value, name)
     if base is str:
         return words(**{name: value})[name]
     if isinstance(base, tuple):
         return chosen(value, name, base)
     return value
+
+
+def _number(kind: Kind, value: object, name: str) -> float:
+    """Within its bounds, and of its type. Raises UserError."""
+    if kind.base is int:
+        found: float = whole(value, name, int(kind.least or 0))
+    else:
+        real = real_number(value)
+        found = nan if real is None else real
+    least = -inf if kind.least is None else kind.least
+    most = inf if kind.most is None else kind.most
+    excluded = (kind.above and found == least) or (kind.below and found == most)
+    if not least <= found <= most or excluded:
+        low = f" {'above' if kind.above else 'from'} {least:g}" if kind.least is not None else ""
+        high = f" {'and below' if kind.below else 'to'} {most:g}" if kind.most is not None else ""
+        noun = "whole number" if kind.base is int else "number"
+        raise UserError(f"{name} {shown(value)}: give a {noun}{low}{high}")
+    return found if kind.base is int else float(found)
 
 
 def chosen(value: object, name: str, values: Collection[str]) -> str:
@@ -220,11 +239,18 @@ def auto_or_whole(value: object, name: str) -> int | None:
         raise UserError(f"{name} {shown(value)}: give auto or a whole number from 1") from None
 
 
-def read_record(record: Any, spelled: Spelled = str) -> dict[str, Any]:
-    """What is meant by each option of a record, by its field's name. Raises UserError."""
+def read_record(
+    record: Any, spelled: Spelled = str, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """What is meant by each option of a record, by its field's name. Raises UserError.
+
+    Args:
+        without: fields that others read.
+    """
     return {
         name: read_field(field, getattr(record, name), spelled(name))
         for name, field in option_fields(type(record)).items()
+        if name not in without
     }
 
 
@@ -248,25 +274,30 @@ def taking(record: Callable[P, Q]) -> Callable[[Callable[[Q], R]], Callable[P, R
         def taken(*args: P.args, **kwargs: P.kwargs) -> R:
             return function(record(*args, **kwargs))
 
-        del taken.__wrapped__
-        made = cast("Any", taken)
-        made.__signature__ = inspect.signature(record)
-        hints = get_type_hints(record.__init__, include_extras=True)
-        made.__annotations__ = {**hints, "return": function.__annotations__.get("return")}
+        made, hints = cast("Any", taken), get_type_hints(record)
+        del made.__wrapped__
+        signature = inspect.signature(record)
+        made.__signature__ = signature.replace(
+            parameters=[p.replace(annotation=hints[p.name]) for p in signature.parameters.values()],
+            return_annotation=function.__annotations__.get("return"),
+        )
         text = inspect.cleandoc(function.__doc__ or "")
         before, args, after = text.partition("Args:\n")
-        lines = textwrap.indent("\n".join(_lines(cast("type", record))), "    ")
-        made.__doc__ = f"{before}{args}{lines}\n{after}" if args else text
+        own, _, rest = f"\n{after}".partition("\n\n")
+        lines = [own.lstrip("\n"), *textwrap.indent("\n".join(_lines(record)), "    ").split("\n")]
+        made.__doc__ = (
+            "\n".join([f"{before}Args:", *filter(None, lines), "", rest]) if args else text
+        )
         return taken
 
     return decorated
 
 
-def _lines(record: type) -> Iterator[str]:
+def _lines(record: Any) -> Iterator[str]:
     """A paragraph of a docstring for each option."""
     for name, field in option_fields(record).items():
         usual = f" By default {field.option.usual}." if field.option.usual else ""
         text = re.sub(
             r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), field.option.help + usual
         )
-        yield textwrap.fill(f"{name}: {text}", 92, subsequent_indent="    ")
+        yield textwrap.fill(f"{name}: {text}", 92, subsequent_indent="    ", break_on_hyphens=False)

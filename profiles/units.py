@@ -78,13 +78,6 @@ def whole(count: object, name: str, least: int = 1) -> int:
     return found
 
 
-def count_or_auto(count: object, name: str) -> int | None:
-    """``auto`` → None. Raises UserError for what is neither that nor a whole number."""
-    if isinstance(count, str) and count != "auto":
-        raise UserError(f"{name} {count!r}: give a whole number, or 'auto'")
-    return None if count is None or isinstance(count, str) else whole(count, name)
-
-
 def number(
     value: object, name: str, most: float = sys.float_info.max, other: str = ""
 ) -> float | None:

@@ -12,17 +12,8 @@ from typing import Any, TypeVar, cast
 import click
 
 from ... import __version__
-from ...planner.cluster.cluster import (
-    DEFAULT_BANDWIDTH,
-    DEFAULT_LATENCY,
-    MAX_DEVICES,
-    Cluster,
-    read_cluster,
-    uniform_cluster,
-)
 from ...planner.systems.variants import load_plugin
 from ...profiles.errors import UserError
-from ...profiles.files import MAX_FACTOR
 from ...profiles.options import option_fields, read_field
 from ...runtime.settings import (
     CHECKPOINTS,
@@ -37,9 +28,9 @@ from ...runtime.settings import (
 )
 from ..errors import errors_as_lines
 from .command import group, options
-from .config import CLUSTER_FLAGS, CONFIG, PRINT
+from .config import CONFIG, PRINT
 from .fields import options_of
-from .values import FileName, FolderName, Number, Whole
+from .values import FileName, FolderName, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,65 +105,6 @@ config_options = group(
         help="Print all options as such a file, and stop.",
     ),
 )
-
-
-def time_limit_option(help: str | None = None) -> Callable[[F], F]:
-    """--time-limit of a search, 60 seconds by default."""
-    kind = Number(0, MAX_FACTOR)
-    return click.option(
-        "--time-limit", "time_limit_s", type=kind, default=60.0, metavar="SECONDS", help=help
-    )
-
-
-# A cluster: a file, or equal devices by flags -----------------------------------------------------
-
-_DEFAULT_DEVICES = 2
-
-cluster_options = group(
-    "Devices and links",
-    click.option(
-        "--cluster",
-        "cluster_path",
-        type=FileName(),
-        metavar="TOML",
-        help="Devices and links from a file.",
-    ),
-    click.option(
-        "--devices",
-        type=Whole(1, MAX_DEVICES),
-        help=f"Number of equal devices.  [default: {_DEFAULT_DEVICES}]",
-    ),
-    click.option("--memory", help="Limit of each device, like 16GiB.  [default: none]"),
-    click.option("--bandwidth", help=f"Between devices.  [default: {DEFAULT_BANDWIDTH}]"),
-    click.option("--latency", help=f"Of a message.  [default: {DEFAULT_LATENCY}]"),
-    click.option(
-        "--per-machine",
-        type=Whole(1, MAX_DEVICES),
-        help="Devices in a machine.  [default: all]",
-    ),
-    click.option("--between-bandwidth", help="Between machines.  [default: --bandwidth]"),
-    click.option("--between-latency", help="Between machines.  [default: --latency]"),
-    click.option("--half-duplex", is_flag=True, help="A link carries one direction at a time."),
-    click.option("--no-overlap", is_flag=True, help="Devices don't compute while they transfer."),
-)
-"""--cluster, or --devices and what they and their links are like; read by `cluster_of`."""
-
-
-def cluster_of(asked: dict[str, Any]) -> Cluster:
-    """The cluster that the options describe; takes them out of `asked`. Raises UserError."""
-    path = asked.pop("cluster_path")
-    given = {
-        name: value for name in CLUSTER_FLAGS if (value := asked.pop(name)) not in (None, False)
-    }
-    if path is not None:
-        if given:
-            flag = "--" + next(iter(given)).replace("_", "-")
-            raise UserError(f"--cluster: leave out {flag}; the file says it")
-        return read_cluster(path)
-    if "per_machine" not in given and {"between_bandwidth", "between_latency"} & set(given):
-        raise UserError("--between-bandwidth, --between-latency: say --per-machine too")
-    devices = given.pop("devices", _DEFAULT_DEVICES)
-    return uniform_cluster(devices, overlap=not given.pop("no_overlap", False), **given)
 
 
 # A training run -----------------------------------------------------------------------------------

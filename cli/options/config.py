@@ -11,24 +11,20 @@ from typing import Any
 
 import click
 
+from ...planner.cluster.cluster import EqualDevices
 from ...profiles.errors import FileError
 from ...profiles.files import read_toml
+from ...profiles.options import option_fields
 
 CONFIG, PRINT = "config_path", "print_config"
-
-CLUSTER_FLAGS = (
-    *("devices", "memory", "bandwidth", "latency", "per_machine", "between_bandwidth"),
-    *("between_latency", "half_duplex", "no_overlap"),
-)
-"""Options that describe equal devices, where no file does."""
 
 INSTEAD: Mapping[str, Collection[str]] = {
     "epochs": ("steps",),
     "steps": ("epochs",),
     "target_loss": ("target_accuracy",),
     "target_accuracy": ("target_loss",),
-    "cluster_path": CLUSTER_FLAGS,
-    "devices": ("cluster_path",),
+    "cluster": tuple(option_fields(EqualDevices)),
+    "devices": ("cluster",),
 }
 """Options of a file that one of the command line leaves out."""
 
@@ -58,6 +54,8 @@ def read_config(context: click.Context, path: str, given: Collection[str]) -> di
     keys, found = keys_of(context.command), dict[str, Any]()
     for written, value in table.items():
         key = written.replace("_", "-")
+        if key.startswith("no-") and f"--{key}" in getattr(keys.get(key[3:]), "secondary_opts", ()):
+            key, value = key[3:], not value if isinstance(value, bool) else value
         if key not in keys:
             close = get_close_matches(key, keys, 1)
             more = f"; did you mean {close[0]}?" if close else ""

@@ -140,18 +140,3 @@ class TargetName(FileName):
 
 def _beginning(incomplete: str, names: list[str]) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
-def whole_numbers(text: str | None, option: str) -> list[int] | None:
-    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
-    if text is None:
-        return None
-    try:
-        found = [int(part) for part in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
-        ) from None
-    return found

@@ -7,43 +7,36 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from ...planner.cluster.changes import clusters_after
-from ...planner.cluster.cluster import Cluster
-from ...planner.cluster.contention import contention_on, with_contention
-from ...planner.cluster.headroom import parse_headroom
-from ...planner.evaluate import Evaluation, gap_between, make_plan
-from ...planner.partition.solve import SOLVERS
+from ...planner.cluster.cluster import DEVICES
+from ...planner.cluster.contention import contention_on
+from ...planner.evaluate import Evaluation
 from ...planner.plan import Plan
-from ...planner.schedules.given import read_order
-from ...planner.schedules.schedules import RUN_AHEAD
-from ...planner.search.answer.recheck import question_of, signed
-from ...planner.search.choices import PLACEMENTS, RECOMPUTE
-from ...planner.search.defaults import TIED_ASKED, best_plan
-from ...planner.search.device_sequences import SEQUENCES
-from ...planner.search.solve import INTERRUPTED, MUON
-from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
+from ...planner.search.request import (
+    MEMORY,
+    SEARCH,
+    STAGES,
+    STALENESS,
+    SYSTEM,
+    Planning,
+    PlanRequest,
+)
+from ...planner.search.solve import INTERRUPTED
+from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target, chosen_by_study
 from ...planner.study.front import staleness_front
 from ...planner.study.pareto import ParetoFront, pareto_point
 from ...planner.study.study import read_study
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
-from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_file
-from ...profiles.profile import Profile, check_profile, made_of
-from ...profiles.units import parse_share
+from ...profiles.files import Kind, check_output, write_file
+from ...profiles.options import flags_of
+from ...profiles.profile import Profile, made_of
 from ..errors import errors_as_lines, output, print_json
-from ..options import (
-    choice,
-    cluster_of,
-    cluster_options,
-    common_options,
-    config_options,
-    plugin_option,
-    time_limit_option,
-)
+from ..options import common_options, config_options, plugin_option
 from ..options.command import GroupedCommand, examples, group
-from ..options.values import FileName, SystemName, Whole
+from ..options.fields import options_of
+from ..options.values import FileName
 from ..progress import Bar
 from ..tables.front import front_table
 from ..tables.pareto import (
@@ -59,51 +52,6 @@ from ..tables.what_if import what_if_table
 WHAT_IF, FRONT = "--what-if", "--front"
 
 
-def _count_or_auto(text: str, option: str) -> int | None:
-    """``auto`` → None. Raises UserError for what is no count."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or not text.isascii() or not int(text[:9]) >= 1 or len(text) > 9:
-        raise UserError(f"{option} {text!r}: give auto or a whole number from 1")
-    return int(text)
-
-
-def _state(text: str | None) -> dict[str, float]:
-    """Bytes of optimizer state. Raises UserError for what says none."""
-    if text is None:
-        return {}
-    if text == "muon":
-        return MUON
-    try:
-        factor = float(text)
-        if not 0 <= factor <= MAX_FACTOR:
-            raise ValueError
-    except ValueError:
-        raise UserError(
-            f"--optimizer-state {text!r}: give muon or a number from 0, as 2 for Adam"
-        ) from None
-    return {"optimizer_state_factor": factor}
-
-
-def _pin(text: str) -> tuple[str, int]:
-    name, separator, stage = text.rpartition("=")
-    if not separator or not name or not stage.isdecimal() or len(stage) > 9:
-        raise UserError(f"--pin {text!r}: give NAME=STAGE, as in --pin layer3=1; 0 is the first")
-    return name, int(stage)
-
-
-def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Each once. Raises UserError for what is no pin, or for a layer on two stages."""
-    found: dict[str, int] = {}
-    for name, stage in map(_pin, texts):
-        if found.setdefault(name, stage) != stage:
-            raise UserError(
-                f"--pin {name}={found[name]}, --pin {name}={stage}: a layer is on one stage; leave "
-                "one out"
-            )
-    return tuple(found.items())
-
-
 @click.command(
     cls=GroupedCommand,
     epilog=examples(
@@ -116,122 +64,9 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
 @click.option(
     "-o", "--output", "path", type=FileName(), default="plan.json", help="The plan to write."
 )
+@options_of(PlanRequest, SYSTEM, DEVICES, MEMORY, STAGES, STALENESS, SEARCH)
 @group(
-    "Training system and mini-batch",
-    click.option(
-        "--variant",
-        type=SystemName(),
-        default="timeprest",
-        help=f"Training system: {', '.join(VARIANTS)}; or all.",
-    ),
-    click.option(
-        "--order",
-        "order_path",
-        type=FileName(),
-        metavar="FILE",
-        help="What each device runs, in the system's weight rules and instead of its own order.",
-    ),
-    click.option(
-        "--mini-batch",
-        type=Whole(),
-        help="Samples per update.  [default: the profile's batch size]",
-    ),
-    click.option(
-        "--micro-batches", default="auto", metavar="N", help="In a mini-batch; auto: the best."
-    ),
-    click.option(
-        "--update-every",
-        type=Whole(),
-        default=1,
-        metavar="K",
-        help="Update the weights after every K mini-batches: smaller version differences.",
-    ),
-    click.option(
-        "--optimizer-state",
-        "optimizer_state",
-        metavar="FACTOR",
-        help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
-        "2 Adam; muon: 1 of matrices of hidden layers, 2 of others.  [default: as profiled]",
-    ),
-)
-@cluster_options
-@group(
-    "Memory",
-    click.option(
-        "--headroom",
-        metavar="SHARE|BYTES",
-        help="Of each device's memory, kept free: 8% or 4GiB.  [default: 8% of GPUs that weren't "
-        "measured, else 0]",
-    ),
-)
-@group(
-    "Stages",
-    click.option("--stages", default="auto", metavar="N", help="How many; auto: the best."),
-    choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not."),
-    click.option(
-        "--stages-per-device",
-        type=str,
-        metavar="V",
-        help="1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.  "
-        "[default: auto where that takes a second at most, else 1]",
-    ),
-    choice("--placement", PLACEMENTS, "auto", "Which device runs which stage."),
-    choice(
-        "--sequence",
-        SEQUENCES,
-        "best",
-        "Devices of several kinds, or in machines of several sizes: in the best sequence, or as "
-        "the cluster lists them.",
-    ),
-    choice(
-        "--recompute",
-        RECOMPUTE,
-        None,
-        "Stages compute activations again instead of keeping them.  [default: off; auto where "
-        "nothing fits so]",
-    ),
-    choice(
-        "--tied",
-        TIED_ASKED,
-        "auto",
-        "Layers that share parameters: on one device, on several with copies, or what is faster.",
-    ),
-    click.option(
-        "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
-    ),
-)
-@group(
-    "Staleness",
-    choice(
-        "--run-ahead",
-        RUN_AHEAD,
-        "paper",
-        "Without a flush: S - s mini-batches in flight on stage s, or as many as pay.",
-    ),
-    click.option(
-        "--max-in-flight",
-        type=Whole(),
-        metavar="L",
-        help="Mini-batches in flight on a stage at most.",
-    ),
-    click.option(
-        "--max-difference",
-        type=Whole(0),
-        metavar="D",
-        help="Updates between a mini-batch's forward and the weights of its backward at most.",
-    ),
-)
-@group(
-    "Search",
-    choice("--solver", SOLVERS, "auto", "Dynamic programming, an integer program, or whichever."),
-    click.option(
-        "--tolerance",
-        default="1%",
-        metavar="SHARE",
-        help="Of the shortest period: what may be given away for a smaller version difference, "
-        "then for memory, then for even stages.",
-    ),
-    time_limit_option("Take the best plan found by then."),
+    SEARCH,
     click.option(
         "--front",
         "front",
@@ -261,7 +96,6 @@ def solve(
     profile_path: str,
     path: str,
     variant: str,
-    order_path: str | None,
     study_path: str | None,
     front: bool,
     what_if: Sequence[str],
@@ -288,34 +122,24 @@ def solve(
     files: Sequence[str | Path] = [_beside(path, name) for name in names] or [path]
     for file in [*files, *[path] * (study_path is not None)]:
         check_output(file, Kind.PLAN)
-    profile = check_profile(read_file(profile_path, Profile), profile_path)
+    system: dict[str, Any] = {} if variant == "all" else {"variant": variant}
+    request = PlanRequest(Profile.load(profile_path), **system, **asked)
+    planning = request.read(flags_of(PlanRequest))
+    profile = planning.profile
     figures = None if study_path is None else StudyFigures(read_study(study_path))
     if figures is not None:
-        mini_batch = asked["mini_batch"] or profile.batch_size
+        mini_batch = planning.asked["mini_batch"] or profile.batch_size
         figures.check(profile.fingerprint, mini_batch, str(study_path))
-    described = cluster_of(asked)
-    together = contention_on(described, profile.together)
-    cluster = with_contention(described, together)
-    others = clusters_after(described, what_if, together, WHAT_IF)
-    if asked["stages_per_device"] is None:
-        del asked["stages_per_device"]
-    for name in {"micro_batches", "stages", "stages_per_device"} & asked.keys():
-        asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
-    asked |= _state(asked.pop("optimizer_state"))
-    asked["replicas"] = asked["replicas"] == "auto"
-    asked["pins"] = _pins(asked["pins"])
-    asked["tolerance"] = parse_share(asked["tolerance"], "--tolerance")
-    headroom = asked["headroom"]
-    asked["headroom"] = None if headroom is None else parse_headroom(headroom)
-    asked["order"] = None if order_path is None else read_order(order_path)
+    together = contention_on(planning.cluster, profile.together)
+    others = clusters_after(planning.cluster, what_if, together, WHAT_IF)
     if front:
-        _solve_front(profile, cluster, variant, asked, path, as_json=as_json, quiet=quiet)
+        _solve_front(planning, path, as_json=as_json, quiet=quiet)
         return
     if variant == "all":
-        _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)
+        _solve_all(planning, path, figures, as_json=as_json, quiet=quiet)
         return
     with Bar("planning", quiet=quiet) as bar:
-        plan = best_plan(profile, cluster, variant, progress=bar, **asked)
+        plan = planning.best(bar)
         plans: dict[str, Plan] = {}
         failed: dict[str, str] = {}
         for text, other in others.items():
@@ -323,7 +147,7 @@ def solve(
                 failed[text] = "not looked at: interrupted"
                 continue
             try:
-                plans[text] = best_plan(profile, other, variant, progress=bar, **asked)
+                plans[text] = planning.best(bar, other)
             except (InfeasibleError, PlanError) as error:
                 failed[text] = str(error)
     write_file(path, plan)
@@ -333,29 +157,16 @@ def solve(
         print_plan(plan, 16 if verbose else 0, every=verbose)
         if what_if:
             output().print(what_if_table(plan, plans, failed, output().width))
-        _print_notes(profile, [plan], asked)
+        _print_notes(planning, [plan])
         output().print(f"wrote {path}; {_next(plan, path)}")
 
 
-def _solve_front(
-    profile: Profile,
-    cluster: Cluster,
-    variant: str,
-    asked: dict[str, Any],
-    path: str,
-    *,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def _solve_front(planning: Planning, path: str, *, as_json: bool, quiet: bool) -> None:
     """Plans of one system with ever smaller version differences, the least stale first."""
     with Bar("planning", quiet=quiet) as bar:
-
-        def within(most: int | None) -> Plan:
-            return best_plan(
-                profile, cluster, variant, progress=bar, **{**asked, "max_difference": most}
-            )
-
-        plans = staleness_front(within, asked["max_difference"])
+        plans = staleness_front(
+            lambda most: planning.best(bar, max_difference=most), planning.asked["max_difference"]
+        )
     paths = [str(_beside(path, str(k))) for k in range(1, len(plans) + 1)]
     for each, plan in zip(paths, plans, strict=True):
         write_file(each, plan)
@@ -365,15 +176,15 @@ def _solve_front(
         output().print(front_table(plans, paths, output().width))
         if len(plans) == 1 and not plans[0].predicted.version_difference:
             output().print("no plan of it is faster with a version difference")
-        _print_notes(profile, plans, asked)
+        _print_notes(planning, plans)
         output().print(f"wrote {', '.join(paths)}; {_next(plans[-1], paths[-1])}")
 
 
-def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any]) -> None:
+def _print_notes(planning: Planning, plans: Sequence[Plan]) -> None:
     """Print what the plans assume, and where ties limit their stages; each note once."""
-    notes = [assumed(profile, plan.variant) for plan in plans]
-    if asked["stages"] is None:
-        notes += [few_stages(profile, plan) for plan in plans]
+    notes = [assumed(planning.profile, plan.variant) for plan in plans]
+    if planning.asked["stages"] is None:
+        notes += [few_stages(planning.profile, plan) for plan in plans]
     for note in dict.fromkeys(filter(None, notes)):
         output().print(note)
 
@@ -385,9 +196,7 @@ def _next(plan: Plan, path: str) -> str:
 
 
 def _solve_all(
-    profile: Profile,
-    cluster: Cluster,
-    asked: dict[str, Any],
+    planning: Planning,
     path: str,
     figures: StudyFigures | None,
     *,
@@ -404,7 +213,7 @@ def _solve_all(
             # By a study a plan may be best that another system's beats in all three prices.
             own = by_system.setdefault(name, ParetoFront()) if figures else pareto
             try:
-                plans[name] = _solve_one(profile, cluster, name, asked, bar, (pareto, own))
+                plans[name] = _solve_one(planning, name, bar, (pareto, own))
             except (InfeasibleError, PlanError) as error:
                 failed[name] = str(error)
                 continue
@@ -421,9 +230,11 @@ def _solve_all(
     times: list[TargetPoint] = []
     if figures is not None:
         points = [point for front in by_system.values() for point in front.points]
-        times = by_time_to_target(points, figures, asked["update_every"])
+        times = by_time_to_target(points, figures, planning.asked["update_every"])
         if times:
-            write_file(path, chosen_by_study(profile, plans[times[0].point.variant], times[0]))
+            write_file(
+                path, chosen_by_study(planning.profile, plans[times[0].point.variant], times[0])
+            )
     if as_json:
         told = {"plans": plans, "failed": failed}
         print_json(told if figures is None else {**told, "by_study": _told(times, plans, figures)})
@@ -436,27 +247,11 @@ def _solve_all(
             console.print(target_table(times, console.width))
             for line in target_lines(times, plans, figures):
                 console.print(line)
-        _print_notes(profile, list(plans.values()), asked)
+        _print_notes(planning, list(plans.values()))
         written = [str(each) for each in paths.values()]
         if times:
             written.insert(0, f"{path} (the best by time to target)")
         console.print(f"wrote {', '.join(written)}")
-
-
-def chosen_by_study(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
-    """The plan file of the best by a study. `own`: the best of its system, by period."""
-    found = best.point.evaluation
-    if found.stages == own.stages and found.micro_batches == own.micro_batches:
-        return own
-    question = question_of(own, profile)
-    report = msgspec.structs.replace(
-        own.solver,
-        fastest=msgspec.UNSET,
-        objective_s=found.prediction.period_s,
-        gap=gap_between(found.prediction.period_s, own.solver.bound_s),
-        optimal=False,
-    )
-    return signed(make_plan(question, found, report), question)
 
 
 def _told(
@@ -483,14 +278,7 @@ def _told(
     }
 
 
-def _solve_one(
-    profile: Profile,
-    cluster: Cluster,
-    name: str,
-    asked: dict[str, Any],
-    bar: Bar,
-    fronts: Sequence[ParetoFront],
-) -> Plan:
+def _solve_one(planning: Planning, name: str, bar: Bar, fronts: Sequence[ParetoFront]) -> Plan:
     def tell(what: str, done: float, total: float) -> None:
         bar(f"{name}: {what}", done, total)
 
@@ -499,7 +287,7 @@ def _solve_one(
         for front in dict.fromkeys(fronts):
             front.add(point)
 
-    return best_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
+    return planning.best(tell, variant=name, seen=keep)
 
 
 def _beside(path: str, name: str) -> Path:

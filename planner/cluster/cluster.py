@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
+from ...profiles.options import Option
 from ...profiles.units import (
     format_bytes,
     parse_bandwidth,
@@ -395,6 +397,51 @@ class Cluster(
         latency_s = max(link.latency_s for link in links)
         wire_s = max(link.wire_s(nbytes) * (2 if link.half_duplex else 1) for link in links)
         return 2 * (count - 1) * (latency_s + wire_s / count)
+
+
+DEVICES = "Devices and links"
+"""Heading of the options' help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualDevices:
+    """Equal devices and their links, as options. None, False and True are the defaults."""
+
+    devices: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None,
+        Option("Number of equal devices.", DEVICES, usual="2"),
+    ] = None
+    memory: Annotated[
+        str | float | None, Option("Limit of each device, like 16GiB.", DEVICES, usual="none")
+    ] = None
+    bandwidth: Annotated[
+        str | float | None, Option("Between devices.", DEVICES, usual=DEFAULT_BANDWIDTH)
+    ] = None
+    latency: Annotated[
+        str | float | None, Option("Of a message.", DEVICES, usual=DEFAULT_LATENCY)
+    ] = None
+    per_machine: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None,
+        Option("Devices in a machine.", DEVICES, usual="all"),
+    ] = None
+    between_bandwidth: Annotated[
+        str | float | None, Option("Between machines.", DEVICES, usual="--bandwidth")
+    ] = None
+    between_latency: Annotated[
+        str | float | None, Option("Between machines.", DEVICES, usual="--latency")
+    ] = None
+    half_duplex: Annotated[bool, Option("A link carries one direction at a time.", DEVICES)] = False
+    overlap: Annotated[bool, Option("Devices compute while they transfer.", DEVICES)] = True
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What was given, by field."""
+        given = {f.name: (getattr(self, f.name), f.default) for f in fields(EqualDevices)}
+        return {name: value for name, (value, default) in given.items() if value is not default}
+
+    def equal(self) -> Cluster:
+        """That cluster. Raises as `uniform_cluster`."""
+        return uniform_cluster(**{"devices": 2, **self.described})
 
 
 def uniform_cluster(

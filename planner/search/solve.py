@@ -113,10 +113,6 @@ class SearchRequest:
         return Freedom(self.replicas, self.recompute, staleness)
 
 
-MUON = {"optimizer_state_factor": 2.0, "matrix_state_factor": 1.0}
-"""State of Muon, which keeps a momentum for matrices of hidden layers, and of AdamW for others."""
-
-
 def solve(
     profile: Profile,
     cluster: Cluster,

@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from ...profiles.errors import UserError
-from ..evaluate import Evaluation
+from ...profiles.profile import Profile
+from ..evaluate import Evaluation, gap_between, make_plan
+from ..plan import Plan
+from ..search.answer.recheck import question_of, signed
 from ..systems.variants import variant_named
 from .pareto import ParetoPoint, unbeaten
 from .results import Reckoning
@@ -134,3 +139,19 @@ def by_time_to_target(
         all_points,
         key=lambda t: (t.foretold.time_s.mean, t.point.memory_bytes, not t.foretold.exact),
     )
+
+
+def chosen_by_study(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
+    """The plan file of the best by a study. `own`: the best of its system, by period."""
+    found = best.point.evaluation
+    if found.stages == own.stages and found.micro_batches == own.micro_batches:
+        return own
+    question = question_of(own, profile)
+    report = msgspec.structs.replace(
+        own.solver,
+        fastest=msgspec.UNSET,
+        objective_s=found.prediction.period_s,
+        gap=gap_between(found.prediction.period_s, own.solver.bound_s),
+        optimal=False,
+    )
+    return signed(make_plan(question, found, report), question)

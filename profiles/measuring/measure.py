@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
-from ..profile import FRONT_ENDS, OptimizerCost, Profile, check_profile
+from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target
 from ..tasks.hooks import (
     RunLength,
@@ -40,15 +40,13 @@ from ..tracing.graph import (
 )
 from ..tracing.pieces import map_items
 from ..tracing.shapes import bound_by_values
-from ..units import number, shown, whole, words
 from .bench import Bench, Progress
 from .optimizer_cost import measure_optimizer, optimizer_roofline
 from .platforms import Platform, platform_of
 from .profile_builder import assemble
+from .request import ProfileRequest, check_sizes
 from .saved_bytes import MicroBatchCase, parts_of
 
-RELATIVE_ERROR = 0.05
-SECONDS = 15.0
 _EPOCHS = 5
 _FEW = 4
 
@@ -144,67 +142,33 @@ def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[in
     return tuple(sorted(set(sizes)))
 
 
-def _whole_numbers(sizes: Sequence[int]) -> list[int]:
-    """Micro-batch sizes. Raises UserError."""
-    try:
-        return [whole(size, "micro_batch_sizes") for size in sizes]
-    except TypeError:
-        raise UserError(f"micro_batch_sizes: give a list of them, not {shown(sizes)}") from None
-
-
 def measure(
     target: Target,
     *,
-    batch_size: int | None = None,
-    micro_batch_sizes: Sequence[int] | None = None,
     platform: Platform | None = None,
-    threads: int = 1,
-    front_end: str | None = None,
-    granularity: str = "layer",
-    seconds: float = SECONDS,
-    error: float = RELATIVE_ERROR,
     seed: int = 0,
-    batches: int | None = None,
     progress: Progress | None = None,
     trial: Trial | None = None,
+    **asked: Any,
 ) -> Profile:
     """Profile a target in train mode.
 
     Args:
-        batch_size: samples in a mini-batch; by default those of the target's DataLoader, or the
-            largest micro-batch size, or 64.
-        micro_batch_sizes: sizes to measure; by default the mini-batch and its halves.
         platform: where; by default on the CPU.
-        threads: torch's threads while measuring; a stage will run with as many.
-        front_end: how to find the graph (profile.FRONT_ENDS); by default the first that can.
-        granularity: what makes a layer (tracing/layers.py).
-        seconds: time to spend on timing; 3 rounds at least are made, 5 where they are short.
-        error: relative standard error to reach for every layer with 1 % of the step or more;
-            measuring ends when it is reached, or the seconds are over.
         seed: for the model's initial weights.
-        batches: mini-batches to look at, where these may differ in shape: the largest is measured;
-            by default those of the first seconds, 32 at most.
         trial: a training that is tried before anything is measured.
+        asked: fields of `ProfileRequest` of how a target is measured.
 
     Raises:
         UserError: an argument that can't be.
         TargetError: the model can't be built, or fails on its own inputs.
         TraceError: no front end takes the model.
     """
-    asked = None if micro_batch_sizes is None else _whole_numbers(micro_batch_sizes)
+    how = ProfileRequest(target.name, **asked).read()
+    batch_size, own_sizes = how["batch_size"], how["micro_batch_sizes"]
     if batch_size is None:
-        batch_size = target.loader_batch_size or max(asked or [target.batch_size])
-    batch_size, threads = whole(batch_size, "batch_size"), whole(threads, "threads")
-    if asked and max(asked) > batch_size:
-        raise UserError(
-            f"micro_batch_sizes: {max(asked)} is more than the mini-batch of {batch_size}"
-        )
-    batches = None if batches is None else whole(batches, "batches")
-    seconds = number(seconds, "seconds") or 0.0
-    error = number(error, "relative_error") or 0.0
-    if front_end not in (None, *FRONT_ENDS):
-        raise UserError(f"front_end {front_end!r}: give one of {', '.join(FRONT_ENDS)}")
-    granularity = words(granularity=granularity)["granularity"]
+        batch_size = target.loader_batch_size or max(own_sizes or [target.batch_size])
+    check_sizes(own_sizes, batch_size)
     platform = platform or platform_of("cpu")
     for line in misspelt_hooks(target.task) if target.task is not None else ():
         _warn(line)
@@ -214,9 +178,9 @@ def measure(
             f"tp-run trains on these: profile with --batch-size {own}, or plan with --mini-batch "
             f"{own}"
         )
-    sizes = tuple(sorted(set(asked or default_sizes(batch_size, platform))))
-    torch.set_num_threads(threads)
-    looked = target.look_at_batches(batch_size, batches)
+    sizes = tuple(sorted(set(own_sizes or default_sizes(batch_size, platform))))
+    torch.set_num_threads(how["threads"])
+    looked = target.look_at_batches(batch_size, how["batches"])
     call_of = target.call if looked is None or looked.varying is None else looked.call
     calls = {size: call_of(size) for size in {TRACE_SAMPLES, *sizes}}
     # The importer of ONNX files works on the constants' values.
@@ -232,7 +196,7 @@ def measure(
             _try_parts(target, model, platform)
         _try(target, lambda: settle(model, call, target.name))
         left_out: tuple[str, ...] = ()
-        if asked is None and len(sizes) > 1 and sizes[0] == 1:
+        if own_sizes is None and len(sizes) > 1 and sizes[0] == 1:
             sizes, left_out = _without_ones(target, model, placed, sizes)
         _tell(progress, "finding the graph")
         if not platform.computed:
@@ -242,8 +206,8 @@ def measure(
                 model,
                 target.name,
                 call,
-                front_end=front_end or target.front_end,
-                granularity=granularity,
+                front_end=how["front_end"] or target.front_end,
+                granularity=how["granularity"],
                 verify=not platform.computed,
             )
             if looked is not None and looked.varying is not None and not platform.computed:
@@ -277,7 +241,7 @@ def measure(
                 tried = trial(_trial_case(bench, call_of, by_values))
                 for line in tried.lines:
                     _warn(line)
-            bench.run(seconds, error)
+            bench.run(how["seconds"], how["relative_error"])
             loading_s = _loading_s(bench, call)
         except UserError:
             raise
@@ -285,7 +249,7 @@ def measure(
             raise _failed(target, failure) from failure
         profile = assemble(
             bench,
-            threads=threads,
+            threads=how["threads"],
             optimizer=optimizer,
             graph_fingerprint=print_of_graph,
             assumptions=left_out,

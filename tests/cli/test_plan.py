@@ -214,12 +214,12 @@ def test_an_edited_plan_is_shown_as_that(edit, folder):
 
 def test_ctrl_c_ends_the_searches_for_all_systems(folder, monkeypatch):
     """What was found is shown and written."""
-    module, begun = import_module("timeprest.cli.plan_commands.solve"), []
+    module, begun = import_module("timeprest.planner.search.request"), []
     solve = module.best_plan
 
-    def stopped(profile, cluster, name, **asked):
-        plan = solve(profile, cluster, name, **asked)
-        begun.append(name)
+    def stopped(profile, cluster, **asked):
+        plan = solve(profile, cluster, **asked)
+        begun.append(plan.variant)
         stopped = {1: None, 2: "interrupted"}[len(begun)]
         replace = msgspec.structs.replace
         return replace(plan, solver=replace(plan.solver, stopped=stopped))

@@ -45,11 +45,11 @@ attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 attributes 32 runtime/stage/runner.py StageRunner
 attributes 46 runtime/stage/stage.py Stage
-imports 34 api.py
+imports 26 api.py
 imports 19 cli/notebook.py
 imports 19 cli/plan.py
-imports 32 cli/plan_commands/solve.py
-imports 18 cli/profile.py
+imports 26 cli/plan_commands/solve.py
+imports 16 cli/profile.py
 imports 16 cli/run.py
 imports 17 cli/run_commands/study.py
 imports 19 planner/evaluate.py
@@ -75,7 +75,6 @@ imports 16 runtime/training/plain.py
 imports 20 runtime/training/study/training.py
 imports 20 runtime/training/worker.py
 imports 25 runtime/verify/dry_run.py
-lines 96 api.py plan
 lines 64 cli/pictures/html/page.py columns
 lines 69 cli/run_commands/report.py print_run
 lines 63 cli/tables/run.py summary_lines
@@ -83,7 +82,7 @@ lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/search/exploration.py _raise_lowest
 lines 75 planner/search/solve.py solve
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 120 profiles/measuring/measure.py measure
+lines 104 profiles/measuring/measure.py measure
 lines 64 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
 lines 93 runtime/prepare/prepare.py prepare
@@ -106,16 +105,13 @@ methods 29 runtime/stage/stage.py Stage
 methods 24 runtime/training/loop.py Course
 methods 21 runtime/weights/stash.py WeightVersions
 parameters 10 api.py run
-parameters 15 api.py profile
-parameters 33 api.py plan
 parameters 9 api.py resume
 parameters 9 planner/cluster/cluster.py uniform_cluster
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 13 planner/search/solve.py solve
 parameters 9 planner/search/solve.py question_for
-parameters 13 profiles/measuring/measure.py measure
-parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 profiles/imported/cost_graph.py make_profile
+parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 11 profiles/tracing/fx.py _transformer
 parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/kinds.py _Reached
@@ -150,12 +146,12 @@ word tell planner/search/solve.py tell
 word listed planner/search/stages_per_device.py listed_s
 word again planner/search/state.py again
 word again planner/systems/orders.py again
+word listed profiles/imported/cost_graph.py listed
+word among profiles/imported/networkx_graph.py among
 word tell profiles/measuring/bench.py _tell
 word tell profiles/measuring/measure.py _tell
 word crossing profiles/measuring/saved_bytes.py crossing
 word crossing profiles/measuring/saved_bytes.py crossings
-word listed profiles/imported/cost_graph.py listed
-word among profiles/imported/networkx_graph.py among
 word among profiles/target.py _arguments_among
 word tell profiles/tasks/loaders.py tell_epoch
 word among profiles/tasks/samples.py rows_among

@@ -8,13 +8,15 @@ import click
 from rich.table import Table
 from rich.text import Text
 from timeprest.cli.errors import errors_as_lines, output, print_json
-from timeprest.cli.options import choice, common_options, time_limit_option
+from timeprest.cli.options import choice, common_options
 from timeprest.cli.options.command import GroupedCommand, examples, group
+from timeprest.cli.options.fields import options_of
 from timeprest.cli.options.values import FileName, Number, Whole
 from timeprest.cli.progress import Bar
 from timeprest.cli.tables.layout import compact_table, counted, first_to_last
 from timeprest.planner.partition.problem import StageProblem, members, stage_bytes, stage_load
-from timeprest.planner.partition.solve import SOLVERS, CutAnswer, solve_cut
+from timeprest.planner.partition.solve import CutAnswer, solve_cut
+from timeprest.planner.search.request import PlanRequest
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.files import MAX_FACTOR
 from timeprest.profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_memory
@@ -59,11 +61,7 @@ if TYPE_CHECKING:
         help="Let a device hold several stretches of the model too (by the ILP).",
     ),
 )
-@group(
-    "Search",
-    choice("--solver", SOLVERS, "auto", "Dynamic programming, an integer program, or whichever."),
-    time_limit_option("Take the best cut found by then."),
-)
+@options_of(PlanRequest, only=("solver", "time_limit_s"))
 @common_options
 @errors_as_lines
 def published(

@@ -58,17 +58,13 @@ def options_of(command):
             "profile",
             profile_main,
             {},
-            {"links": "links", "processes": "links.processes"},
+            {"links": "links", "processes": "links.processes", "plugins": "plugin.path"},
         ),
         (
             "plan",
             plan_main.commands["solve"],
             {
                 "profile_path": "profile",
-                "cluster_path": "cluster",
-                "order_path": "order",
-                "no_overlap": "overlap",
-                "time_limit": "time_limit_s",
             },
             {
                 "study_path": "plans.study",
@@ -163,7 +159,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
     with pytest.raises(UserError, match="replicas: give True or False, not 'maybe'"):
         timeprest.plan(mlp_profile, cluster, replicas="maybe")
     for name in ("stages", "micro_batches", "stages_per_device"):
-        with pytest.raises(UserError, match=f"{name} 'many': give a whole number, or 'auto'"):
+        with pytest.raises(UserError, match=f"{name} 'many': give auto or a whole number from 1"):
             timeprest.plan(mlp_profile, cluster, **{name: "many"})
     plan = timeprest.plan(mlp_profile, cluster, stages=2, replicas=False)
     for settings, words in (
@@ -193,16 +189,18 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"devices": "2"}, "devices: give a whole number from 1 to 65536, not '2'"),
         ({"devices": 0}, "devices: give a whole number from 1 to 65536, not 0"),
         ({"devices": 4, "per_machine": 2.0}, "per_machine: give a whole number from 1 to 65536"),
-        ({"devices": None}, "devices: give a whole number from 1 to 65536, not None"),
         ({"devices": MISSING}, "devices: give a whole number from 1 to 65536, not <NA>"),
         ({"memory": MISSING}, "memory: can't read <NA>; write it like 16GiB"),
         ({"memory": np.ones((2, 2))}, "memory: can't read array"),
         ({"cluster": uniform_cluster(2), "memory": MISSING}, "leave out memory"),
-        ({"stages": np.array([1, 2])}, r"stages array\(\[1, 2\]\): give a whole number from 1"),
+        (
+            {"stages": np.array([1, 2])},
+            r"stages array\(\[1, 2\]\): give auto or a whole number from 1",
+        ),
         ({"mini_batch": MISSING}, "mini_batch <NA>: give a whole number from 1"),
         (
             {"optimizer_state": np.ones(2)},
-            "optimizer_state array.*: give a number from 0, or 'muon'",
+            "optimizer_state array.*: give a number from 0 as 2 for Adam, or muon",
         ),
         ({"replicas": np.array([1, 2])}, r"replicas: give True or False, not array\(\[1, 2\]\)"),
         ({"replicas": None}, "replicas: give True or False, not None"),
@@ -226,8 +224,8 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"half_duplex": 2}, "half_duplex: give True or False, not 2"),
         ({"mini_batch": 8.0}, "mini_batch 8.0: give a whole number from 1"),
         ({"mini_batch": 0}, "mini_batch 0: give a whole number from 1"),
-        ({"micro_batches": 2.0}, "micro_batches 2.0: give a whole number from 1"),
-        ({"stages": 0}, "stages 0: give a whole number from 1"),
+        ({"micro_batches": 2.0}, "micro_batches 2.0: give auto or a whole number from 1"),
+        ({"stages": 0}, "stages 0: give auto or a whole number from 1"),
         ({"update_every": "2"}, "update_every '2': give a whole number from 1"),
         ({"time_limit_s": "1"}, "time_limit_s '1': give a number from 0"),
         ({"time_limit_s": np.float32("nan")}, "time_limit_s .*nan.*: give a number from 0"),
@@ -240,11 +238,13 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"bandwidth": 2j}, "bandwidth: can't read 2j"),
         ({"devices": np.float64(2)}, "devices: give a whole number from 1 to 65536"),
         ({"devices": np.bool_(True)}, "devices: give a whole number from 1 to 65536"),
-        ({"optimizer_state": "adam"}, "optimizer_state 'adam': give a number from 0, or 'muon'"),
+        ({"optimizer_state": "adam"}, "optimizer_state 'adam': give a number from 0 as 2 for Adam"),
         ({"optimizer_state": float("nan")}, "optimizer_state nan: give a number from 0"),
         ({"pins": {"l3": "1"}}, r"pins\['l3'\] '1': give a whole number from 0"),
         ({"pins": {"l3": -1}}, r"pins\['l3'\] -1: give a whole number from 0"),
-        ({"pins": ["l3=1"]}, "pins: give each layer's stage by its name"),
+        ({"pins": 3}, "pins: give each layer's stage by its name"),
+        ({"pins": ["l3"]}, "pins 'l3': give NAME=STAGE, as in pins layer3=1; 0 is the first"),
+        ({"between_latency": "1ms"}, "between_latency: say per_machine too"),
         ({"pins": {"l0": 1}, "stages": 2}, "can't be cut as asked with --pin l0=1: no stage may"),
         ({"tied": "apart"}, "tied 'apart': give one of auto, together, split"),
         ({"order": 3}, "order: give the name of a file, not int"),
@@ -272,7 +272,7 @@ def test_a_wrong_argument_is_one_line_that_names_it(given, why, mlp_profile):
         ),
         ({"threads": 0}, "threads 0: give a whole number from 1"),
         ({"seconds": "3"}, "seconds '3': give a number from 0"),
-        ({"relative_error": -1}, "relative_error -1: give a number from 0"),
+        ({"relative_error": -1}, "relative_error -1: give a number above 0 to 1"),
         ({"batches": 0}, "batches 0: give a whole number from 1"),
         ({"together": 1}, "together 1: give a whole number from 2"),
         ({"front_end": "jit"}, "front_end 'jit': give one of fx"),

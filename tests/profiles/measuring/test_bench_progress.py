@@ -46,7 +46,7 @@ def test_what_is_left_is_what_it_takes(each_s, seconds, monkeypatch):
         batch_size=2,
         micro_batch_sizes=[1, 2],
         seconds=seconds,
-        error=0,
+        relative_error=1e-9,
         progress=progress,
         granularity="0,1,2",
     )

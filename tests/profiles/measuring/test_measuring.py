@@ -240,10 +240,10 @@ def test_light_layers_needn_t_be_known_well():
 def test_measuring_ends_when_times_are_sure_or_the_seconds_over():
     target = resolve(ZOO["mlp"])
     begin = time.perf_counter()
-    measure(target, batch_size=4, seconds=100, error=0.9)
+    measure(target, batch_size=4, seconds=100, relative_error=0.9)
     assert time.perf_counter() - begin < 30
     begin = time.perf_counter()
-    measure(target, batch_size=4, seconds=1, error=1e-9)
+    measure(target, batch_size=4, seconds=1, relative_error=1e-9)
     assert time.perf_counter() - begin < 30
 
 

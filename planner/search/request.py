@@ -1,0 +1,341 @@
+"""What a plan may be asked for: the options of ``tp-plan solve``, which are `timeprest.plan`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from ...profiles.errors import UserError
+from ...profiles.files import MAX_FACTOR, Count, Factor, Tally
+from ...profiles.options import Option, Spelled, auto_or_whole, read_record
+from ...profiles.profile import Profile
+from ...profiles.units import number, parse_share, shown, truth, whole
+from ..cluster.cluster import DEVICES, Cluster, EqualDevices
+from ..cluster.contention import contention_on, with_contention
+from ..cluster.headroom import parse_headroom
+from ..evaluate import Evaluation
+from ..plan import Plan
+from ..schedules.given import read_order
+from ..systems.orders import Order
+from ..systems.variants import VARIANTS
+from .defaults import TiedAsked, best_plan
+from .state import Progress
+
+T = TypeVar("T", Profile, Cluster, Plan)
+
+MUON = {"optimizer_state_factor": 2.0, "matrix_state_factor": 1.0}
+"""State of Muon, which keeps a momentum for matrices of hidden layers, and of AdamW for others."""
+
+SYSTEM = "Training system and mini-batch"
+MEMORY = "Memory"
+STAGES = "Stages"
+STALENESS = "Staleness"
+SEARCH = "Search"
+"""Headings of the options' help."""
+
+
+def loaded(given: T | str | Path, kind: type[T], name: str) -> T:
+    """What was given, or is in the file of that name. Raises UserError, or as `load`."""
+    if isinstance(given, (str, Path)):
+        return kind.load(given)
+    if not isinstance(given, kind):
+        what = f"give a {kind.__name__}, or the name of its file"
+        raise UserError(f"{name}: {what}, not {type(given).__name__}")
+    return given
+
+
+# Each reads what was given, and raises UserError that names it ------------------------------------
+
+
+def _one_system(variant: object, name: str) -> str:
+    if not isinstance(variant, str) or variant == "all":
+        raise UserError(
+            f"{name}: give one system's name, not {shown(variant)}; timeprest.plans takes several"
+        )
+    return str(variant)
+
+
+def _order(path: object, name: str) -> Order:
+    if not isinstance(path, (str, Path)):
+        raise UserError(f"{name}: give the name of a file, not {type(path).__name__}")
+    return read_order(path)
+
+
+def _with_replicas(value: object, name: str) -> bool:
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value == "auto"
+    return truth(value, name)
+
+
+def _optimizer_state(value: object, name: str) -> dict[str, float]:
+    """What `solve` knows of it."""
+    if isinstance(value, str) and value == "muon":
+        return MUON
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
+    factor = number(value, name, MAX_FACTOR, " as 2 for Adam, or muon")
+    return {} if factor is None else {"optimizer_state_factor": factor}
+
+
+def _pins(given: object, name: str) -> tuple[tuple[str, int], ...]:
+    """Each layer once, of a mapping or of texts such as ``"layer3=1"``."""
+    found: dict[str, int] = {}
+    if isinstance(given, Mapping):
+        found = {layer: whole(stage, f"{name}[{layer!r}]", 0) for layer, stage in given.items()}
+    elif not isinstance(given, Sequence) or isinstance(given, str):
+        raise UserError(f"{name}: give each layer's stage by its name, as in {{'layer3': 1}}")
+    for text in () if isinstance(given, Mapping) else given:
+        layer, separator, stage = str(text).rpartition("=")
+        if not separator or not layer or not stage.isdecimal() or len(stage) > 9:
+            raise UserError(
+                f"{name} {text!r}: give NAME=STAGE, as in {name} layer3=1; 0 is the first"
+            )
+        if found.setdefault(layer, int(stage)) != int(stage):
+            raise UserError(
+                f"{name} {layer}={found[layer]}, {name} {layer}={stage}: a layer is on one stage; "
+                "leave one out"
+            )
+    return tuple(found.items())
+
+
+@dataclass(frozen=True)
+class PlanRequest(EqualDevices):
+    """What a plan is asked of and may be. Without a cluster there are equal devices.
+
+    Attributes:
+        seen: is told of every plan that fits.
+    """
+
+    profile: Profile | str | Path
+    cluster: Annotated[
+        Cluster | str | Path | None,
+        Option(
+            "Devices and links from a file.",
+            DEVICES,
+            flags=("--cluster",),
+            metavar="TOML",
+            names="file",
+        ),
+    ] = None
+    _: KW_ONLY
+    variant: Annotated[
+        str,
+        Option(
+            f"Training system: {', '.join(VARIANTS)}; or all.",
+            SYSTEM,
+            names="system",
+            read=_one_system,
+        ),
+    ] = "timeprest"
+    order: Annotated[
+        str | Path | None,
+        Option(
+            "What each device runs, in the system's weight rules and instead of its own order.",
+            SYSTEM,
+            metavar="FILE",
+            names="file",
+            read=_order,
+        ),
+    ] = None
+    mini_batch: Annotated[
+        Count | None, Option("Samples per update.", SYSTEM, usual="the profile's batch size")
+    ] = None
+    micro_batches: Annotated[
+        int | Literal["auto"] | None,
+        Option("In a mini-batch; auto: the best.", SYSTEM, metavar="N", read=auto_or_whole),
+    ] = "auto"
+    update_every: Annotated[
+        Count,
+        Option(
+            "Update the weights after every K mini-batches: smaller version differences.",
+            SYSTEM,
+            metavar="K",
+        ),
+    ] = 1
+    optimizer_state: Annotated[
+        float | Literal["muon"] | None,
+        Option(
+            "Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, 2 Adam; "
+            "muon: 1 of matrices of hidden layers, 2 of others.",
+            SYSTEM,
+            usual="as profiled",
+            metavar="FACTOR",
+            read=_optimizer_state,
+        ),
+    ] = None
+    headroom: Annotated[
+        str | float | None,
+        Option(
+            "Of each device's memory, kept free: 8% or 4GiB. Devices of a cluster file may say it.",
+            MEMORY,
+            usual="8% of GPUs that weren't measured, else 0",
+            metavar="SHARE|BYTES",
+            read=parse_headroom,
+        ),
+    ] = None
+    stages: Annotated[
+        int | Literal["auto"] | None,
+        Option("How many; auto: the best.", STAGES, metavar="N", read=auto_or_whole),
+    ] = "auto"
+    replicas: Annotated[
+        bool | Literal["auto", "off"],
+        Option(
+            "Stages may take several devices, or not.",
+            STAGES,
+            values=("auto", "off"),
+            read=_with_replicas,
+        ),
+    ] = "auto"
+    stages_per_device: Annotated[
+        int | Literal["auto"] | None,
+        Option(
+            "1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.",
+            STAGES,
+            usual="auto where that takes a second at most, else 1",
+            metavar="V",
+            read=auto_or_whole,
+        ),
+    ] = None
+    placement: Annotated[
+        Literal["auto", "straight", "loop", "v"], Option("Which device runs which stage.", STAGES)
+    ] = "auto"
+    sequence: Annotated[
+        Literal["best", "listed"],
+        Option(
+            "Devices of several kinds, or in machines of several sizes: in the best sequence, or "
+            "as the cluster lists them.",
+            STAGES,
+        ),
+    ] = "best"
+    recompute: Annotated[
+        Literal["off", "on", "selective", "auto"] | None,
+        Option(
+            "Stages compute activations again instead of keeping them: none, all, those of some "
+            "layers, or whatever is best.",
+            STAGES,
+            usual="off; auto where nothing fits so",
+        ),
+    ] = None
+    tied: Annotated[
+        TiedAsked,
+        Option(
+            "Layers that share parameters: on one device, on several with copies, or what is "
+            "faster.",
+            STAGES,
+        ),
+    ] = "auto"
+    pins: Annotated[
+        Mapping[str, int] | Sequence[str],
+        Option(
+            "Layer NAME is on stage STAGE.",
+            STAGES,
+            flags=("--pin",),
+            metavar="NAME=STAGE",
+            several=True,
+            read=_pins,
+        ),
+    ] = ()
+    run_ahead: Annotated[
+        Literal["paper", "auto"],
+        Option(
+            "Without a flush: S - s mini-batches in flight on stage s, or as many as pay.",
+            STALENESS,
+        ),
+    ] = "paper"
+    max_in_flight: Annotated[
+        Count | None,
+        Option("Mini-batches in flight on a stage at most.", STALENESS, metavar="L"),
+    ] = None
+    max_difference: Annotated[
+        Tally | None,
+        Option(
+            "Updates between a mini-batch's forward and the weights of its backward at most.",
+            STALENESS,
+            metavar="D",
+        ),
+    ] = None
+    solver: Annotated[
+        Literal["auto", "dp", "ilp"],
+        Option("Dynamic programming, an integer program, or whichever.", SEARCH),
+    ] = "auto"
+    tolerance: Annotated[
+        str | float,
+        Option(
+            "Of the shortest period: what may be given away for a smaller version difference, "
+            "then for memory, then for even stages.",
+            SEARCH,
+            metavar="SHARE",
+            read=parse_share,
+        ),
+    ] = "1%"
+    time_limit_s: Annotated[
+        Factor | None,
+        Option(
+            "Take the best plan found by then.",
+            SEARCH,
+            flags=("--time-limit",),
+            metavar="SECONDS",
+        ),
+    ] = 60.0
+    seen: Callable[[Evaluation], None] | None = None
+
+    def read(self, spelled: Spelled = str) -> Planning:
+        """What is asked, of profile and cluster that were read.
+
+        Args:
+            spelled: what messages call a field.
+
+        Raises UserError for what can't be; as `read_cluster`, `read_order` and `Profile.load`.
+        """
+        profile = loaded(self.profile, Profile, "profile")
+        described = self.described
+        if self.cluster is not None and described:
+            names = ", ".join(map(spelled, described))
+            raise UserError(f"{spelled('cluster')}: leave out {names}; the cluster says it")
+        between = {"between_bandwidth", "between_latency"} & {*described}
+        if between and "per_machine" not in described:
+            names = ", ".join(sorted(map(spelled, between)))
+            raise UserError(f"{names}: say {spelled('per_machine')} too")
+        if self.seen is not None and not callable(self.seen):
+            raise UserError(f"seen: give a function of a plan, not {shown(self.seen)}")
+        asked = read_record(self, spelled, without={"cluster", *EqualDevices.__annotations__})
+        if self.stages_per_device is None:
+            del asked["stages_per_device"]
+        asked |= asked.pop("optimizer_state") or {}
+        cluster = self.equal() if self.cluster is None else self.cluster
+        return Planning(profile, loaded(cluster, Cluster, "cluster"), {**asked, "seen": self.seen})
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A request that was read.
+
+    Attributes:
+        cluster: as described; devices that slow each other down aren't slower there.
+        asked: what `best_plan` takes besides.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    asked: Mapping[str, Any]
+
+    def best(
+        self, progress: Progress | None = None, cluster: Cluster | None = None, **others: Any
+    ) -> Plan:
+        """The best plan.
+
+        Args:
+            cluster: another one, as it is.
+            others: in the place of what was asked.
+
+        Raises as `best_plan`.
+        """
+        if cluster is None:
+            together = contention_on(self.cluster, self.profile.together)
+            cluster = with_contention(self.cluster, together)
+        asked = {"progress": progress, **self.asked, **others}
+        return best_plan(self.profile, cluster, **asked)

@@ -1,0 +1,188 @@
+"""What a profile is asked for: the options of ``tp-profile``, which are `timeprest.profile`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from ..errors import UserError
+from ..files import MAX_COUNT, Count, Factor, Threads
+from ..options import Option, Spelled, chosen, read_record
+from ..profile import FRONT_ENDS
+from ..units import shown, whole
+
+MODEL = "Model"
+MEASURED = "What is measured"
+NUMBERS = "Numbers instead of a model"
+DEVICE = "Device"
+"""Headings of the options' help."""
+
+OF_FILES = ("batch_size", "micro_batch_sizes", "edges")
+"""Fields of what is read, and not measured."""
+
+
+def _sizes(given: object, name: str) -> list[int]:
+    """``"4,8,16"`` or [4, 8, 16] → [4, 8, 16]. Raises UserError."""
+    if isinstance(given, str):
+        parts = [part.strip() for part in given.split(",")]
+        if not all(part.isdecimal() and len(part) <= 12 and int(part) for part in parts):
+            raise UserError(f"{name} {given!r}: give whole numbers from 1, like 4,8,16")
+        return [int(part) for part in parts]
+    try:
+        return [whole(size, name) for size in given]  # type: ignore[attr-defined]
+    except TypeError:
+        raise UserError(f"{name}: give a list of them, not {shown(given)}") from None
+
+
+def _front_end(given: object, name: str) -> str:
+    return chosen(given, name, FRONT_ENDS)
+
+
+def check_sizes(
+    sizes: Sequence[int] | None, batch_size: int | None, name: str = "micro_batch_sizes"
+) -> None:
+    """Raise UserError for micro-batches larger than the mini-batch."""
+    if sizes and batch_size and max(sizes) > batch_size:
+        raise UserError(f"{name}: {max(sizes)} is more than the mini-batch of {batch_size}")
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is measured and how.
+
+    Attributes:
+        target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
+            a table of costs or a file that a plugin imports, with the batch sizes; or an object: a
+            task, a model, a class or function that makes one.
+    """
+
+    target: object
+    _: KW_ONLY
+    granularity: Annotated[
+        str,
+        Option(
+            "What makes a layer: a leaf module, an operation, or a module whose name matches "
+            "(h.*, or several with commas).",
+            MODEL,
+            metavar="layer|op|PATTERN",
+        ),
+    ] = "layer"
+    front_end: Annotated[
+        str | None,
+        Option(
+            "How to find the graph.",
+            MODEL,
+            usual="the first that can",
+            values=tuple(name for name in FRONT_ENDS if name != "onnx"),
+            read=_front_end,
+        ),
+    ] = None
+    inputs: Annotated[
+        Sequence[str],
+        Option(
+            "What a model that isn't a task takes, one sample: 3x32x32:float32, 64:int64:1000 for "
+            "integers below 1000, or by name mask=64:int64. Once for each input.",
+            MODEL,
+            flags=("--input",),
+            metavar="SHAPE:DTYPE",
+            several=True,
+        ),
+    ] = ()
+    batch_size: Annotated[
+        Count | None,
+        Option(
+            "Samples in a mini-batch.",
+            MEASURED,
+            usual="its DataLoader's, or the largest of --micro-batch-sizes, or 64",
+        ),
+    ] = None
+    micro_batch_sizes: Annotated[
+        Sequence[int] | str | None,
+        Option(
+            "Sizes to measure, like 4,8,16.",
+            MEASURED,
+            usual="the mini-batch and its halves",
+            metavar="LIST",
+            read=_sizes,
+        ),
+    ] = None
+    seconds: Annotated[
+        Factor,
+        Option("Time to spend on timing at most; 3 to 5 rounds are made in any case.", MEASURED),
+    ] = 15.0
+    relative_error: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        Option("Stop when every layer with 1 % of the time is known so well.", MEASURED),
+    ] = 0.05
+    batches: Annotated[
+        Count | None,
+        Option(
+            "Mini-batches to look at where a collate_fn or a batch_sampler may make them of "
+            "different shapes: the largest is measured.",
+            MEASURED,
+            usual="32, within 5 s",
+            metavar="N",
+        ),
+    ] = None
+    together: Annotated[
+        Annotated[int, Meta(ge=2, le=MAX_COUNT)] | None,
+        Option(
+            "Measure too what stages cost besides their layers, and how N processes slow each "
+            "other down that compute at once on this machine, as stages do.",
+            MEASURED,
+            metavar="N",
+        ),
+    ] = None
+    edges: Annotated[
+        str | Path | None,
+        Option(
+            "With a table of costs as TARGET: a table (CSV) with the columns from, to and, if need "
+            "be, bytes.",
+            NUMBERS,
+            usual="each layer feeds the next",
+            metavar="FILE",
+            names="file",
+        ),
+    ] = None
+    device: Annotated[
+        Literal["cpu", "cuda", "meta"],
+        Option("meta: run nothing, reckon with --spec.", DEVICE),
+    ] = "cpu"
+    spec: Annotated[
+        str | None,
+        Option(
+            "With --device meta: the device to reckon with, by its data sheet.",
+            DEVICE,
+            metavar="NAME|FILE",
+            names="file",
+        ),
+    ] = None
+    threads: Annotated[
+        Threads, Option("Torch's threads; each stage will run with as many.", DEVICE)
+    ] = 1
+    autocast: Annotated[
+        Literal["bfloat16", "float16"] | None,
+        Option(
+            "Run forwards under torch.autocast with this dtype.",
+            DEVICE,
+            values=("bf16", "bfloat16", "float16"),
+            read=lambda dtype, name: "bfloat16" if dtype == "bf16" else dtype,
+        ),
+    ] = None
+
+    def read(self, spelled: Spelled = str) -> dict[str, Any]:
+        """What is asked, by field. Raises UserError for what can't be.
+
+        Args:
+            spelled: what messages call a field.
+        """
+        asked = read_record(self, spelled)
+        check_sizes(asked["micro_batch_sizes"], asked["batch_size"], spelled("micro_batch_sizes"))
+        if asked["together"] is not None and asked["device"] != "cpu":
+            raise UserError(f"{spelled('together')}: is for {spelled('device')} cpu")
+        return asked

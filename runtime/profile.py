@@ -1,0 +1,37 @@
+"""A target's profile: measured, tried, and with what stages cost in processes where that is asked
+for. Loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..profiles.measuring.bench import Progress
+from ..profiles.measuring.measure import measure
+from ..profiles.measuring.platforms import platform_of
+from ..profiles.profile import Profile
+from ..profiles.target import parse_input, resolve
+from .calibration.overhead import with_processes
+from .verify.trial import try_in_pieces
+
+
+def measured(name: str, asked: Mapping[str, Any], progress: Progress | None = None) -> Profile:
+    """Measure a target.
+
+    Args:
+        asked: what `ProfileRequest.read` gives.
+
+    Raises as `measure` and `resolve`; RunError where other processes fail.
+    """
+    asked = dict(asked)
+    together, inputs = asked.pop("together"), asked.pop("inputs")
+    of_device = (asked.pop(name) for name in ("device", "spec", "autocast"))
+    target = resolve(name, [parse_input(text) for text in inputs])
+    profile = measure(
+        target, platform=platform_of(*of_device), progress=progress, trial=try_in_pieces, **asked
+    )
+    if together is None:
+        return profile
+    if progress is not None:
+        progress("processes at once", 0, 0)
+    return with_processes(profile, target, inputs, together, seconds=asked["seconds"] / 2)
