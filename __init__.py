@@ -54,7 +54,6 @@ _HOME = {
     "export": "api",
     "links": "api",
     "hugging_face": "profiles.zoo.hf",
-    "onnx": "profiles.onnx.model",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
@@ -93,11 +92,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    if name in _HOME:
+        from importlib import import_module
 
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    from .profiles import plugins
+
+    if name.startswith("_") or name not in plugins.names("api"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return plugins.load("api", name)
 
 
 def _views() -> Views:

@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import UserError
+from .plugins import Kind as PluginKind
 from .units import real_number, shown, truth, whole, words
 
 P = ParamSpec("P")
@@ -55,6 +56,7 @@ class Option:
         metavar: what help calls the value.
         names: what a text is the name of.
         values: words to choose from on the command line, where the type has others.
+        plugins: the kind of plugins whose names are such words, too.
         several: it may be given several times.
         read: makes what is meant of what is given and of what messages call it. A lambda knows no
             names of its module: annotations are evaluated in their class.
@@ -68,6 +70,7 @@ class Option:
     metavar: str | None = None
     names: Literal["file", "folder", "target", "system"] | None = None
     values: tuple[str, ...] = ()
+    plugins: PluginKind | None = None
     several: bool = False
     read: Callable[[Any, str], Any] | None = None
     marks: tuple[str, ...] = ()

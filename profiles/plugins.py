@@ -30,8 +30,11 @@ SYSTEMS, GROUP = "systems", "timeprest.systems"
 
 KINDS: Mapping[str, str] = {
     SYSTEMS: "system",
+    "targets": "kind of target",
     "importers": "importer",
+    "front_ends": "front end",
     "commands": "command",
+    "api": "function of the package",
 }
 """Each kind, and what messages call one of it."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from . import plugins
 from .errors import FileError
 from .files import (
     MAX_COUNT,
@@ -43,9 +44,12 @@ FRONT_ENDS = {
     "export": "torch.export with a free batch dimension",
     "export-static": "torch.export, one graph for each micro-batch size",
     "sequential": "the children of an nn.Sequential",
-    "onnx": "the graph of an ONNX file",
 }
-"""Ways to find a model's graph, and what messages call them."""
+"""Ways to find a model's graph, and what messages call them; plugins may have others."""
+
+OF_PLUGINS = "front_ends"
+"""The kind of plugins: each is called with a model, the `Call` that it is traced with and the
+granularity, and gives a `TracedModel`."""
 
 IMPORTED = {"table": "a table of costs", "networkx": "a networkx graph"}
 """What messages call profiles that are made of numbers here; a plugin's are called as it says."""
@@ -452,10 +456,22 @@ def made_of(profile: Profile | ProfileReference) -> str:
 
 def check_front_end(profile: Profile | ProfileReference, where: str) -> None:
     """Raise FileError where a profile of a model names no front end."""
-    known = (*FRONT_ENDS, *IMPORTED)
-    if profile.front_end not in known and not made_of(profile):
+    if profile.front_end in FRONT_ENDS or made_of(profile):
+        return
+    known = (*front_ends(), *IMPORTED)
+    if profile.front_end not in known:
         found = f"{profile.front_end!r} isn't one of {', '.join(known)}"
         raise FileError(f"{where}: front_end: {found}")
+
+
+def front_ends() -> tuple[str, ...]:
+    """All that there are."""
+    return (*FRONT_ENDS, *plugins.names(OF_PLUGINS))
+
+
+def front_end_called(name: str) -> str:
+    """What messages call a front end."""
+    return FRONT_ENDS.get(name, f"the front end {name}")
 
 
 def _check_sizes(where: str, measurements: tuple[Measurement, ...], sizes: tuple[int, ...]) -> None:

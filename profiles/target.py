@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import plugins
 from .errors import TargetError
 from .files import is_file
 from .tasks.hooks import describe_error
@@ -40,6 +40,10 @@ from .zoo import BUILT_IN
 from .zoo.hf_model import is_config
 
 _BATCH_SIZE = 64
+
+FILES = "targets"
+"""The kind of plugins whose names are suffixes of files with models; each is called with the
+file's name and its `InputSpec`s, and gives a `Target`."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +306,8 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     Args:
         name: a built-in task (``digits``, ``text``, ``text:FILE``), ``file.py:name`` or
             ``pkg.module:name``, where name is a task, a task class, a model class or factory;
-            an ONNX file; or ``session:name`` for an object of this process (`tasks.objects`).
+            a file of a model, such as ONNX; or ``session:name`` for an object of this process
+            (`tasks.objects`).
         inputs: for targets that aren't tasks, what the model takes.
         to_train: it should be a task; of a model the message says so, not that inputs are missing.
 
@@ -314,8 +319,12 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     head, _, tail = name.partition(":")
     if head in BUILT_IN:
         return _of_task(name, BUILT_IN[head](tail or None), inputs)
-    if name.endswith(".onnx"):
-        return _onnx(name, inputs)
+    suffix = Path(name).suffix
+    if suffix in plugins.names(FILES):
+        if to_train:
+            raise TargetError(f"{name}: is a model, not a task: {TASK_NEEDED}")
+        made: Target = plugins.load(FILES, suffix)(name, inputs)
+        return made
     for spec in inputs:
         if spec.name is not None and not spec.name.isidentifier():
             raise TargetError(
@@ -335,16 +344,16 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     if not tail:
         raise TargetError(
             f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME, "
-            "pkg.module:NAME or model.onnx"
+            f"pkg.module:NAME or a file ({', '.join(plugins.names(FILES))})"
         )
     found = find(name)
     if is_config(found):
         from .zoo.hf import hugging_face
 
         found = hugging_face(found)
-    made = task_of(name, found, has_inputs=bool(inputs))
-    if made is not None:
-        return _of_task(name, made, inputs)
+    task = task_of(name, found, has_inputs=bool(inputs))
+    if task is not None:
+        return _of_task(name, task, inputs)
     if not inputs:
         there = hooks_of(found)
         needed = "say what it takes with --input SHAPE:DTYPE for each input, like "
@@ -386,46 +395,3 @@ def _copied(name: str, model: nn.Module) -> nn.Module:
             f"{name}: can't be copied, and measuring would change it: {describe_error(error)}; "
             "give a function that makes it"
         ) from error
-
-
-def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
-    """An ONNX file. Inputs given by hand replace what it says of its own, and give its free
-    dimensions their sizes."""
-    from .onnx.file import open_inputs, read_file, sizes_in
-    from .onnx.model import import_onnx
-
-    given: tuple[InputSpec, ...] = ()
-    sizes: dict[str, int] = {}
-    if inputs:
-        found = open_inputs(name)
-        given = _in_order(name, inputs, list(found))
-        sizes = sizes_in(name, found, [spec.shape for spec in given])
-    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in read_file(name, sizes).inputs)
-    # Read again for every model: training must not start from what profiling left behind.
-    return Target(name, None, lambda: import_onnx(name, sizes=sizes), given or own, "onnx")
-
-
-def _in_order(
-    target: str, inputs: Sequence[InputSpec], names: Sequence[str]
-) -> tuple[InputSpec, ...]:
-    """Inputs given by hand in the order of an ONNX file's: those with names where the names are,
-    the others in turn. All go by position then, as the graph takes them."""
-    named = {spec.name: spec for spec in inputs if spec.name is not None}
-    has = joined([repr(name) for name in names])
-    for name in named:
-        if name not in names:
-            raise TargetError(
-                f"{target}: --input {name}=…: the file has no input of that name; it has {has}"
-            )
-    unnamed = [spec for spec in inputs if spec.name is None]
-    if len(named) + len(unnamed) < len(inputs):
-        twice = Counter(spec.name for spec in inputs if spec.name is not None).most_common(1)[0][0]
-        raise TargetError(f"{target}: --input {twice}=… is given twice: give it once")
-    if len(inputs) != len(names):
-        raise TargetError(
-            f"{target}: takes {len(names)} inputs, but --input was given {len(inputs)}; give one "
-            f"for each of {has}"
-        )
-    rest = iter(unnamed)
-    found = [named[name] if name in named else next(rest) for name in names]
-    return tuple(replace(spec, name=None) for spec in found)

@@ -12,7 +12,7 @@ import click
 from ...profiles.files import MAX_COUNT
 from ...profiles.options import Kind, OptionField, option_fields
 from .command import group, options
-from .values import FileName, FolderName, Fraction, Number, SystemName, TargetName, Whole
+from .values import FileName, FolderName, Fraction, Number, SystemName, TargetName, Whole, WordOrPlugin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +60,8 @@ def _option(field: OptionField) -> Callable[[F], F]:
 def _type(field: OptionField) -> click.ParamType[Any]:
     option, kind = field.option, field.kind
     words = option.values or (kind.base if isinstance(kind.base, tuple) else ())
+    if option.plugins:
+        return WordOrPlugin(words, option.plugins)
     if words:
         return click.Choice(words)
     if kind.base is int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from ...planner.systems.variants import VARIANTS
+from ...profiles import plugins
 from ...profiles.files import MAX_COUNT
+from ..errors import errors_as_lines
 
 
 class Whole(click.types.IntParamType):
@@ -70,6 +73,20 @@ class Fraction(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value!r} isn't a finite number.", param, ctx)
         return found
+
+
+class WordOrPlugin(click.Choice[str]):
+    """One of a few words, or a name of a kind of plugins (`profiles.plugins`)."""
+
+    def __init__(self, words: Iterable[str], kind: str) -> None:
+        super().__init__(list(words))
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's."""
+        if value not in self.choices and value in errors_as_lines(plugins.names)(self.kind):
+            return value
+        return super().convert(value, param, ctx)
 
 
 class FileName(click.types.StringParamType):

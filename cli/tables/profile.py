@@ -6,11 +6,11 @@ import msgspec
 from rich.console import Console
 
 from ...profiles.profile import (
-    FRONT_ENDS,
     Measurement,
     Profile,
     Shapes,
     VaryingShapes,
+    front_end_called,
     made_of,
 )
 from ...profiles.units import format_bytes, format_seconds
@@ -87,7 +87,9 @@ def _print_trust(console: Console, profile: Profile) -> None:
             "(requires_grad off), of which there are no versions, gradients or optimizer state"
         )
     if profile.can_run:
-        console.print(f"graph: {FRONT_ENDS[profile.front_end]}; {profile.granularity} granularity")
+        console.print(
+            f"graph: {front_end_called(profile.front_end)}; {profile.granularity} granularity"
+        )
         for refusal in profile.refusals:
             console.print(f"  not by {refusal}")
         ratios = ", ".join(f"{m}: {ratio:.2f}" for m, ratio in layer_sum_ratios(profile))

@@ -183,8 +183,8 @@ def measure(
     looked = target.look_at_batches(batch_size, how["batches"])
     call_of = target.call if looked is None or looked.varying is None else looked.call
     calls = {size: call_of(size) for size in {TRACE_SAMPLES, *sizes}}
-    # The importer of ONNX files works on the constants' values.
-    model = platform.build(lambda: target.model(seed), first=target.front_end == "onnx")
+    # An importer works on the constants' values.
+    model = platform.build(lambda: target.model(seed), first=target.front_end is not None)
     model.train()
     # A model alone may have none: it can be planned all the same.
     if target.task is not None and not any(p.requires_grad for p in model.parameters()):

@@ -12,7 +12,7 @@ from msgspec import Meta
 from ..errors import UserError
 from ..files import MAX_COUNT, Count, Factor, Threads
 from ..options import Option, Spelled, chosen, read_record
-from ..profile import FRONT_ENDS
+from ..profile import FRONT_ENDS, front_ends
 from ..units import shown, whole
 
 MODEL = "Model"
@@ -39,7 +39,7 @@ def _sizes(given: object, name: str) -> list[int]:
 
 
 def _front_end(given: object, name: str) -> str:
-    return chosen(given, name, FRONT_ENDS)
+    return chosen(given, name, front_ends())
 
 
 def check_sizes(
@@ -77,7 +77,8 @@ class ProfileRequest:
             "How to find the graph.",
             MODEL,
             usual="the first that can",
-            values=tuple(name for name in FRONT_ENDS if name != "onnx"),
+            values=tuple(FRONT_ENDS),
+            plugins="front_ends",
             read=_front_end,
         ),
     ] = None

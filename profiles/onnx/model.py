@@ -19,9 +19,13 @@ from pathlib import Path
 from torch import fx
 
 from ..errors import TargetError
+from ..tracing.front_ends import OWN_FRONT_END
 from .builder import GraphBuilder, can_train
 from .file import OnnxFile, open_inputs, read_file, sizes_in
 from .operators import handler_of
+
+ONNX = "onnx"
+"""The front end for these graphs."""
 
 
 class OnnxModel:
@@ -79,7 +83,9 @@ def import_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> 
     builder = GraphBuilder(file, weights_in_nodes(file))
     for node, handler in zip(file.nodes, handlers, strict=True):
         builder.add(node, handler)
-    return builder.finish()
+    found = builder.finish()
+    found.meta[OWN_FRONT_END] = ONNX
+    return found
 
 
 _WEIGHTS = {

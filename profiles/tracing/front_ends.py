@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import plugins
 from ..errors import TargetError, TaskWarning, TimeprestError, TraceError, is_users
-from ..profile import FRONT_ENDS
+from ..profile import FRONT_ENDS, OF_PLUGINS, front_end_called
 from .call import Call, settle, unchanged
 from .export import trace_export
 from .fx import homes, modules_called, trace_fx
-from .graph import GraphBody, TracedModel, fetch_attribute
-from .layers import LAYER, OP, Home, check_granularity, group, matches, without_effect
+from .graph import GraphBody, TracedModel
+from .layers import LAYER, OP, check_granularity, group, matches, without_effect
 from .random_states import own_states, same_own_states, same_states, states
 from .shapes import specs_and_result
 from .verify import Seen, compare, run
@@ -77,34 +78,6 @@ def _unpacked(graph: fx.Graph, node: fx.Node, value: Any, path: str) -> Any:
     )
 
 
-# Front end: the graph of an ONNX file, as the importer made it ----------------------------------
-
-
-def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
-    """The imported graph in layers: operators with weights or a module of their own begin one."""
-    assert isinstance(model, fx.GraphModule)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(model.graph, {}))
-
-    def homes(node: fx.Node) -> list[Home]:
-        name, kind = node.meta.get("onnx", ("", ""))
-        path = str(node.target) if node.op == "call_module" else node.name
-        begins = node.op == "call_module" or any(
-            isinstance(fetch_attribute(model, str(source.target)), nn.Parameter)
-            for source in node.all_input_nodes
-            if source.op == "get_attr"
-        )
-        return [Home(path, kind, name)] if begins else []
-
-    layers = group(graph, granularity, homes, model)
-    return TracedModel(GraphBody(model, graph), layers, "onnx", granularity)
-
-
-def is_imported(model: nn.Module) -> bool:
-    """Whether it is the graph of an ONNX file."""
-    return isinstance(model, fx.GraphModule) and any("onnx" in n.meta for n in model.graph.nodes)
-
-
 # All front ends, tried in order -----------------------------------------------------------------
 
 TRACE_SAMPLES = 2
@@ -124,8 +97,18 @@ _TRACERS: dict[str, Callable[[nn.Module, Call, str], TracedModel]] = {
     "export": lambda *arguments: trace_export(*arguments, free_batch=True),
     "export-static": lambda *arguments: trace_export(*arguments, free_batch=False),
     "sequential": trace_sequential,
-    "onnx": trace_onnx,
 }
+
+
+OWN_FRONT_END = "timeprest.front_end"
+"""In the `meta` of an fx.GraphModule that a plugin imported: the one front end that it is for."""
+
+
+def tracer_of(front_end: str) -> Callable[[nn.Module, Call, str], TracedModel]:
+    """A front end's function. Raises PluginError for one of a plugin that isn't there."""
+    own = _TRACERS.get(front_end)
+    found: Callable[..., TracedModel] = own or plugins.load(OF_PLUGINS, front_end)
+    return found
 
 
 def trace(
@@ -153,8 +136,8 @@ def trace(
             with which one doesn't.
     """
     check_granularity(model, granularity)
-    if front_end is None and is_imported(model):
-        front_end = "onnx"
+    if front_end is None and isinstance(model, fx.GraphModule):
+        front_end = model.meta.get(OWN_FRONT_END)
     order: Sequence[str] = (front_end,) if front_end else _ORDER
     if call.varying is not None:
         # A graph of one shape is of no use.
@@ -189,7 +172,7 @@ def trace(
                 TaskWarning,
                 stacklevel=2,
             )
-        told = tuple(f"{FRONT_ENDS[failure.name]}: {failure.reason}" for failure in failures)
+        told = tuple(f"{front_end_called(failure.name)}: {failure.reason}" for failure in failures)
         return replace(traced, refusals=told)
     if front_end is None and not isinstance(model, nn.Sequential):
         failures = [failure for failure in failures if failure.name != "sequential"]
@@ -245,7 +228,7 @@ def _attempt(
                 # Evaluation has no gradients, which a forward may ask for.
                 learns = torch.is_grad_enabled() and model.training
                 with torch.set_grad_enabled(learns), _without_random_numbers(name, model):
-                    traced = _TRACERS[name](model, fresh, granularity)
+                    traced = tracer_of(name)(model, fresh, granularity)
             if wanted is not None:
                 left = compare(model, traced.module, call, wanted)
                 learns = wanted.gradients is not None
@@ -406,8 +389,8 @@ def _explain(
     whose: dict[str, list[str]] = {}
     for failure in (furthest, *failures):
         names = whose.setdefault(failure.reason, [])
-        if FRONT_ENDS[failure.name] not in names:
-            names.append(FRONT_ENDS[failure.name])
+        if front_end_called(failure.name) not in names:
+            names.append(front_end_called(failure.name))
     told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in whose.items())
     keep = (
         f"keep that part whole with --granularity {whole!r}"

@@ -63,8 +63,6 @@ def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]
             f"{name}: no such file: {file}; the plan names it as seen from the folder where it was "
             "profiled: start there, or say where it is with --task"
         )
-    if name.endswith(".onnx"):
-        raise TargetError(f"{name}: is a model, not a task: {TASK_NEEDED}")
     target = resolve(name, to_train=True)
     if target.task is None:
         raise TargetError(f"{name}: is a model, not a task: {TASK_NEEDED}")

@@ -230,10 +230,32 @@ def imports_of(module, tree):
                 yield (*base, name) if (*base, name) in SOURCES else base
 
 
+def satellites():
+    """Folders that the core does without: those that setup.cfg's entry points lead to."""
+    config = configparser.ConfigParser(delimiters=("=",))
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = [
+        line
+        for group, points in config["options.entry_points"].items()
+        if group.startswith("timeprest.")
+        for line in points.strip().splitlines()
+    ]
+    return {tuple(re.split(r"= *|[.:]", line.rpartition("=")[2].strip())[1:3]) for line in lines}
+
+
+SATELLITES = satellites()
+
+
+def test_the_core_imports_no_satellite(imports):
+    for module, other in imports.edges:
+        if other[:2] in SATELLITES:
+            assert module[:2] == other[:2], f"{SOURCES[module]}: imports {'/'.join(other)}"
+
+
 @pytest.mark.parametrize("folder", RANK)
 def test_packages_import_one_way(folder, imports):
     for module, other in imports.edges:
-        if module[0] == folder != other[0]:
+        if module[0] == folder != other[0] and module[:2] not in SATELLITES:
             assert RANK[other[0]] < RANK[folder], f"{SOURCES[module]}: imports {other}"
             if folder == "planner":
                 data = ".".join(other[1:])
