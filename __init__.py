@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     )
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
+    from .profiles.hugging_face.task import hugging_face
     from .profiles.onnx.model import onnx
     from .profiles.profile import Profile
-    from .profiles.zoo.hf import hugging_face
     from .runtime.records.callbacks import Callback, EarlyStopping, Stop
     from .runtime.records.run import Run
     from .runtime.run import Trainer
@@ -53,7 +53,6 @@ _HOME = {
     "dry_run": "api",
     "export": "api",
     "links": "api",
-    "hugging_face": "profiles.zoo.hf",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",

@@ -154,7 +154,11 @@ def main(only: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     # Loaded once for all.
-    for module in ("profiles.measuring.measure", "runtime.verify.check", "profiles.zoo.hf"):
+    for module in (
+        "profiles.measuring.measure",
+        "runtime.verify.check",
+        "profiles.hugging_face.task",
+    ):
         importlib.import_module(f"timeprest.{module}")
     importlib.import_module("transformers").logging.set_verbosity_error()
     FOUND.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .errors import PluginError, StoppedError
 
@@ -25,18 +25,32 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-SYSTEMS, GROUP = "systems", "timeprest.systems"
-"""The one kind whose table is a list of rows; `planner.systems.variants` looks at them."""
+Kind = Literal[
+    "systems", "tasks", "targets", "objects", "importers", "front_ends", "commands", "api"
+]
 
-KINDS: Mapping[str, str] = {
-    SYSTEMS: "system",
+KINDS: Mapping[Kind, str] = {
+    # A file's SYSTEMS, or an entry point's module with SYSTEMS: `planner.systems.variants`.
+    "systems": "system",
+    # (name, what stands behind the target's colon or None) -> `Task`
+    "tasks": "task",
+    # By a file's suffix: (file, its `InputSpec`s) -> `Target`
     "targets": "kind of target",
+    # By a library's name: (object of one of its classes) -> that itself, or a task in its place
+    "objects": "library of objects",
+    # By a file's suffix: (file, batch size or None, micro-batch sizes or None) -> `Profile`
     "importers": "importer",
+    # (model, `Call`, granularity) -> `TracedModel`
     "front_ends": "front end",
+    # A click.Command; "plan.NAME" is `tp-plan NAME`.
     "commands": "command",
+    # `timeprest.NAME`
     "api": "function of the package",
 }
-"""Each kind, and what messages call one of it."""
+"""What each kind is to be, and what messages call one of it."""
+
+GROUP = "timeprest.systems"
+"""The entry points of systems: those are modules, whose names are no systems'."""
 
 VARIABLE = "TIMEPREST_PLUGINS"
 """The environment variable with the files of plugins: processes that this one starts load them."""
@@ -53,7 +67,7 @@ _FILES: dict[str, Any] = {}
 """The module of each file, by its path."""
 
 
-def names(kind: str) -> list[str]:
+def names(kind: Kind) -> list[str]:
     """What there is of a kind; nothing is loaded but files of plugins.
 
     Raises PluginError for a file that can't be loaded.
@@ -61,7 +75,7 @@ def names(kind: str) -> list[str]:
     return list(_loaders(kind))
 
 
-def load(kind: str, name: str) -> Any:
+def load(kind: Kind, name: str) -> Any:
     """What has this name. Raises PluginError where there is none, or it can't be loaded."""
     loaders = _loaders(kind)
     if name not in loaders:
@@ -70,7 +84,7 @@ def load(kind: str, name: str) -> Any:
     return call_plugin(f"{KINDS[kind]} {name}", loaders[name])
 
 
-def _loaders(kind: str, but: str = "") -> dict[str, Callable[[], Any]]:
+def _loaders(kind: Kind, but: str = "") -> dict[str, Callable[[], Any]]:
     """How each is had; of all plugins but one file's."""
     found: dict[str, Callable[[], Any]] = {}
     for path in plugins_given():
@@ -82,7 +96,7 @@ def _loaders(kind: str, but: str = "") -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _entry_points(kind: str) -> list[EntryPoint]:
+def _entry_points(kind: Kind) -> list[EntryPoint]:
     from importlib.metadata import entry_points
 
     group = f"timeprest.{kind}"
@@ -123,7 +137,7 @@ def load_file(plugin: str) -> Any:
     if path not in _FILES:
         module = call_plugin(plugin, lambda: _of_file(plugin))
         if not any(hasattr(module, kind.upper()) for kind in KINDS):
-            others = ", ".join(kind.upper() for kind in KINDS if kind != SYSTEMS)
+            others = ", ".join(kind.upper() for kind in KINDS if kind != "systems")
             raise PluginError(
                 f"{plugin}: has no SYSTEMS, a list of rows, and none of {others} (docs/plugins.md)"
             )
@@ -150,7 +164,7 @@ def module_of(plugin: str) -> Any:
     name = plugin.removeprefix(PACKAGE)
     if name == plugin:
         return load_file(plugin)
-    found = [point for point in _entry_points(SYSTEMS) if point.name == name]
+    found = [point for point in _entry_points("systems") if point.name == name]
     if not found:
         raise PluginError(f"no installed package has the entry point {name!r} of {GROUP}")
     return call_plugin(plugin, found[0].load)
@@ -165,14 +179,14 @@ def checksum_of(module: Any) -> str:
         return ""
 
 
-def _table(module: Any, kind: str) -> Mapping[str, Any]:
-    if kind == SYSTEMS:
+def _table(module: Any, kind: Kind) -> Mapping[str, Any]:
+    if kind == "systems":
         return {}
     found: Mapping[str, Any] = getattr(module, kind.upper(), {})
     return found
 
 
-def _check_table(plugin: str, path: str, module: Any, kind: str) -> None:
+def _check_table(plugin: str, path: str, module: Any, kind: Kind) -> None:
     table, where = _table(module, kind), f"{plugin}: {kind.upper()}"
     if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
         raise PluginError(f"{where}: give a dict of names (docs/plugins.md)")
@@ -240,4 +254,4 @@ def plugins_given() -> list[str]:
 
 def packages() -> list[str]:
     """Plugins for systems that installed packages have."""
-    return [f"{PACKAGE}{point.name}" for point in _entry_points(SYSTEMS)]
+    return [f"{PACKAGE}{point.name}" for point in _entry_points("systems")]

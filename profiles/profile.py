@@ -47,10 +47,6 @@ FRONT_ENDS = {
 }
 """Ways to find a model's graph, and what messages call them; plugins may have others."""
 
-OF_PLUGINS = "front_ends"
-"""The kind of plugins: each is called with a model, the `Call` that it is traced with and the
-granularity, and gives a `TracedModel`."""
-
 IMPORTED = {"table": "a table of costs", "networkx": "a networkx graph"}
 """What messages call profiles that are made of numbers here; a plugin's are called as it says."""
 
@@ -466,7 +462,7 @@ def check_front_end(profile: Profile | ProfileReference, where: str) -> None:
 
 def front_ends() -> tuple[str, ...]:
     """All that there are."""
-    return (*FRONT_ENDS, *plugins.names(OF_PLUGINS))
+    return (*FRONT_ENDS, *plugins.names("front_ends"))
 
 
 def front_end_called(name: str) -> str:

@@ -36,14 +36,8 @@ from .tasks.shapes import LookedAt, look_at_batches, samples_alone
 from .tasks.task import Task
 from .tracing.call import Call
 from .tracing.random_states import seed_all
-from .zoo import BUILT_IN
-from .zoo.hf_model import is_config
 
 _BATCH_SIZE = 64
-
-FILES = "targets"
-"""The kind of plugins whose names are suffixes of files with models; each is called with the
-file's name and its `InputSpec`s, and gives a `Target`."""
 
 
 @dataclass(frozen=True)
@@ -317,13 +311,13 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     # Those that go by position come first, as in any call.
     inputs = sorted(inputs, key=lambda spec: spec.name is not None)
     head, _, tail = name.partition(":")
-    if head in BUILT_IN:
-        return _of_task(name, BUILT_IN[head](tail or None), inputs)
+    if head in plugins.names("tasks"):
+        return _of_task(name, plugins.load("tasks", head)(head, tail or None), inputs)
     suffix = Path(name).suffix
-    if suffix in plugins.names(FILES):
+    if suffix in plugins.names("targets"):
         if to_train:
             raise TargetError(f"{name}: is a model, not a task: {TASK_NEEDED}")
-        made: Target = plugins.load(FILES, suffix)(name, inputs)
+        made: Target = plugins.load("targets", suffix)(name, inputs)
         return made
     for spec in inputs:
         if spec.name is not None and not spec.name.isidentifier():
@@ -342,15 +336,16 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
             "(docs/plugins.md)"
         )
     if not tail:
+        known = ", ".join(sorted(plugins.names("tasks")))
+        files = ", ".join(plugins.names("targets"))
         raise TargetError(
-            f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME, "
-            f"pkg.module:NAME or a file ({', '.join(plugins.names(FILES))})"
+            f"{name}: no such target; give {known}, file.py:NAME, "
+            f"pkg.module:NAME or a file ({files})"
         )
     found = find(name)
-    if is_config(found):
-        from .zoo.hf import hugging_face
-
-        found = hugging_face(found)
+    for library in {kind.__module__.partition(".")[0] for kind in type(found).__mro__}:
+        if library in plugins.names("objects"):
+            found = plugins.load("objects", library)(found)
     task = task_of(name, found, has_inputs=bool(inputs))
     if task is not None:
         return _of_task(name, task, inputs)

@@ -133,21 +133,17 @@ class CommandsAtHand(OneLineCommand, click.Group):
         return own or errors_as_lines(command_of)(str(self.name), cmd_name)
 
 
-COMMANDS = "commands"
-"""The kind of plugins."""
-
-
 def commands_of(program: str) -> list[str]:
     """Names of the commands that plugins have for `tp-PROGRAM`. Raises PluginError."""
     begin = f"{program}."
-    return [n.removeprefix(begin) for n in plugins.names(COMMANDS) if n.startswith(begin)]
+    return [n.removeprefix(begin) for n in plugins.names("commands") if n.startswith(begin)]
 
 
 def command_of(program: str, name: str) -> click.Command | None:
     """A plugin's command; None where none has this name. Raises PluginError."""
     if name not in commands_of(program):
         return None
-    found = plugins.load(COMMANDS, f"{program}.{name}")
+    found = plugins.load("commands", f"{program}.{name}")
     if not isinstance(found, click.Command):
         what = f"command {program}.{name}: is a {type(found).__name__}"
         raise PluginError(f"{what}; give a click.Command")

@@ -12,7 +12,16 @@ import click
 from ...profiles.files import MAX_COUNT
 from ...profiles.options import Kind, OptionField, option_fields
 from .command import group, options
-from .values import FileName, FolderName, Fraction, Number, SystemName, TargetName, Whole, WordOrPlugin
+from .values import (
+    FileName,
+    FolderName,
+    Fraction,
+    Number,
+    SystemName,
+    TargetName,
+    Whole,
+    WordOrPlugin,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

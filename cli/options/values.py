@@ -78,7 +78,7 @@ class Fraction(click.FloatRange):
 class WordOrPlugin(click.Choice[str]):
     """One of a few words, or a name of a kind of plugins (`profiles.plugins`)."""
 
-    def __init__(self, words: Iterable[str], kind: str) -> None:
+    def __init__(self, words: Iterable[str], kind: plugins.Kind) -> None:
         super().__init__(list(words))
         self.kind = kind
 
@@ -149,10 +149,8 @@ class TargetName(FileName):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Files, and built-in tasks and networks."""
-        from ...profiles.zoo import BUILT_IN
-
         files = super().shell_complete(ctx, param, incomplete)
-        return files + _beginning(incomplete, sorted(BUILT_IN))
+        return files + _beginning(incomplete, sorted(plugins.names("tasks")))
 
 
 def _beginning(incomplete: str, names: list[str]) -> list[CompletionItem]:

@@ -15,8 +15,6 @@ from .table import EXPECTED, import_table
 
 _OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')
 _TABLE = ".csv"
-IMPORTERS = "importers"
-"""The kind of plugins; their names are suffixes of files."""
 
 
 def is_foreign(path: str | Path) -> bool:
@@ -28,7 +26,7 @@ def is_foreign(path: str | Path) -> bool:
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if not suffix or (suffix != _TABLE and suffix not in plugins.names(IMPORTERS)):
+    if not suffix or (suffix != _TABLE and suffix not in plugins.names("importers")):
         return False
     try:
         if path.is_file():
@@ -63,7 +61,7 @@ def import_profile(
         return import_table(where, read_text(where, EXPECTED), batch_size, micro_batch_sizes, edges)
     if edges is not None:
         raise TargetError(f"{edges}: edges go with a table of costs (.csv); {where} has its own")
-    found: Any = plugins.load(IMPORTERS, suffix)(where, batch_size, micro_batch_sizes)
+    found: Any = plugins.load("importers", suffix)(where, batch_size, micro_batch_sizes)
     if not isinstance(found, Profile):
         raise PluginError(f"importer {suffix}: gives a {type(found).__name__}; give a Profile")
     return found

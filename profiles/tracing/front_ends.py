@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from .. import plugins
 from ..errors import TargetError, TaskWarning, TimeprestError, TraceError, is_users
-from ..profile import FRONT_ENDS, OF_PLUGINS, front_end_called
+from ..profile import FRONT_ENDS, front_end_called
 from .call import Call, settle, unchanged
 from .export import trace_export
 from .fx import homes, modules_called, trace_fx
@@ -107,7 +107,7 @@ OWN_FRONT_END = "timeprest.front_end"
 def tracer_of(front_end: str) -> Callable[[nn.Module, Call, str], TracedModel]:
     """A front end's function. Raises PluginError for one of a plugin that isn't there."""
     own = _TRACERS.get(front_end)
-    found: Callable[..., TracedModel] = own or plugins.load(OF_PLUGINS, front_end)
+    found: Callable[..., TracedModel] = own or plugins.load("front_ends", front_end)
     return found
 
 

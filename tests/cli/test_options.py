@@ -14,7 +14,7 @@ from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.zoo import BUILT_IN
+from timeprest.profiles import plugins
 
 PROGRAMS = {"tp-profile": profile_main, "tp-plan": plan_main, "tp-run": run_main}
 COMMANDS = {
@@ -119,7 +119,7 @@ def completed(line):
         ("tp-plan solve --cluster ", [], ["file"]),
         ("tp-plan compare a.json ", [], ["file"]),
         ("tp-profile resnet1", ["resnet101", "resnet152", "resnet18"], ["file"]),
-        ("tp-profile ", sorted(BUILT_IN), ["file"]),
+        ("tp-profile ", sorted(plugins.names("tasks")), ["file"]),
         ("tp-profile digits --device ", ["cpu", "cuda", "meta"], []),
         ("tp-run ", ["export", "report", "study"], ["file"]),
         ("tp-run pl", [], ["file"]),

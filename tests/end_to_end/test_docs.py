@@ -36,11 +36,11 @@ from timeprest.planner.exports.torch_pipelining import _TEXT as SCRIPT_TEXT
 from timeprest.planner.exports.torch_pipelining import SCRIPT
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS, load_plugin
+from timeprest.profiles import plugins
 from timeprest.profiles.files import RUN_OWN, read_toml, tomllib, write_file
 from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Layer, Measurement, Profile
 from timeprest.profiles.tasks.task import read_loss
-from timeprest.profiles.zoo import BUILT_IN
 from timeprest.runtime.records.callbacks import Callback
 from timeprest.runtime.records.recording import Line
 from timeprest.runtime.run import run
@@ -648,8 +648,9 @@ def test_lists_of_models_devices_and_columns_are_whole():
     )
     tasks = table("docs/profiling.md", "target", "what").names()
     listed = {name for name in (*models.names(), *tasks) if name.isidentifier() or "-" in name}
-    assert set(BUILT_IN) <= listed | {"hf"}, set(BUILT_IN) - listed
-    assert {name for name in models.names() if ":" not in name} <= set(BUILT_IN)
+    built_in = set(plugins.names("tasks"))
+    assert built_in <= listed | {"hf"}, built_in - listed
+    assert {name for name in models.names() if ":" not in name} <= built_in
     shipped = re.search(r"Specs shipped: (.*?)\. ", profiling.read_text("utf-8"), re.S)
     assert set(re.findall(r"`([^`]+)`", shipped[1])) == set(read_toml(SHIPPED_DEVICES, ""))
     columns = [

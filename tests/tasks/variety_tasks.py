@@ -683,7 +683,7 @@ class WrappedTask:
     wrapper = Logits
 
     def __init__(self):
-        from timeprest.profiles.zoo.hf import make_task
+        from timeprest.profiles.hugging_face.task import make_task
 
         self.inner = make_task("hf", "gpt2,hidden_size=16,num_hidden_layers=1")
 

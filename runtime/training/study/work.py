@@ -21,9 +21,9 @@ from ....planner.plan import Plan, pipeline_of
 from ....planner.schedules.schedules import make_schedule
 from ....planner.study.study import PLAIN, Curve
 from ....planner.systems.variants import variant_named
+from ....profiles import plugins
 from ....profiles.errors import FileError, UserError
 from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
-from ....profiles.zoo import BUILT_IN
 from ...prepare.data import segments
 from ...settings import RunSettings
 
@@ -231,7 +231,8 @@ def source_of(task: str) -> str:
 
     Raises FileError where it can't be read.
     """
-    if task.partition(":")[0] in BUILT_IN:  # the version of this package says what it is
+    # The version of this package says what a built-in one is.
+    if task.partition(":")[0] in plugins.names("tasks"):
         return ""
     name = task.rpartition(":")[0] or task
     file = name if name.endswith(".py") else _module_file(name)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning
+from timeprest.profiles.hugging_face.model import read, skeleton
+from timeprest.profiles.hugging_face.task import hugging_face
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.samples import fetch
 from timeprest.profiles.tasks.task import read_loss
-from timeprest.profiles.zoo.hf import hugging_face
-from timeprest.profiles.zoo.hf_model import read, skeleton
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from torch.utils.data import default_collate
@@ -120,7 +120,9 @@ def test_a_head_that_the_model_cannot_have_is_refused():
 
 
 def test_another_loss_than_cross_entropy_is_refused(monkeypatch):
-    monkeypatch.setattr("timeprest.profiles.zoo.hf._own_loss", lambda *_: torch.tensor(1234.0))
+    monkeypatch.setattr(
+        "timeprest.profiles.hugging_face.task._own_loss", lambda *_: torch.tensor(1234.0)
+    )
     assert "own loss isn't plain cross-entropy" in refusal("roberta")
 
 
@@ -134,7 +136,7 @@ def test_a_dropped_balance_of_experts_is_no_rounding(monkeypatch):
     labels = torch.cat([torch.full((4, 1), -100), target[:, :-1]], 1)
     own = model(**inputs, labels=labels).loss
     assert float(read_loss(task.loss(model(**inputs), target)).mean) == pytest.approx(float(own))
-    monkeypatch.setattr("timeprest.profiles.zoo.hf_model.Request.balance", 0.0)
+    monkeypatch.setattr("timeprest.profiles.hugging_face.model.Request.balance", 0.0)
     assert "own loss isn't plain cross-entropy" in refusal(argument)
 
 
@@ -183,7 +185,7 @@ def test_a_model_is_tried_at_its_own_sizes_and_not_at_ours(tmp_path, monkeypatch
             eos_token_id=0,
         ),
     ]  # fmt: skip
-    monkeypatch.setattr("timeprest.profiles.zoo.hf_model.small_sizes", none)
+    monkeypatch.setattr("timeprest.profiles.hugging_face.model.small_sizes", none)
     for k, config in enumerate(configs):
         config.save_pretrained(tmp_path / str(k))
         for given in (config, str(tmp_path / str(k))):
@@ -198,11 +200,11 @@ def test_what_is_too_large_to_be_tried_is_tried_small(monkeypatch):
         tried.append(request.config.hidden_size)
         return 1.0, 1.0
 
-    monkeypatch.setattr("timeprest.profiles.zoo.hf._losses", losses)
+    monkeypatch.setattr("timeprest.profiles.hugging_face.task._losses", losses)
     asked = "roberta,hidden_size=128"
     for large, too_large, sizes in [(1e8, 1e9, [128]), (1e4, 1e9, [64]), (1e4, 2e4, [])]:
-        monkeypatch.setattr("timeprest.profiles.zoo.hf._LARGE", large)
-        monkeypatch.setattr("timeprest.profiles.zoo.hf._TOO_LARGE", too_large)
+        monkeypatch.setattr("timeprest.profiles.hugging_face.task._LARGE", large)
+        monkeypatch.setattr("timeprest.profiles.hugging_face.task._TOO_LARGE", too_large)
         tried.clear()
         hugging_face(asked)
         assert tried == sizes
@@ -360,7 +362,7 @@ def test_what_a_decoder_is_to_write_may_be_another_language(monkeypatch):
     def tokenizer(text=None, text_target=None, **_):
         return {"input_ids": [5] if text_target is None else [6]}
 
-    monkeypatch.setattr("timeprest.profiles.zoo.hf_data.tokenizer_of", lambda *_: tokenizer)
+    monkeypatch.setattr("timeprest.profiles.hugging_face.data.tokenizer_of", lambda *_: tokenizer)
     rows = [{"source": "a", "target": "b"}] * 2
     inputs, labels = hugging_face(f"t5,{SIZES},tokenizer=x,length=4", rows).data("train")[0]
     assert (inputs["input_ids"][0], labels[0]) == (5, 6)

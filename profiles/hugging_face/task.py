@@ -24,24 +24,7 @@ from torch.utils.data import Dataset, default_collate
 from ..errors import TargetError, TaskWarning
 from ..tasks.task import Split, read_loss
 from ..units import texts
-from .hf_data import HuggingFaceSamples, Lengths, lengths_of, rows_of, splits_of
-from .hf_model import (
-    LENGTH,
-    LONGEST,
-    MAX_LENGTH,
-    NAMES,
-    Request,
-    no_model,
-    patterns,
-    quiet,
-    read,
-    request_of,
-    skeleton,
-)
-from .hf_padding import UnpaddedSamples
-from .hf_small import explained
-from .hf_synthetic import synthetic_samples
-from .synthetic import (
+from ..zoo.synthetic import (
     IGNORED,
     adamw,
     class_accuracy,
@@ -51,6 +34,24 @@ from .synthetic import (
     perplexity,
     sgd,
 )
+from .data import HuggingFaceSamples, Lengths, lengths_of, rows_of, splits_of
+from .model import (
+    LENGTH,
+    LONGEST,
+    MAX_LENGTH,
+    NAMES,
+    Request,
+    is_config,
+    no_model,
+    patterns,
+    quiet,
+    read,
+    request_of,
+    skeleton,
+)
+from .padding import UnpaddedSamples
+from .small import explained
+from .synthetic import synthetic_samples
 
 FINE_TUNING_RATE = 5e-5
 """Learning rate for weights that are there: that of transformers' own trainer."""
@@ -130,6 +131,11 @@ def make_task(name: str, argument: str | None) -> HuggingFaceTask:
     request = read(f"{name}:{argument or ''}", argument or "")
     _look(request)
     return HuggingFaceTask(request)
+
+
+def task_of_object(found: Any) -> Any:
+    """A config as a task; any other object of the library as it is."""
+    return hugging_face(found) if is_config(found) else found
 
 
 def hugging_face(

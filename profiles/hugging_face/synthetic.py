@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..tasks.task import Split
-from .hf_data import free_id
-from .hf_model import FIRST_ID, LENGTH, Request
-from .synthetic import IGNORED, Labelled, Synthetic, images, integer, mask_tokens, progression
+from ..zoo.synthetic import IGNORED, Labelled, Synthetic, images, integer, mask_tokens, progression
+from .data import free_id
+from .model import FIRST_ID, LENGTH, Request
 
 
 def synthetic_samples(request: Request, split: Split) -> Synthetic:

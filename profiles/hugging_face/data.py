@@ -23,10 +23,11 @@ from ..errors import FileError, TargetError
 from ..files import check_regular
 from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
 from ..tasks.task import Split
-from .hf_classes import LABELS, check_class_numbers, labels_of_text
-from .hf_columns import BESIDE, check_length, longest, whole_numbers
-from .hf_images import PixelScale, pixel_scale, pixels
-from .hf_model import (
+from ..zoo.synthetic import FIRST_SEED, IGNORED, mask_tokens
+from .classes import LABELS, check_class_numbers, labels_of_text
+from .columns import BESIDE, check_length, longest, whole_numbers
+from .images import PixelScale, pixel_scale, pixels
+from .model import (
     BYTES,
     FIRST_ID,
     TEXT_LENGTH,
@@ -37,7 +38,6 @@ from .hf_model import (
     skeleton,
     tokenizer_of,
 )
-from .synthetic import FIRST_SEED, IGNORED, mask_tokens
 
 
 def free_id(padding_id: int) -> int:

@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 from ..errors import TargetError
-from .hf_model import Request
+from .model import Request
 
 LABELS = ("labels", "label")
 """What a column of labels may be called, in order of preference."""

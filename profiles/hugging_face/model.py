@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ..errors import TargetError
-from .arguments import LIMITS, pairs
-from .hf_small import SMALL, for_each_layer, small_sizes, special_ids
+from ..zoo.arguments import LIMITS, pairs
+from .small import SMALL, for_each_layer, small_sizes, special_ids
 
 # Heads, and which models have them --------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..tasks.parts import Parts
-from .hf_data import HuggingFaceSamples, filled
-from .synthetic import IGNORED
+from ..zoo.synthetic import IGNORED
+from .data import HuggingFaceSamples, filled
 
 
 class UnpaddedSamples(HuggingFaceSamples):

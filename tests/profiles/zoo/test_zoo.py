@@ -7,9 +7,8 @@ import sys
 
 import pytest
 import torch
+from helpers.models.built_in import batch, built_in, count
 from timeprest.profiles.errors import TargetError
-from timeprest.profiles.tasks.task import read_figure, read_loss
-from timeprest.profiles.zoo import BUILT_IN
 from torch import fx, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
@@ -52,22 +51,9 @@ SHAPES = {
 }
 
 
-def count(model):
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def on_meta(name, argument=None):
     with torch.device("meta"):
-        return BUILT_IN[name](argument).model()
-
-
-def batch(task, samples=2):
-    """Inputs as the model takes them, positional and by name, and the target."""
-    data = task.data("train")
-    inputs, target = default_collate([data[k] for k in range(samples)])
-    if isinstance(inputs, dict):
-        return (), inputs, target
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}, target
+        return built_in(name, argument).model()
 
 
 def tensors(output):
@@ -113,8 +99,8 @@ def test_the_shape_of_gpt3_can_be_built(fake):
 
     layers, w, tokens, context = 96, 12288, 50257, 2048
     with FakeTensorMode() if fake else torch.device("meta"):
-        model = BUILT_IN["gpt2"](
-            f"layers={layers},width={w},heads=96,vocabulary={tokens},context={context}"
+        model = built_in(
+            "gpt2", f"layers={layers},width={w},heads=96,vocabulary={tokens},context={context}"
         ).model()
         scores = model(torch.zeros(1, context, dtype=torch.int64)) if not fake else None
     per_layer = 12 * w * w + 13 * w
@@ -134,7 +120,7 @@ def test_images_of_the_usual_size_give_a_thousand_scores(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_one_computes_traces_and_learns(name):
-    task = BUILT_IN[name](SMALL[name])
+    task = built_in(name, SMALL[name])
     torch.manual_seed(0)
     model = task.model().train()
     inputs, _, target = batch(task)
@@ -157,18 +143,18 @@ def test_a_small_one_computes_traces_and_learns(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-base", "gnmt", "resnet18"])
 def test_evaluation_traces_without_dropout_to_the_same_layers(name):
-    model = BUILT_IN[name](SMALL[name]).model()
+    model = built_in(name, SMALL[name]).model()
     training = fx.symbolic_trace(model.train())
     evaluation = fx.symbolic_trace(model.eval())
     assert [n.name for n in training.graph.nodes] == [n.name for n in evaluation.graph.nodes]
-    inputs, _, _ = batch(BUILT_IN[name](SMALL[name]))
+    inputs, _, _ = batch(built_in(name, SMALL[name]))
     first, second = tensors(evaluation(*inputs)), tensors(evaluation(*inputs))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_the_loss_falls_in_training(name):
-    task = BUILT_IN[name](SMALL[name])
+    task = built_in(name, SMALL[name])
     torch.manual_seed(0)
     model = task.model().train()
     optimizer = task.optimizer(model.parameters())
@@ -184,7 +170,7 @@ def test_the_loss_falls_in_training(name):
 
 
 def test_the_same_seed_gives_the_same_weights():
-    task = BUILT_IN["bert-base"](SMALL["bert-base"])
+    task = built_in("bert-base", SMALL["bert-base"])
     torch.manual_seed(3)
     first = task.model().state_dict()
     torch.manual_seed(3)
@@ -193,7 +179,7 @@ def test_the_same_seed_gives_the_same_weights():
 
 def test_gpt2_starts_as_its_authors_say():
     torch.manual_seed(0)
-    model = BUILT_IN["gpt2"]("layers=8,width=128,heads=4,vocabulary=500,context=16").model()
+    model = built_in("gpt2", "layers=8,width=128,heads=4,vocabulary=500,context=16").model()
     assert model.lm_head.weight is model.wte.weight
     assert model.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
     block = model.h[3]
@@ -215,7 +201,7 @@ def rename(state, table):
 
 def test_gpt2_computes_what_hugging_faces_does():
     transformers = pytest.importorskip("transformers")
-    task = BUILT_IN["gpt2"](SMALL["gpt2"])
+    task = built_in("gpt2", SMALL["gpt2"])
     model = task.model().eval()
     table = [("mlp_in", "mlp.c_fc"), ("mlp_out", "mlp.c_proj")]
     table += [("attn.qkv", "attn.c_attn"), ("attn.out", "attn.c_proj")]
@@ -235,7 +221,7 @@ def test_gpt2_computes_what_hugging_faces_does():
 
 def test_bert_computes_what_hugging_faces_does():
     transformers = pytest.importorskip("transformers")
-    task = BUILT_IN["bert-base"](SMALL["bert-base"])
+    task = built_in("bert-base", SMALL["bert-base"])
     model = task.model().eval()
     state = {}
     for name, tensor in model.state_dict().items():
@@ -280,7 +266,7 @@ def test_bert_computes_what_hugging_faces_does():
 def test_resnet_computes_what_hugging_faces_does(name):
     transformers = pytest.importorskip("transformers")
     deep = name == "resnet50"
-    model = BUILT_IN[name]("classes=5").model().eval()
+    model = built_in(name, "classes=5").model().eval()
     state = {}
     for key, tensor in model.state_dict().items():
         first, *rest, last = key.split(".")
@@ -308,7 +294,7 @@ def test_resnet_computes_what_hugging_faces_does(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "gnmt"])
 def test_no_position_sees_a_later_token(name):
-    task = BUILT_IN[name](SMALL[name])
+    task = built_in(name, SMALL[name])
     model = task.model().eval()
     inputs, _, _ = batch(task)
     changed = inputs[-1].clone()
@@ -319,7 +305,7 @@ def test_no_position_sees_a_later_token(name):
 
 
 def test_inception_adds_four_tenths_of_the_auxiliary_loss():
-    task = BUILT_IN["inception_v3"](SMALL["inception_v3"])
+    task = built_in("inception_v3", SMALL["inception_v3"])
     scores, auxiliary, labels = torch.randn(3, 5), torch.randn(3, 5), torch.tensor([0, 4, 2])
     expected = functional.cross_entropy(scores, labels)
     expected = expected + 0.4 * functional.cross_entropy(auxiliary, labels)
@@ -341,7 +327,7 @@ def test_samples_weigh_alike_whatever_they_leave_out():
 
 @pytest.mark.parametrize("name", SMALL)
 def test_samples_depend_on_their_index_alone(name):
-    task, again = BUILT_IN[name](SMALL[name]), BUILT_IN[name](SMALL[name])
+    task, again = built_in(name, SMALL[name]), built_in(name, SMALL[name])
     random_state = torch.get_rng_state()
     data, test = task.data("train"), task.data("test")
     assert (len(data), len(test)) == (2048, 256)
@@ -355,7 +341,7 @@ def test_samples_depend_on_their_index_alone(name):
 
 
 def test_samples_of_bert_hide_and_pad():
-    data = BUILT_IN["bert-base"]("layers=1,vocabulary=50,length=40").data("train")
+    data = built_in("bert-base", "layers=1,vocabulary=50,length=40").data("train")
     orders = set()
     for k in range(30):
         (tokens, types, mask), target = data[k]
@@ -401,7 +387,7 @@ def test_samples_of_bert_hide_and_pad():
 )
 def test_wrong_arguments_are_named(name, argument, words):
     with pytest.raises(TargetError) as caught:
-        BUILT_IN[name](argument)
+        built_in(name, argument)
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words)
@@ -409,143 +395,15 @@ def test_wrong_arguments_are_named(name, argument, words):
 
 def test_asking_for_names_imports_no_model():
     code = (
-        "import sys, timeprest.profiles.zoo as zoo; assert 'hf' in zoo.BUILT_IN; "
+        "import sys; from timeprest.profiles import plugins\n"
+        "assert 'hf' in plugins.names('tasks'); "
         "loaded = [m for m in sys.modules if m.startswith('timeprest.profiles.zoo.')]; "
         "assert not loaded, loaded; assert 'transformers' not in sys.modules; "
-        "zoo.BUILT_IN['vgg16'](None); assert 'timeprest.profiles.zoo.bert' not in sys.modules; "
+        "plugins.load('tasks', 'vgg16')('vgg16', None)\n"
+        "assert 'timeprest.profiles.zoo.bert' not in sys.modules; "
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_the_library_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(TargetError, match=r"hf:gpt2.*pip install -e '\.\[hf\]'"):
-        BUILT_IN["hf"]("gpt2")
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    """Any attempt to reach another machine fails the test."""
-    pytest.importorskip("transformers")
-
-    def refuse(*_):
-        raise AssertionError("a connection was tried")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize(
-    ("argument", "kind"),
-    [
-        ("gpt2", "GPT2LMHeadModel"),
-        ("bert", "BertForMaskedLM"),
-        ("vit", "ViTForImageClassification"),
-        ("resnet", "ResNetForImageClassification"),
-        ("llama", "LlamaForCausalLM"),
-        ("t5", "T5ForConditionalGeneration"),
-        ("gpt2,n_layer=3,hidden_size=32,length=70,resid_pdrop=0", "GPT2LMHeadModel"),
-        ("resnet,image_size=40,layer_type=basic,num_labels=3", "ResNetForImageClassification"),
-        ("vit,image_size=48,qkv_bias=false", "ViTForImageClassification"),
-        ("roberta", "RobertaForMaskedLM"),
-        ("mistral,length=80", "MistralForCausalLM"),
-    ],
-)
-def test_hugging_face_models_learn(argument, kind):
-    task = BUILT_IN["hf"](argument)
-    torch.manual_seed(0)
-    model = task.model()
-    assert type(model).__name__ == kind
-    assert model.training
-    assert count(model) < 1_000_000
-    _, inputs, target = batch(task, 4)
-    output = model(**inputs)
-    loss = read_loss(task.loss(output, target)).mean
-    loss.backward()
-    assert loss.isfinite()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert "past_key_values" not in output
-    torch.testing.assert_close(read_loss(task.loss(dict(output), target)).mean, loss)
-    if kind in ("BertForMaskedLM", "T5ForConditionalGeneration"):
-        # Others shift labels by themselves; so does the sampler.
-        torch.testing.assert_close(
-            model.eval()(**inputs, labels=target).loss,
-            read_loss(task.loss(model(**inputs), target)).mean,
-        )
-    total, weight = read_figure("accuracy", task.metrics(output, target)["accuracy"], 4)
-    assert 0 <= total <= weight
-    again = BUILT_IN["hf"](argument).data("train")
-    torch.testing.assert_close(again[3], task.data("train")[3], rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("offline")
-def test_arguments_reach_the_config():
-    config = BUILT_IN["hf"]("gpt2,n_layer=3,hidden_size=32,attn_pdrop=0.25").model().config
-    assert (config.n_layer, config.n_embd, config.attn_pdrop) == (3, 32, 0.25)
-    assert config.use_cache is False
-    assert BUILT_IN["hf"]("llama,attention_bias=true").model().config.attention_bias is True
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-def test_some_samples_are_padded_and_none_is_all_padding(name):
-    data = BUILT_IN["hf"](name).data("train")
-    used = []
-    for k in range(40):
-        inputs, labels = data[k]
-        mask = inputs["attention_mask"]
-        used.append(int(mask.sum()))
-        assert (mask[: used[-1]] == 1).all()
-        assert (labels[used[-1] :] == -100).all()
-        assert (labels != -100).any()
-    assert min(used) >= 12
-    assert max(used) == 16
-    assert min(used) < 16
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        (None, ["hf:", "gpt2", "bert", "vit", "resnet", "llama", "t5"]),
-        ("nothing", ["nothing", "gpt2", "bert", "vit", "resnet", "llama", "t5"]),
-        ("wav2vec2", ["wav2vec2", "gpt2", "bert", "vit", "resnet", "llama", "t5"]),
-        (
-            "detr",
-            [
-                "detr",
-                "transformers has it for image segmentation",
-                "gpt2",
-                "bert",
-                "vit",
-                "resnet",
-                "llama",
-                "t5",
-            ],
-        ),
-        ("deepseek", ["deepseek_v2, deepseek_v3"]),
-        ("whisper", ["speech seq 2 seq", "write a task"]),
-        ("gemma3", ["no vocab_size", "hf:gemma3_text"]),
-        ("gptj,rotary_dim=64", ["tensor a (16)", "of its config, rotary_dim=64"]),
-        ("gpt2,layers=2", ["'layers'", "vocab_size", "num_hidden_layers", "length"]),
-        ("gpt2,n_layer", ["n_layer", "key=value"]),
-        ("gpt2,n_layer=many", ["n_layer", "many"]),
-        ("gpt2,use_cache=true", ["use_cache"]),
-        ("gpt2,length=0", ["length=0"]),
-        ("bert,length=90,max_position_embeddings=64", ["length=90", "max_position_embeddings=64"]),
-        ("bert,vocab_size=2", ["vocab_size=2"]),
-        ("vit,length=8", ["length", "image_size"]),
-        ("vit,num_labels=0", ["num_labels=0"]),
-        ("resnet,image_size=x", ["image_size=x"]),
-    ],
-)
-def test_wrong_hugging_face_arguments_are_named(argument, words):
-    with pytest.raises(TargetError) as caught:
-        BUILT_IN["hf"](argument)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert all(word in message for word in words)
 
 
 def test_layers_are_leaves_of_torch():
@@ -564,7 +422,7 @@ def test_a_head_may_have_weights_of_its_own(name):
     shape = "layers=1,width=8,heads=2,vocabulary=20,context=8,length=8"
     counts = []
     for tied in (1, 0):
-        task = BUILT_IN[name](f"{shape},tied={tied}")
+        task = built_in(name, f"{shape},tied={tied}")
         model = task.model()
         counts.append(sum(p.numel() for p in model.parameters()))
         inputs, target = default_collate([task.data("train")[k] for k in range(2)])

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.hugging_face.task import hugging_face
 from timeprest.profiles.tasks.parts import INPUTS, TARGET, Parts
-from timeprest.profiles.zoo.hf import hugging_face
 from timeprest.profiles.zoo.synthetic import images
 from timeprest.runtime.prepare.samples import Samples
 

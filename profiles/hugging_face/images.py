@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import TargetError
-from .hf_model import Request, library
+from .model import Request, library
 
 _FILE = "preprocessor_config.json"
 _OTHERS = ("do_flip_channel_order", "do_grayscale", "offset", "rescale_offset")

@@ -1,0 +1,1 @@
+"""Hugging Face models as targets, by name, folder or config: ``hf:NAME``."""
