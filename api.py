@@ -22,6 +22,7 @@ from .planner.study.pareto import ParetoFront, pareto_point
 from .planner.study.study import read_study
 from .planner.systems.variants import VARIANTS, load_plugin, variant_named
 from .profiles.errors import InfeasibleError, PlanError, UserError
+from .profiles.files import Kind, check_output
 from .profiles.imported.reader import import_profile, is_foreign
 from .profiles.measuring.request import OF_FILES, ProfileRequest
 from .profiles.options import taking
@@ -33,6 +34,7 @@ from .runtime.records.run import Run
 if TYPE_CHECKING:
     from .planner.evaluate import Evaluation
     from .planner.exports.export import EngineName
+    from .planner.exports.torch_pipelining import ModelFacts
     from .runtime.records.callbacks import Callback
     from .runtime.verify.check import CheckReport
     from .runtime.verify.dry_run import DryRun
@@ -365,9 +367,14 @@ def export(plan: Plan | str | Path, engine: EngineName, folder: str | Path) -> l
         TargetError, TraceError: of "torch", which looks at the model: it can't be built or traced.
         FileError: something stands at the folder's place, or it can't be written.
     """
-    from .cli.plan_commands.export import write_export
+    from .planner.exports.export import write_export
 
-    written, _ = write_export(loaded(plan, Plan, "plan"), engine, folder)
+    def look(plan: Plan) -> ModelFacts:
+        from .runtime.prepare.export_facts import facts_of  # loads torch
+
+        return facts_of(plan)
+
+    written, _ = write_export(loaded(plan, Plan, "plan"), engine, folder, look)
     return [Path(path) for path in written]
 
 
@@ -383,7 +390,9 @@ def links(path: str | Path = "cluster.toml", *, processes: int = 2, device: str 
         UserError: a bad path, too few processes or GPUs.
         RunError: a process died, got stuck, or failed.
     """
-    from .cli.links import links_command
+    from .runtime.calibration.link_report import write_links
+    from .runtime.calibration.links import measure_links
 
-    links_command(str(path), processes=processes, device=device, quiet=True, as_json=False)
+    check_output(path, Kind.CLUSTER)
+    write_links(measure_links(processes, device, progress=lambda *_: None), str(path))
     return read_cluster(str(path))

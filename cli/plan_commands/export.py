@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from ...planner.exports.export import ENGINES, EngineName, exported
+from ...planner.exports.export import ENGINES, EngineName, write_export
 from ...planner.exports.torch_pipelining import ModelFacts
 from ...planner.plan import Plan, read_plan
-from ...profiles.files import new_folder, write_bytes
 from ..errors import errors_as_lines, naming, output, print_json
 from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
@@ -50,7 +47,7 @@ def export_plan(
     """
     plan = read_plan(plan_path)
     with naming(plan_path):
-        written, notes = write_export(plan, engine, folder)
+        written, notes = write_export(plan, engine, folder, _facts)
     if as_json:
         print_json({"engine": engine, "files": written})
     elif not quiet:
@@ -59,19 +56,6 @@ def export_plan(
         for note in notes:
             output().print(note)
         tell_edited(plan, plan_path)
-
-
-def write_export(plan: Plan, engine: EngineName, folder: str | Path) -> tuple[list[str], list[str]]:
-    """Write the files into a new folder; their paths, and notes on their use.
-
-    Raises as `exported`, and FileError.
-    """
-    with new_folder(folder) as place:
-        found = exported(plan, engine, _facts)
-        for name, text in found.files.items():
-            write_bytes(place / name, text.encode())
-    paths = [str(Path(folder) / name) for name in found.files]
-    return paths, [note.replace("{folder}", str(folder)) for note in found.notes]
 
 
 def _facts(plan: Plan) -> ModelFacts:

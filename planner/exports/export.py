@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, get_args
 
 from ...profiles.errors import UserError
+from ...profiles.files import new_folder, write_bytes
 from ..plan import Plan
 from .deepspeed import for_deepspeed
 from .engines import EngineFiles
@@ -41,3 +43,18 @@ def exported(plan: Plan, engine: EngineName, look: Callable[[Plan], ModelFacts])
     if engine not in _BY_NAMES:
         raise UserError(f"{engine!r}: no engine that plans are written for; {', '.join(ENGINES)}")
     return _BY_NAMES[engine](plan)
+
+
+def write_export(
+    plan: Plan, engine: EngineName, folder: str | Path, look: Callable[[Plan], ModelFacts]
+) -> tuple[list[str], list[str]]:
+    """Write the files into a new folder; their paths, and notes on their use.
+
+    Takes and raises as `exported`; FileError.
+    """
+    with new_folder(folder) as place:
+        found = exported(plan, engine, look)
+        for name, text in found.files.items():
+            write_bytes(place / name, text.encode())
+    paths = [str(Path(folder) / name) for name in found.files]
+    return paths, [note.replace("{folder}", str(folder)) for note in found.notes]

@@ -214,7 +214,7 @@ class Net(nn.Module):
         ("tp-profile digits --links", "takes no TARGET"),
         ("tp-profile digits --processes 4", "--processes: goes with --links"),
         ("tp-profile --links --batch-size 8", "--batch-size: is for a model"),
-        ("tp-profile chain.graph.txt --batch-size 8 --threads 2", "--threads: leave it out; chain"),
+        ("tp-profile chain.csv --batch-size 8 --threads 2", "--threads: leave it out; chain"),
         ("tp-profile vgg16:depth=9", "depth"),
         ("tp-profile hf:nothing", "gpt2, llama, resnet, t5|gpt2"),
         ("tp-profile none.onnx", "none.onnx: no such file"),

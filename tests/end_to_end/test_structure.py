@@ -12,7 +12,7 @@ import networkx as nx
 import pytest
 from helpers.paths import ROOT
 
-RANK = {"profiles": 0, "planner": 1, "runtime": 2, "cli": 3, "api": 4}
+RANK = {"profiles": 0, "planner": 1, "runtime": 2, "api": 3, "cli": 4}
 DATA_MODULES = {"errors", "units", "files", "options", "plugins", "profile"}
 
 
@@ -45,7 +45,7 @@ attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 attributes 32 runtime/stage/runner.py StageRunner
 attributes 46 runtime/stage/stage.py Stage
-imports 26 api.py
+imports 29 api.py
 imports 19 cli/notebook.py
 imports 19 cli/plan.py
 imports 26 cli/plan_commands/solve.py

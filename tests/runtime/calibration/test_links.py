@@ -14,17 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.cli.errors import errors_as_lines, output
-from timeprest.cli.links import (
-    _fit_lines,
-    _tables,
-    cluster_text,
-    links_command,
-    report_of,
-)
+from timeprest.cli.links import _fit_lines, _tables, links_command
 from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.units import format_bytes, parse_bandwidth, parse_seconds
+from timeprest.runtime.calibration.link_report import cluster_text, report_of
 from timeprest.runtime.calibration.link_worker import _names
 from timeprest.runtime.calibration.links import MESSAGE_BYTES, LinkTimes, measure_links
 
