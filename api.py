@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .planner.cluster.changes import clusters_after
 from .planner.cluster.cluster import Cluster, read_cluster
-from .planner.cluster.contention import contention_on
 from .planner.plan import Plan
 from .planner.search.request import PlanRequest, loaded
-from .planner.study.choose import StudyFigures, by_time_to_target, chosen_by_study
-from .planner.study.front import staleness_front
-from .planner.study.pareto import ParetoFront, pareto_point
-from .planner.study.study import read_study
-from .planner.systems.variants import VARIANTS, load_plugin, variant_named
-from .profiles.errors import InfeasibleError, PlanError, UserError
+from .planner.study.plans import (
+    changed_clusters,
+    figures_of,
+    fresher_plans,
+    plans_of_systems,
+    plans_on,
+)
+from .planner.systems.variants import VARIANTS, load_plugin
+from .profiles.errors import InfeasibleError, UserError
 from .profiles.files import Kind, check_output
 from .profiles.imported.reader import import_profile, is_foreign
 from .profiles.measuring.request import OF_FILES, ProfileRequest
@@ -32,7 +33,6 @@ from .profiles.units import texts, truth
 from .runtime.records.run import Run
 
 if TYPE_CHECKING:
-    from .planner.evaluate import Evaluation
     from .planner.exports.export import EngineName
     from .planner.exports.torch_pipelining import ModelFacts
     from .runtime.records.callbacks import Callback
@@ -126,36 +126,11 @@ def plans(
     names = list(VARIANTS) if variants is None else texts(variants, "variants", "gpipe")
     if not names:
         raise UserError("variants: name one system or more; None: all of them")
-    figures = None if study is None else StudyFigures(read_study(str(study)))
-    if figures is not None:
-        mini_batch = planning.asked["mini_batch"] or planning.profile.batch_size
-        figures.check(planning.profile.fingerprint, mini_batch, str(study))
-    found: dict[str, Plan] = {}
-    failed: dict[str, str] = {}
-    fronts: list[ParetoFront] = []
-    for name in names:
-        # By a study a plan may be best that another system's beats in all three prices.
-        fronts.append(front := ParetoFront())
-        system = variant_named(name)
-
-        def keep(seen: Evaluation, front: ParetoFront = front, system: str = system.name) -> None:
-            front.add(pareto_point(system, seen))
-
-        try:
-            found[name] = planning.best(variant=system.name, seen=keep)
-        except (InfeasibleError, PlanError) as error:
-            failed[name] = str(error)
-    if not found:
-        raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    if figures is None:
-        return found
-    points = [point for front in fronts for point in front.points]
-    times = by_time_to_target(points, figures, planning.asked["update_every"])
-    if not times:
-        return found
-    best = times[0].point.variant
-    chosen = chosen_by_study(planning.profile, found.pop(best), times[0])
-    return {best: chosen, **found}
+    found = plans_of_systems(planning, names, figures_of(planning, study))
+    if found.chosen is None:
+        return dict(found.plans)
+    best = found.chosen.variant
+    return {best: found.chosen, **{n: p for n, p in found.plans.items() if p.variant != best}}
 
 
 def front(
@@ -170,9 +145,7 @@ def front(
     Raises as `plan`.
     """
     planning = PlanRequest(profile, cluster, **options).read()
-    return staleness_front(
-        lambda most: planning.best(max_difference=most), planning.asked["max_difference"]
-    )
+    return fresher_plans(planning)
 
 
 def what_if(
@@ -193,14 +166,7 @@ def what_if(
     """
     planning = PlanRequest(profile, cluster, **options).read()
     changes = texts(changes, "changes", "bandwidth=2x,memory=24GiB")
-    together = contention_on(planning.cluster, planning.profile.together)
-    found: dict[str, Plan] = {}
-    failed: dict[str, str] = {}
-    for text, other in clusters_after(planning.cluster, changes, together).items():
-        try:
-            found[text] = planning.best(cluster=other)
-        except (InfeasibleError, PlanError) as error:
-            failed[text] = str(error)
+    found, failed = plans_on(planning, changed_clusters(planning, changes))
     if failed and not found:
         raise InfeasibleError("; ".join(f"{text}: {why}" for text, why in failed.items()))
     return found

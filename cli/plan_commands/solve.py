@@ -8,10 +8,7 @@ from typing import Any
 
 import click
 
-from ...planner.cluster.changes import clusters_after
 from ...planner.cluster.cluster import DEVICES
-from ...planner.cluster.contention import contention_on
-from ...planner.evaluate import Evaluation
 from ...planner.plan import Plan
 from ...planner.search.request import (
     MEMORY,
@@ -22,13 +19,16 @@ from ...planner.search.request import (
     Planning,
     PlanRequest,
 )
-from ...planner.search.solve import INTERRUPTED
-from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target, chosen_by_study
-from ...planner.study.front import staleness_front
-from ...planner.study.pareto import ParetoFront, pareto_point
-from ...planner.study.study import read_study
+from ...planner.study.choose import StudyFigures, TargetPoint
+from ...planner.study.plans import (
+    changed_clusters,
+    figures_of,
+    fresher_plans,
+    plans_of_systems,
+    plans_on,
+)
 from ...planner.systems.variants import VARIANTS, variant_named
-from ...profiles.errors import InfeasibleError, PlanError, UserError
+from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_output, write_file
 from ...profiles.options import flags_of
 from ...profiles.profile import Profile, made_of
@@ -125,13 +125,8 @@ def solve(
     system: dict[str, Any] = {} if variant == "all" else {"variant": variant}
     request = PlanRequest(Profile.load(profile_path), **system, **asked)
     planning = request.read(flags_of(PlanRequest))
-    profile = planning.profile
-    figures = None if study_path is None else StudyFigures(read_study(study_path))
-    if figures is not None:
-        mini_batch = planning.asked["mini_batch"] or profile.batch_size
-        figures.check(profile.fingerprint, mini_batch, str(study_path))
-    together = contention_on(planning.cluster, profile.together)
-    others = clusters_after(planning.cluster, what_if, together, WHAT_IF)
+    figures = figures_of(planning, study_path)
+    others = changed_clusters(planning, what_if, WHAT_IF)
     if front:
         _solve_front(planning, path, as_json=as_json, quiet=quiet)
         return
@@ -140,16 +135,7 @@ def solve(
         return
     with Bar("planning", quiet=quiet) as bar:
         plan = planning.best(bar)
-        plans: dict[str, Plan] = {}
-        failed: dict[str, str] = {}
-        for text, other in others.items():
-            if INTERRUPTED in (each.solver.stopped for each in (plan, *plans.values())):
-                failed[text] = "not looked at: interrupted"
-                continue
-            try:
-                plans[text] = planning.best(bar, other)
-            except (InfeasibleError, PlanError) as error:
-                failed[text] = str(error)
+        plans, failed = plans_on(planning, others, bar, plan)
     write_file(path, plan)
     if as_json:
         print_json({"plan": plan, "what_if": plans, "failed": failed} if what_if else plan)
@@ -164,9 +150,7 @@ def solve(
 def _solve_front(planning: Planning, path: str, *, as_json: bool, quiet: bool) -> None:
     """Plans of one system with ever smaller version differences, the least stale first."""
     with Bar("planning", quiet=quiet) as bar:
-        plans = staleness_front(
-            lambda most: planning.best(bar, max_difference=most), planning.asked["max_difference"]
-        )
+        plans = fresher_plans(planning, bar)
     paths = [str(_beside(path, str(k))) for k in range(1, len(plans) + 1)]
     for each, plan in zip(paths, plans, strict=True):
         write_file(each, plan)
@@ -204,45 +188,22 @@ def _solve_all(
     quiet: bool,
 ) -> None:
     """A plan for every system that fits, side by side, and the Pareto front of all plans seen."""
-    pareto = ParetoFront()
-    by_system: dict[str, ParetoFront] = {}
-    plans: dict[str, Plan] = {}
-    failed: dict[str, str] = {}
     with Bar("planning", quiet=quiet) as bar:
-        for name in VARIANTS:
-            # By a study a plan may be best that another system's beats in all three prices.
-            own = by_system.setdefault(name, ParetoFront()) if figures else pareto
-            try:
-                plans[name] = _solve_one(planning, name, bar, (pareto, own))
-            except (InfeasibleError, PlanError) as error:
-                failed[name] = str(error)
-                continue
-            if plans[name].solver.stopped == INTERRUPTED:
-                # Ctrl-C is meant for all of them.
-                left = [other for other in VARIANTS if other not in (*plans, *failed)]
-                failed |= dict.fromkeys(left, "not looked at: interrupted")
-                break
-    if not plans:
-        raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+        found = plans_of_systems(planning, VARIANTS, figures, bar)
+    plans, failed, times = found.plans, found.failed, found.times
     paths = {name: _beside(path, name) for name in plans}
     for name, plan in plans.items():
         write_file(paths[name], plan)
-    times: list[TargetPoint] = []
-    if figures is not None:
-        points = [point for front in by_system.values() for point in front.points]
-        times = by_time_to_target(points, figures, planning.asked["update_every"])
-        if times:
-            write_file(
-                path, chosen_by_study(planning.profile, plans[times[0].point.variant], times[0])
-            )
+    if found.chosen is not None:
+        write_file(path, found.chosen)
     if as_json:
         told = {"plans": plans, "failed": failed}
         print_json(told if figures is None else {**told, "by_study": _told(times, plans, figures)})
     elif not quiet:
         console = output()
-        console.print(comparison(plans, failed, pareto.points, console.width))
+        console.print(comparison(plans, failed, found.points, console.width))
         if figures is None:
-            console.print(pareto_table(pareto.points, console.width))
+            console.print(pareto_table(found.points, console.width))
         else:
             console.print(target_table(times, console.width))
             for line in target_lines(times, plans, figures):
@@ -276,18 +237,6 @@ def _told(
         ],
         "without_figure": without_figure(times, plans),
     }
-
-
-def _solve_one(planning: Planning, name: str, bar: Bar, fronts: Sequence[ParetoFront]) -> Plan:
-    def tell(what: str, done: float, total: float) -> None:
-        bar(f"{name}: {what}", done, total)
-
-    def keep(found: Evaluation) -> None:
-        point = pareto_point(name, found)
-        for front in dict.fromkeys(fronts):
-            front.add(point)
-
-    return planning.best(tell, variant=name, seen=keep)
 
 
 def _beside(path: str, name: str) -> Path:

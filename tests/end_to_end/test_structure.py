@@ -45,10 +45,10 @@ attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 attributes 32 runtime/stage/runner.py StageRunner
 attributes 46 runtime/stage/stage.py Stage
-imports 29 api.py
+imports 24 api.py
 imports 19 cli/notebook.py
 imports 19 cli/plan.py
-imports 26 cli/plan_commands/solve.py
+imports 20 cli/plan_commands/solve.py
 imports 16 cli/profile.py
 imports 16 cli/run.py
 imports 17 cli/run_commands/study.py
@@ -121,7 +121,6 @@ participle planner/study/choose.py Foretold
 participle profiles/tracing/verify.py Seen
 participle runtime/training/study/pool.py Given
 word tell cli/errors.py tell
-word tell cli/plan_commands/solve.py tell
 word tell cli/run_commands/rank.py _let_rank_0_tell
 word tell cli/run_commands/rank.py one_rank_tells
 word tell cli/tables/plan.py tell_edited
