@@ -60,10 +60,10 @@ from .records.metrics import RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, read_epochs
 from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
-from .stage.delays import check_delays
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
 from .training.worker import tell_status, train_worker
+from .weights.delays import check_delays
 
 
 def run(

@@ -7,12 +7,13 @@ rules are made in the process that trains. docs/plugins.md shows one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...profiles.errors import PluginError
 from ...profiles.plugins import call_plugin
+from .hooks import StageHooks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,48 +41,21 @@ class StageContext:
     delay: int | None = None
 
 
-class StageRules:
+class StageRules(StageHooks):
     """What a system does with one stage's weights; made once in each process that trains it.
 
     Attributes:
         context: of the stage.
         parameters: that it trains.
-        kept: state by a name, per parameter: it is accounted for as weight versions are, and saved
-            in checkpoints. All tensors are there from the beginning, for parameters of these.
+        kept: all tensors are there from the beginning, for parameters of these.
     """
+
+    makes = "outside"
 
     def __init__(self, context: StageContext, parameters: Sequence[nn.Parameter]) -> None:
         self.context = context
         self.parameters = tuple(parameters)
         self.kept: dict[str, dict[nn.Parameter, Tensor]] = {}
-
-    def rate(self, update: int) -> float:
-        """Of the learning rate, what an update has, counted from 0."""
-        return 1.0
-
-    def before_update(self) -> None:
-        """The optimizer is about to step; gradients are there."""
-
-    def after_update(self) -> None:
-        """It has stepped."""
-
-    def forward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write the weights of a forward ("outside" `forward_weights`).
-
-        Args:
-            updates: how far ahead of the latest version, above 0, as the row's `horizon` counts.
-            into: a tensor for each parameter.
-        """
-        raise NotImplementedError
-
-    def backward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write the weights of a backward ("outside" `backward_weights`).
-
-        Args:
-            updates: made since its forward, above 0; without any it runs on the latest weights.
-            into: a tensor for each parameter.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def with_weight_costs(cost: OperationCost) -> OperationCost:
         unpack_s=unpack_s,
         update_s_per_byte=per_byte(lambda: finite_gradients(parameters)),
         mix_s_per_byte=per_byte(lambda: weights.between(0, 0.5, reuse=False)),
-        predict_s_per_byte=per_byte(lambda: predictor.predict(1, into)),
+        predict_s_per_byte=per_byte(lambda: predictor.forward_weights(1, into)),
         # The last: it numbers versions on.
         keep_s_per_byte=per_byte(keep),
     )

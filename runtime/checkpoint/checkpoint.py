@@ -284,7 +284,7 @@ def contents(
         f"state/{file}.safetensors": tensor_bytes(tensors),
     }
     if runner.replica.leads:
-        with for_use(runner.stage.optimizer):
+        with for_use(runner.stage.updates.optimizer):
             weights = tensor_bytes(runner.state(), runner.tied_names())
         found[f"weights/{file}.safetensors"] = weights
     return found

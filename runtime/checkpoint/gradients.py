@@ -66,8 +66,8 @@ def keep_gradients(where: RunDir, runner: StageRunner) -> None:
     if runner.prepared.settings.keep_gradients and runner.replica.leads:
         GradientFiles(
             where.gradients(runner.number),
-            runner.stage.module,
-            runner.stage.optimizer,
+            runner.stage.piece.module,
+            runner.stage.updates.optimizer,
             runner.prepared.model.names,
         )
 

@@ -29,20 +29,21 @@ def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for stage in stages:
-        own = {id(t) for t in (*stage.module.parameters(), *stage.module.buffers())}
-        for path, module in _modules(stage.module, seen):
+        own = {id(t) for t in (*stage.piece.module.parameters(), *stage.piece.module.buffers())}
+        for path, module in _modules(stage.piece.module, seen):
             found |= _of(f"the model's {path}." if path else "the model's ", module, own)
-        optimizer = stage.optimizer
+        optimizer = stage.updates.optimizer
         # What one with methods of its own keeps there was tried before the run (`trial`).
         if not (optimizer is None or is_librarys(optimizer) or writes_own_state(optimizer)):
             every = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0))
             usual = frozenset((*every, _BY_SCHEDULERS))
             own |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             found |= _of(f"the optimizer's (stage {stage.number}) ", optimizer, own, usual)
-        if isinstance(stage.rules, OutsideRules):
-            kept = {id(t) for by in stage.rules.kept.values() for t in by.values()}
-            found |= _of(f"the rules' (stage {stage.number}) ", stage.rules.own, kept)
-    task = stages[0].task
+        for rules in stage.hooks.hooks:
+            if isinstance(rules, OutsideRules):
+                kept = {id(t) for by in rules.kept.values() for t in by.values()}
+                found |= _of(f"the rules' (stage {stage.number}) ", rules.own, kept)
+    task = stages[0].piece.task
     found |= _of("the task's ", task)
     for name, value in _attributes(task).items():
         if isinstance(value, nn.Module):

@@ -337,11 +337,12 @@ def start_from(runner: StageRunner, path: Path) -> None:
     weights, named, saved = _weights_of(runner.prepared, path)
     give_weights(stage, weights, named)
     _give_unused(runner, weights)
-    if saved is not None and stage.optimizer is not None:
-        own = type(stage.optimizer).__name__
+    optimizer = stage.updates.optimizer
+    if saved is not None and optimizer is not None:
+        own = type(optimizer).__name__
         kept = saved.kept()
         mine = {name: state for name, (kind, state) in kept.items() if kind == own}
-        give_kept(stage.optimizer, known_parameters(stage), mine)
+        give_kept(optimizer, known_parameters(stage), mine)
 
 
 def source(path: Path, at: int | None = None, option: str = "--from {path}") -> Saved | None:
@@ -389,7 +390,7 @@ def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> Non
     Raises FileError when one is missing or has another shape.
     """
     elsewhere = stage.names_elsewhere
-    for mine, found in _matched(stage.module, stage.names, weights, where, elsewhere):
+    for mine, found in _matched(stage.piece.module, stage.names, weights, where, elsewhere):
         write(mine, found)
 
 

@@ -24,6 +24,7 @@ from ..prepare.tied_parameters import model_parameters, write
 from ..records.metrics import EpochSums
 from ..stage.optimizer import Scheduler
 from ..stage.stage import Stage
+from ..weights.prediction import LAST
 from .learning_rate import go_on
 
 # Nested optimizer and scheduler state as JSON, its tensors apart --------------------------------
@@ -117,7 +118,7 @@ class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     run_length: RunLength | None = None
     """Which the scheduler was made for; None: there is none, or it isn't known."""
     last_gradients: Any = None
-    """Kept for predictions where the optimizer has no state."""
+    """Kept for predictions by runs of before; it is among what hooks keep now."""
     sums: EpochSums
     """Of the epoch that the checkpoint cuts."""
     logs: dict[str, int]
@@ -142,31 +143,28 @@ def capture(
     Raises TargetError where the user's optimizer or scheduler keeps what can't be written.
     """
     tensors = {_RANDOM: random}
-    for name, buffer in stage.module.named_buffers():
+    for name, buffer in stage.piece.module.named_buffers():
         # Replicas have their own, and some aren't among the weights.
         tensors[_BUFFERS + name] = buffer
     given = stage.weights.given
     for name, p in frozen_parameters(stage).items() if given else ():
         if mark_of(p) != given[name]:
             tensors[_FROZEN + name] = p
-    optimizer = stage.optimizer
+    optimizer, scheduler = stage.updates.optimizer, stage.updates.scheduler
     names: dict[Any, str] = {p: name for name, p in known_parameters(stage).items()}
-    if stage.rules is not None:
-        for key, means in stage.rules.kept.items():
-            tensors |= {_kept_as(key) + names[p]: mean for p, mean in means.items()}
+    for key, kept in stage.hooks.states():
+        tensors |= {_kept_as(key) + names[p]: tensor for p, tensor in kept.items()}
     if has_modes(optimizer):
         # The weights of a checkpoint are for use.
         tensors |= {_TRAINED + name: p.detach() for p, name in names.items()}
     parts = {} if optimizer is None else keep(optimizer, names, tensors)
-    last = {} if stage.predictor is None else stage.predictor.last
     return (
         WorkerState(
             updates=stage.weights.latest,
             optimizer=None if optimizer is None else type(optimizer).__name__,
             **parts,
-            scheduler=pack(_of_scheduler(stage.scheduler), tensors, "scheduler"),
-            run_length=None if stage.scheduler is None else stage.scheduler.length,
-            last_gradients=pack({names[p]: g for p, g in last.items()}, tensors, "last gradients"),
+            scheduler=pack(_of_scheduler(scheduler), tensors, "scheduler"),
+            run_length=None if scheduler is None else scheduler.length,
             sums=sums,
             logs=logs,
             left_out=tuple(left_out),
@@ -229,13 +227,14 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     Raises KeyError or ValueError for a state that isn't this stage's.
     """
     advice = "put the task back as it was, or start another run by tp-run PLAN --from RUN"
-    own = None if stage.optimizer is None else type(stage.optimizer).__name__
+    optimizer, scheduler = stage.updates.optimizer, stage.updates.scheduler
+    own = None if optimizer is None else type(optimizer).__name__
     if own != state.optimizer:
         raise ValueError(f"its optimizer was {state.optimizer}, and is {own} now; {advice}")
-    if (stage.scheduler is None) != (state.scheduler is None):
+    if (scheduler is None) != (state.scheduler is None):
         had = "no" if state.scheduler is None else "a"
         raise ValueError(f"it had {had} scheduler, unlike now; {advice}")
-    buffers, frozen = dict(stage.module.named_buffers()), frozen_parameters(stage)
+    buffers, frozen = dict(stage.piece.module.named_buffers()), frozen_parameters(stage)
     for name, tensor in tensors.items():
         if name.startswith(_BUFFERS):
             write(buffers[name.removeprefix(_BUFFERS)], tensor)
@@ -245,23 +244,24 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     for versions in every:
         versions.latest = state.updates
     named = known_parameters(stage)
-    if stage.optimizer is not None:
-        give_back(stage.optimizer, named, state, tensors)
+    if optimizer is not None:
+        give_back(optimizer, named, state, tensors)
         for versions in every:
             versions.keep_memory()
     for name, p in named.items():
         if _TRAINED + name in tensors:
             p.detach().copy_(tensors[_TRAINED + name])
-    if stage.scheduler is not None:
-        go_on(stage.scheduler, unpack(state.scheduler, tensors), state.run_length)
-    if stage.rules is not None:
-        for key, means in stage.rules.kept.items():
-            for name, p in named.items():
-                if p in means:
-                    means[p].copy_(tensors[_kept_as(key) + name])
-    if stage.predictor is not None:
-        for name, gradient in unpack(state.last_gradients, tensors).items():
-            stage.predictor.last[named[name]] = put(gradient, stage.device)
+    if scheduler is not None:
+        go_on(scheduler, unpack(state.scheduler, tensors), state.run_length)
+    before = {LAST: unpack(state.last_gradients, tensors) or {}}
+    for key, kept in stage.hooks.states():
+        for name, p in named.items():
+            where = _kept_as(key) + name
+            if p in kept:
+                kept[p].copy_(tensors[where])
+            elif (found := tensors.get(where, before.get(key, {}).get(name))) is not None:
+                # Predictions have some from the first update on.
+                kept[p] = put(found, stage.piece.device)
     return tensors[_RANDOM]
 
 
@@ -312,13 +312,13 @@ _BY_OPTION = {
 
 def frozen_parameters(stage: Stage) -> dict[str, nn.Parameter]:
     """The parameters of a stage that nobody trains, as its piece calls them."""
-    return {name: p for name, p in stage.module.named_parameters() if not p.requires_grad}
+    return {name: p for name, p in stage.piece.module.named_parameters() if not p.requires_grad}
 
 
 def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:
     """The parameters that a stage updates, by the first names that the whole model has for them."""
     updated = set(map(id, stage.updated))
-    named = model_parameters(stage.module, stage.names)
+    named = model_parameters(stage.piece.module, stage.names)
     return {name: p for name, p in named if id(p) in updated}
 
 

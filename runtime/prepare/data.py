@@ -64,8 +64,7 @@ class Segment:
 
     def together(self, mini_batch: int) -> int:
         """Mini-batches whose mean is the gradient that this one's update goes by."""
-        first = mini_batch - mini_batch % self.update_every
-        return min(self.update_every, self.mini_batches - first)
+        return mean_over(mini_batch, self.update_every, self.mini_batches)
 
     def updates_after(self, mini_batch: int) -> bool:
         """Whether there is an update after this one."""
@@ -204,6 +203,12 @@ def real_samples(
     before = (segment.offset + mini_batch) * segment.mini_batch
     start = before + micro_batch * each + min(micro_batch, more)
     return range(start, start + each + (micro_batch < more))[dealt]
+
+
+def mean_over(mini_batch: int, update_every: int, mini_batches: int) -> int:
+    """Mini-batches of a segment of so many whose mean is the gradient of this one's update."""
+    first = mini_batch - mini_batch % update_every
+    return min(update_every, mini_batches - first)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ...planner.systems.hooks import ForwardRun, StageHooks
+from ...planner.systems.operations import Op
 from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
+from ..weights.hooked import HookedStage
 
 _OF_FUNCTION = (
     "input",
@@ -109,7 +112,7 @@ class _Statistics:
             running.lerp_(found.to(running.dtype), self.momentum)
 
 
-class DeferredBatchNorm:
+class DeferredBatchNorm(StageHooks):
     """The running statistics of a stage's batch norms, updated once for each mini-batch."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,9 +131,13 @@ class DeferredBatchNorm:
         self._found: dict[int, dict[int, _Statistics]] = {}
         self._counted: dict[int, list[Tensor]] = {}
 
+    def forward(self, run: ForwardRun) -> AbstractContextManager[None]:
+        """The context of a forward's first run."""
+        return self.noting(run.op.mini_batch, run.real, run.size)
+
     @contextmanager
-    def forward(self, mini_batch: int, real: int, size: int) -> Iterator[None]:
-        """Run the forward of a micro-batch.
+    def noting(self, mini_batch: int, real: int, size: int) -> Iterator[None]:
+        """Note the statistics of a micro-batch, and leave the running ones as they are.
 
         Args:
             real: its own samples, in front.
@@ -151,13 +158,13 @@ class DeferredBatchNorm:
         for counter, value in zip(self._counters, before, strict=True):
             counter.copy_(value)
 
-    def recomputation(self) -> AbstractContextManager[Any]:
+    def recompute(self, op: Op) -> AbstractContextManager[Any]:
         """The context of layers' second run: batch norms keep for the backward what they kept in
         the first, and nothing is noted twice."""
         return _WithoutUpdates(lambda call: None)
 
-    def settle(self, mini_batch: int) -> None:
-        """All forwards of the mini-batch are done, and of those before."""
+    def due(self, mini_batch: int) -> None:
+        """All forwards of the mini-batch are done, and of those before: update once for each."""
         for done in sorted(b for b in self._found if b <= mini_batch):
             for counter, change in zip(self._counters, self._counted.pop(done), strict=True):
                 counter.add_(change)
@@ -165,6 +172,11 @@ class DeferredBatchNorm:
                 if (batches := self._averages.get(key)) is not None:
                     statistics.momentum = 1 / max(int(batches), 1)
                 statistics.settle()
+
+
+def deferred_of(stage: HookedStage) -> DeferredBatchNorm | None:
+    """That of a stage where it is asked for."""
+    return DeferredBatchNorm(stage.module) if stage.settings.deferred_batch_norm else None
 
 
 def _note(found: dict[int, _Statistics], call: BatchNormCall, real: int, size: int) -> None:

@@ -118,7 +118,7 @@ class StageGradients:
         """
         started = []
         for tied in self._tied:
-            copies = tied.of(self._replica.stage, self._stage.module)
+            copies = tied.of(self._replica.stage, self._stage.piece.module)
             started.append(GradientAllReduce(self._all_reduce, tied.group, copies))
         if losses is not None:
             elsewhere = self._copies(self._tied)
@@ -129,7 +129,7 @@ class StageGradients:
 
     def _copies(self, tied: Iterable[TiedParameters]) -> set[int]:
         s = self._replica.stage
-        return {id(p) for shared in tied for p in shared.of(s, self._stage.module)}
+        return {id(p) for shared in tied for p in shared.of(s, self._stage.piece.module)}
 
     def clip(self) -> Iterator[None]:
         """Clip the gradients, which are summed over the stage's replicas; pause as `steps`."""
@@ -142,7 +142,7 @@ class StageGradients:
         if not self._prepared.pipeline.variant.flushes:
             pieces = self._prepared.model.pieces
             every = [p for piece in pieces for p in piece.module.parameters()]
-            on_gpu = self._stage.device.type == "cuda"
+            on_gpu = self._stage.piece.device.type == "cuda"
             norm = total_norm(counted) if on_gpu else math.sqrt(squared_norm(counted))
             clip(own, norm, own_part(most, trained(own), trained(every)))
             return

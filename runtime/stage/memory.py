@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...planner.costs.memory import MemoryByKind
 from ...planner.plan import Plan
 from ...planner.recordings.recording import MEMORY_KINDS
+from ...planner.systems.hooks import HookChain
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.optimizers import state_bytes
 from ...profiles.units import format_bytes
 from ..prepare.devices import dense_bytes
 from ..prepare.workers import Replica
+from ..weights.stash import WeightVersions
+
+_FIELDS = tuple(f"{kind}_bytes" for kind in MEMORY_KINDS)
 
 _LOOKS = 100
 """Moments at which state is looked for elsewhere than in an optimizer's `state`."""
@@ -30,79 +34,70 @@ class MemoryAccount:
     Attributes:
         now: what was held at the last moment that was accounted for, by all stages of the worker.
         peak: the most there was at moments of this stage.
-        beside: tell what the worker's other stages hold between their operations, by kind.
+        most_versions: of its weights, held at once.
+        activations_bytes: that are kept for backwards to come.
         aside_bytes: of gradients that aren't their parameters' own.
+        beside: what the worker's other stages hold between their operations, by kind.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], alike: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        weights: WeightVersions,
+        alike: Iterable[Tensor] = (),
+        hooks: HookChain | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         """
         Args:
-            parameters: that are trained.
+            weights: those that are trained.
             alike: what is the same in all versions: buffers, and other parameters.
+            hooks: what they keep counts with the versions.
         """
-        self.parameters = parameters
-        self._gradients = 0
-        self.aside_bytes = 0
-        self._state = self._stated = 0
+        self._versions, self._hooks, self._optimizer = weights, hooks or HookChain(()), optimizer
+        self._weights = sum(dense_bytes(t) for t in (*weights.parameters, *alike))
+        self._gradients = self._state = self._stated = 0
         # It may be where only the optimizer's own methods look, or there may be none.
         self._looks = _LOOKS
-        self._weights = sum(dense_bytes(t) for t in (*parameters, *alike))
+        self.activations_bytes = self.aside_bytes = 0
         self.peak: MemoryByKind | None = None
         self.now: MemoryByKind | None = None
         self.most_versions = 1
         self.beside: Sequence[Callable[[], tuple[int, ...]]] = ()
 
-    def note(
-        self,
-        *,
-        versions_held: int,
-        versions_bytes: int,
-        activations_bytes: int,
-        boundary_bytes: int,
-        optimizer: torch.optim.Optimizer | None,
-        gradients_changed: bool = True,
-    ) -> None:
-        """Account for this moment. `gradients_changed`: since the last time."""
+    def note(self, boundary_bytes: int = 0, *, gradients_changed: bool = True) -> None:
+        """Account for this moment.
+
+        Args:
+            boundary_bytes: what the channels hold.
+            gradients_changed: since the last time.
+        """
         if gradients_changed:
-            found = (p.grad for p in self.parameters)
+            found = (p.grad for p in self._versions.parameters)
             self._gradients = sum(dense_bytes(grad) for grad in found if grad is not None)
-        self._count_state(optimizer)
-        weights, versions, gradients, state, activations, boundary, workspace = self.since(
-            versions_bytes, activations_bytes, boundary_bytes
-        )
-        now = self.now = MemoryByKind(
-            weights_bytes=weights,
-            versions_bytes=versions,
-            gradients_bytes=gradients,
-            optimizer_bytes=state,
-            activations_bytes=activations,
-            boundary_bytes=boundary,
-            workspace_bytes=workspace,
-        )
+        self._count_state()
+        held = self.held(boundary_bytes)
+        now = self.now = MemoryByKind(**dict(zip(_FIELDS, held, strict=True)))
         if self.peak is None or now.total > self.peak.total:
             self.peak = now
-        self.most_versions = max(self.most_versions, versions_held)
+        self.most_versions = max(self.most_versions, self._versions.held)
 
-    def since(
-        self, versions_bytes: int, activations_bytes: int, boundary_bytes: int
-    ) -> tuple[int, ...]:
-        """Bytes by kind of all stages of the worker, after the moment last accounted for; they
-        don't count for the peak."""
-        own = self.own(versions_bytes, activations_bytes, boundary_bytes)
+    def held(self, boundary_bytes: int) -> tuple[int, ...]:
+        """Bytes that all stages of the worker hold now, by kind (`MEMORY_KINDS`), with what was
+        seen of gradients and states at the moment last accounted for."""
+        own = self.own(boundary_bytes)
         if not self.beside:
             return own
         return tuple(map(sum, zip(own, *(held() for held in self.beside), strict=True)))
 
-    def own(
-        self, versions_bytes: int, activations_bytes: int, boundary_bytes: int = 0
-    ) -> tuple[int, ...]:
+    def own(self, boundary_bytes: int = 0) -> tuple[int, ...]:
         """The same of this stage alone."""
+        kept = self._hooks.states()
         return (
             self._weights,
-            versions_bytes,
+            self._versions.older_bytes + sum(dense_bytes(t) for _, by in kept for t in by.values()),
             self._gradients + self.aside_bytes,
             self._state,
-            activations_bytes,
+            self.activations_bytes,
             boundary_bytes,
             0,
         )
@@ -111,8 +106,9 @@ class MemoryAccount:
         """The gradients were let go after an update."""
         self._gradients = 0
 
-    def _count_state(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _count_state(self) -> None:
         """Of a parameter it comes with its first gradient, and doesn't grow after that."""
+        optimizer = self._optimizer
         if optimizer is None or not (optimizer.state or self._looks):
             return
         if not self._state or len(optimizer.state) != self._stated:

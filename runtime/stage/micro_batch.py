@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...profiles.autograd.boundary import Inlet
+from ...profiles.autograd.split_backward import SplitBackward
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.samples import first_batch, may_vary, read_batch, some_samples
 from ...profiles.tracing.call import Call
 from ...profiles.tracing.shapes import ValueSpec
+from ..prepare.data import MicroBatchPart
 from ..prepare.messages import BY_VALUES, PROFILE_AGAIN, mark_missing
 from ..prepare.prepare import Prepared
 from .recompute import ForwardInputs, Remade
@@ -25,14 +28,34 @@ InputShapes = tuple[tuple[str, torch.Size, tuple[int, ...]], ...]
 on."""
 
 
+class PieceInputs(NamedTuple):
+    """What a stage's forward of a micro-batch takes.
+
+    Attributes:
+        values: the piece's inputs by name: received tensors and the model's own inputs.
+        target: for the loss, on the stage that makes the model's result.
+        part: what the micro-batch has of its mini-batch; its loss counts by it.
+        weights: that it runs on (`WeightVersions.forward`); None: the parameters as they are.
+    """
+
+    values: Mapping[str, Tensor]
+    target: Any
+    part: MicroBatchPart
+    weights: list[Tensor] | None
+
+
 @dataclass
 class MicroBatch:
     """What is kept of it.
 
     Attributes:
+        saved_bytes: in all.
+        inlets: by name, where its graph takes tensors of other stages that need a gradient.
+        outlets: by name, where it gives tensors that have one.
         shapes: of what it has from other stages and has made for others.
         inputs: what its forward is recomputed from before the backward; None: it isn't.
         remade: what some of its layers are computed again from; None: none are.
+        half: the weight part of its backward, where the other part has run.
     """
 
     saved_bytes: int = 0
@@ -42,6 +65,41 @@ class MicroBatch:
     loss: Tensor | None = None
     inputs: ForwardInputs | None = None
     remade: Remade | None = None
+    half: SplitBackward | None = None
+
+    def roots(
+        self, grads: Mapping[str, Tensor], gone: Mapping[str, Sequence[bool]], k: int
+    ) -> Iterator[tuple[Tensor | GradientEdge, Tensor | None]]:
+        """Where its backward begins, with the gradients there; None: 1, of its own loss.
+
+        Args:
+            grads: per output, ``[micro-batches of this backward, ...]``.
+            gone: per output, of which of them there are none.
+            k: its place among them.
+        """
+        if self.loss is not None:
+            yield self.loss, None
+        for name, edge in self.outlets.items():
+            if name in grads and not gone[name][k]:
+                yield edge, grads[name][k]
+
+    def split(
+        self,
+        roots: Iterable[tuple[Tensor | GradientEdge, Tensor | None]],
+        parameters: Iterable[nn.Parameter],
+    ) -> MicroBatch:
+        """Run the first part of its backward. Returns what is kept for the second."""
+        edges, grads = [], []
+        for root, grad in roots:
+            if isinstance(root, Tensor):
+                edges.append(get_gradient_edge(root))
+                grads.append(torch.ones_like(root))
+            elif grad is not None:
+                edges.append(root)
+                grads.append(grad)
+        half = SplitBackward(edges, grads, self.inlets.values(), parameters)
+        half.inputs()
+        return MicroBatch(self.saved_bytes + half.held_bytes, half=half)
 
 
 def input_shapes(

@@ -19,9 +19,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from ...planner.systems.outside import StageContext, StageRules
 from ...planner.systems.variants import UpdateRule
-from ...profiles.autograd.optimizer_step import made_without_compiler
+from ...profiles.autograd.optimizer_step import fuse, made_without_compiler
 from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
 from ...profiles.tasks.hooks import (
     RunLength,
@@ -43,10 +42,9 @@ from ...profiles.tasks.task import Task
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
 from ..settings import OptimizerChoice, RunSettings
-from ..weights.drift import Drift
+from ..weights.delays import delay_of, raise_momentum
 from ..weights.muon import MuonWithAdamW, has_muon
-from ..weights.outside import context_of, outside_rules, outside_update
-from .delays import delay_of
+from ..weights.outside import context_at, outside_update
 
 Parameters = Iterable[Any]
 """Parameters, or groups of them."""
@@ -142,6 +140,58 @@ def make_optimizer(
         hidden = [p for name, p in trained if name in matrices]
         return _MAKERS[choice.name](parameters, choice, hidden)
     return task_optimizer(task.optimizer, parameters, every, owner)
+
+
+class StageUpdates:
+    """A stage's optimizer, as its system steps it, and its learning rate.
+
+    Attributes:
+        optimizer: None: there is nothing to train.
+        scheduler: None: the learning rate stays.
+        lr: that of the last update's first parameter group; None: there is none.
+    """
+
+    def __init__(self, prepared: Prepared, s: int) -> None:
+        """Raises as `optimizer_of`, `system_optimizer` and `make_scheduler`."""
+        made = optimizer_of(prepared, s)
+        self.optimizer = None if made is None else system_optimizer(prepared, s, made)
+        self.scheduler = make_scheduler(
+            prepared.task, prepared.settings, self.optimizer, prepared.length
+        )
+        self.lr: float | None = None
+        self._fused = False
+
+    def step(self, factor: float, *, steps: bool) -> None:
+        """Make an update.
+
+        Args:
+            factor: on the groups' learning rates; what a scheduler goes by stays.
+            steps: False: it is left out.
+        """
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        with _scaled(optimizer, factor):
+            lr = optimizer.param_groups[0].get("lr")
+            self.lr = None if lr is None else float(lr)
+            if steps:
+                self._fused = self._fused or fuse(optimizer)
+                step_optimizer(optimizer)
+
+
+@contextmanager
+def _scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    if factor == 1.0:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -358,56 +408,6 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
     if variant.outside is not None and variant.outside.update is not None:
         optimizer = outside_update(variant, context_at(prepared, s), optimizer)
     return _RULES[variant.update_rule](optimizer)
-
-
-def context_at(prepared: Prepared, s: int) -> StageContext:
-    """What a system from outside may know of a stage."""
-    every = prepared.plan.update_every
-    updates = sum(-(-segment.mini_batches // every) for segment in prepared.segments)
-    return context_of(prepared.plan, s, updates)
-
-
-def rules_of(prepared: Prepared, s: int, parameters: Sequence[nn.Parameter]) -> StageRules | None:
-    """What a stage's weights are corrected by, or made by from outside; None: they aren't."""
-    variant, settings = prepared.pipeline.variant, prepared.settings
-    delay, context = delay_of(prepared.plan, s), context_at(prepared, s)
-    if variant.backward_weights == "corrected" and settings.discrepancy_correction and delay:
-        return Drift(context, parameters, settings.discrepancy_decay ** (1 / delay))
-    return outside_rules(variant, context, parameters)
-
-
-MOST_MOMENTUM = 0.99
-"""What stage-wise momentum comes near to as the delay grows."""
-
-
-def raise_momentum(optimizer: Optimizer, delay: int, stages: int) -> None:
-    """Give the optimizer the momentum of a stage with this delay: m + d·(0.99 − m)/S, never more
-    than for d = S.
-
-    That is the rule in the code of 2505.01099, where d is S − 1 − s. It is for the momentum of SGD,
-    and the first β of Adam, AdamW and NAdam.
-
-    Args:
-        delay: d, the stage's version difference.
-        stages: S.
-
-    Raises TargetError for an optimizer without momentum, or with another rule.
-    """
-
-    def raised(momentum: float) -> float:
-        return momentum + min(delay, stages) * (MOST_MOMENTUM - momentum) / stages
-
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, SGD) and group["momentum"]:
-            group["momentum"] = raised(group["momentum"])
-        elif isinstance(optimizer, Adam | NAdam):
-            group["betas"] = (raised(group["betas"][0]), group["betas"][1])
-        else:
-            without = " without momentum" if isinstance(optimizer, SGD) else ""
-            raise TargetError(
-                f"--stagewise-momentum: the optimizer is {type(optimizer).__name__}{without}; it "
-                "is there for SGD with momentum, Adam, AdamW and NAdam"
-            )
 
 
 def _nesterov(optimizer: Optimizer) -> Optimizer:

@@ -35,7 +35,7 @@ from ..records.status import Status
 from .gradients import SKIP, NotFinite, StageGradients, finite_gradients
 from .handed_over import HandedOver
 from .memory import out_of_memory
-from .micro_batch import advised
+from .micro_batch import PieceInputs, advised
 from .stage import Stage
 from .summed_losses import LossWeights, MiniBatchLosses
 
@@ -114,10 +114,13 @@ class StageRunner:
         self.updated = Updated()
         self.larger: list[int] = []
         self._loss_weights = (
-            LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
+            LossWeights(self.stage, all_reduce, self.not_finite, plan)
             if prepared.model.loss.weighted and s in prepared.reached
             else None
         )
+        if self._loss_weights is not None:
+            # Before ties, whose gradients are divided mini-batch by mini-batch.
+            self.stage.hooks.insert(self._loss_weights)
         self._losses = MiniBatchLosses(self._loss_weights)
 
     def stand_beside(self, others: Sequence[StageRunner]) -> None:
@@ -127,10 +130,14 @@ class StageRunner:
 
         def makers(routes: Iterable[MessageRoute]) -> HandedOver:
             found = {c.spec.name: stages[c.source.stage] for c in routes if c.handed_over}
-            return HandedOver({n: partial(getattr, s, "kept_outputs") for n, s in found.items()})
+            return HandedOver(
+                {n: partial(getattr, s.piece, "kept_outputs") for n, s in found.items()}
+            )
 
-        self.stage.handed_over = makers(c for routes in self.incoming.values() for c in routes)
-        self.stage.evaluation_handed_over = makers(self._evaluated())
+        self.stage.piece.handed_over = makers(
+            c for routes in self.incoming.values() for c in routes
+        )
+        self.stage.piece.evaluation_handed_over = makers(self._evaluated())
 
     # Training ------------------------------------------------------------------------------
 
@@ -147,12 +154,10 @@ class StageRunner:
             by = [tied[0] if s in tied else s for s in range(len(schedule))]
             return prediction_distances(variant, schedule, by)[self.number]
 
-        self.stage.begin(entries, ahead)
+        self.stage.begin(segment, entries, ahead)
         self.segment = segment
         self.metrics = SegmentMetrics()
         self.clock.start()
-        if self._loss_weights is not None:
-            self._loss_weights.begin(segment)
         if self.log is not None:
             own = [op for op in schedule[self.number] if self.share.has(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
@@ -199,9 +204,9 @@ class StageRunner:
         assert self.segment is not None
         if not self.share.has(op):
             self.stage.skip(op)
-            if self._loss_weights is not None and op.kind == FORWARD:
+            if op.kind == FORWARD:
                 with self._explained():
-                    self._loss_weights.forward(op)
+                    self.stage.hooks.after_forward(op)
             return
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
@@ -212,8 +217,7 @@ class StageRunner:
         with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
-                if self._loss_weights is not None:
-                    self._loss_weights.forward(op)
+                self.stage.hooks.after_forward(op)
             elif op.kind == BACKWARD:
                 self._backward(op)
             elif op.kind == WEIGHT:
@@ -264,15 +268,16 @@ class StageRunner:
         start = mark()
         held_bytes = self.channels.held_bytes
         with advised(self.prepared, values):
-            version, outputs, loss = self.stage.forward(op, values, target, part, held_bytes)
+            given = PieceInputs(values, target, part, None)
+            version, outputs, loss = self.stage.forward(op, given, held_bytes)
         of_loss = self._losses.note(op.mini_batch, loss, part.share) if self.is_last else 0.0
         end = mark()
         for c in self.outgoing:
             if op.micro_batch in c.micro_batches:
                 name = c.spec.name
-                kept = name in self.stage.kept_outputs
+                kept = name in self.stage.piece.kept_outputs
                 part_sent = c.part(outputs[name])
-                if self.stage.lasts(part_sent):
+                if self.stage.piece.lasts(part_sent):
                     part_sent = part_sent.clone()
                 self.channels.send(c, FORWARD, part_sent, kept=kept)
                 self.metrics.sent_bytes += 0 if c.handed_over else part_sent.nbytes
@@ -296,8 +301,7 @@ class StageRunner:
                     message = message.clone()
                 shape = self.stage.made_shape(op, name)
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
-        if self._loss_weights is not None:
-            self._loss_weights.settle(op.mini_batch)
+        self.stage.hooks.before_backward(op)
         start = mark()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
         end = mark()
@@ -309,14 +313,13 @@ class StageRunner:
                     self.metrics.sent_bytes += 0 if c.handed_over else part.nbytes
         sent = mark()
         spans = Spans(begin, start, end, sent, [(start, end)], [(end, sent)])
-        staleness = self.stage.staleness
+        staleness = self.stage.meter.seen
         read = partial(staleness.read, staleness.noted)
         self._handed_in(op, version, forward_version, spans, before=read)
 
     def _weight(self, op: Op) -> None:
         begin = self.clock.mark()
-        if self._loss_weights is not None:
-            self._loss_weights.settle(op.mini_batch)
+        self.stage.hooks.before_backward(op)
         start = self.clock.mark()
         version = self.stage.backward_weight(op, self.channels.held_bytes)
         end = self.clock.mark()
@@ -326,15 +329,13 @@ class StageRunner:
     def _update(self, op: Op) -> Iterator[None]:
         mark = self.clock.mark
         begin = mark()
-        counts = True
-        if self._loss_weights is not None:
-            counts = self._loss_weights.settle(op.mini_batch + 1, last=True)
+        self.stage.hooks.due(op.mini_batch)
+        counts = self._loss_weights is None or self._loss_weights.counts
         due = self._losses.due(op.mini_batch)
         skips = self.not_finite.policy == SKIP
         # Elsewhere nobody needs to know before the update is done.
         losses = self._losses.read(due) if skips or self.replica.count > 1 else None
         shared = torch.tensor(losses, dtype=torch.float64) if self.replica.count > 1 else None
-        self.stage.ties.gather(op.mini_batch)
         started = self._gradients.start_sums(shared)
         agrees = skips and self.prepared.pipeline.variant.flushes
         if started or agrees or self.prepared.settings.clip_norm is not None:
@@ -367,15 +368,15 @@ class StageRunner:
         if self.prepared.settings.clip_norm is not None:
             yield from self._gradients.clip()
         start = mark()
-        version = self.stage.update(
-            op.mini_batch, self.channels.held_bytes, steps=finite or not skips
-        )
-        if self.stage.scheduler is not None:
-            self.stage.scheduler.after_update(ends_epoch=self.segment.ends_epoch(op.mini_batch))
+        version = self.stage.update(self.channels.held_bytes, steps=finite or not skips)
+        if self.stage.updates.scheduler is not None:
+            self.stage.updates.scheduler.after_update(
+                ends_epoch=self.segment.ends_epoch(op.mini_batch)
+            )
         end = mark()
         computing, waiting = [(summed, checked), (start, end)], [(begin, summed), (checked, start)]
         spans = Spans(begin, start, end, end, computing, waiting)
-        updated = Updated(self.stage.lr, self._gradients.norm, self.stage.account.peak)
+        updated = Updated(self.stage.updates.lr, self._gradients.norm, self.stage.account.peak)
 
         def after() -> None:
             self.updated = updated
@@ -415,7 +416,7 @@ class StageRunner:
         if log is not None:
             now = self.stage.account.now
             held = None if now is None else by_kind(now)
-            left, messages = self.stage.held(self.channels.held_bytes), log.end(op)
+            left, messages = self.stage.account.held(self.channels.held_bytes), log.end(op)
 
         def note() -> None:
             if before is not None:
@@ -467,7 +468,7 @@ class StageRunner:
                 values[c.spec.name] = self.channels.receive(c, FORWARD)
             self.channels.throttle(ahead)
             with advised(self.prepared, values):
-                outputs, result = self.stage.evaluate(values)
+                outputs, result = self.stage.piece.evaluate(values)
             for c in self._evaluated(outgoing=True):
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
             if self.is_last:
@@ -584,7 +585,7 @@ class StageRunner:
 
     def _check_memory(self, error: BaseException) -> None:
         """Raise RunError where it is memory that isn't there."""
-        held = self.stage.held(self.channels.held_bytes)
+        held = self.stage.account.held(self.channels.held_bytes)
         line = out_of_memory(error, self.prepared.plan, self.replica, self.device, held)
         if line is not None:
             raise RunError(f"{self.replica.name}, at {self.last_op}: {line}") from error

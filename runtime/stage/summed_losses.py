@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, SupportsFloat
 import torch
 from torch import Tensor, nn
 
+from ...planner.plan import Plan
+from ...planner.systems.hooks import StageHooks
 from ...planner.systems.operations import Op
 from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import LOSS_WEIGHTS, AllReducer, Pending
 from ..prepare.clock import number
-from ..prepare.data import Segment
+from ..prepare.data import mean_over
 from ..prepare.devices import dense_bytes
 from .gradients import NotFinite
 
@@ -65,7 +67,7 @@ class MiniBatchMeans:
         self.aside_bytes = sum(map(dense_bytes, self._aside.values()))
 
 
-class LossWeights:
+class LossWeights(StageHooks):
     """The weight of each mini-batch, and gradients that are means by it, on one worker.
 
     All stages that gradients come to sum up the weights; the last one's replicas have parts of
@@ -73,52 +75,60 @@ class LossWeights:
 
     Attributes:
         weights: of the segment's mini-batches that are settled, on the last stage, until taken.
+        counts: whether something counts in each mini-batch of the update that is due; the same on
+            all stages.
     """
 
     def __init__(
-        self, stage: Stage, all_reduce: AllReducer, not_finite: NotFinite, *, is_last: bool
+        self, stage: Stage, all_reduce: AllReducer, not_finite: NotFinite, plan: Plan
     ) -> None:
         self._stage = stage
         self._all_reduce = all_reduce
         self._not_finite = not_finite
-        self._is_last = is_last
+        self._plan = plan
+        self._is_last = stage.number == len(plan.stages) - 1
         self._means = MiniBatchMeans(stage.updated)
         self._own: dict[int, float] = {}
         self._summing: dict[int, tuple[Tensor, Pending]] = {}
-        self._settled = 0
-        self._empty = False
+        self._settled = self._first = self._mini_batches = 0
+        self.counts, self._empty = True, False
         self.weights: dict[int, float] = {}
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, first: int, mini_batches: int) -> None:
         """Get ready for a segment."""
-        self._segment = segment
-        self._settled = 0
+        self._first, self._mini_batches, self._settled = first, mini_batches, 0
 
     def note(self, mini_batch: int, loss: Loss | None) -> None:
         """Note the weight of a micro-batch's loss."""
         weight = 0.0 if loss is None or loss.weight is None else loss.weight
         self._own[mini_batch] = self._own.get(mini_batch, 0.0) + weight
 
-    def forward(self, op: Op) -> None:
+    def after_forward(self, op: Op) -> None:
         """A forward is done, here or on another replica: after a mini-batch's last, sum up."""
-        if op.micro_batch == self._segment.micro_batches - 1:
+        if op.micro_batch == self._plan.micro_batches - 1:
             own = torch.tensor([self._own.pop(op.mini_batch, 0.0)], dtype=torch.float64)
             self._summing[op.mini_batch] = own, self._all_reduce.start(LOSS_WEIGHTS, [own])
 
-    def settle(self, until: int, *, last: bool = False) -> bool:
+    def before_backward(self, op: Op) -> None:
+        """Gradients of this mini-batch come."""
+        self._settle(op.mini_batch)
+
+    def due(self, mini_batch: int) -> None:
+        """Gradients up to this mini-batch are complete."""
+        self._settle(mini_batch + 1, last=True)
+        self.counts, self._empty = not self._empty, False
+
+    def _settle(self, until: int, *, last: bool = False) -> None:
         """Make means of the gradients of all mini-batches before this one.
 
         Args:
             last: the update is due; else another mini-batch's gradients come.
 
-        Returns:
-            Whether something counts in each mini-batch since the last update; the same on all
-            stages.
-
         Raises:
             RunError: nothing counts in one, and that ends the run.
             PeerError: another worker is gone.
         """
+        every = self._plan.update_every
         while self._settled < until:
             b, self._settled = self._settled, self._settled + 1
             weight, summing = self._summing.pop(b)
@@ -128,16 +138,12 @@ class LossWeights:
             if self._is_last:
                 self.weights[b] = counted
                 if not counted:
-                    self._not_finite.nothing_counts(self._segment.first + b)
-            self._stage.ties.gather(b)
-            self._means.settle(counted, self._segment.together(b))
+                    self._not_finite.nothing_counts(self._first + b)
+            self._stage.ties.due(b)
+            self._means.settle(counted, mean_over(b, every, self._mini_batches))
             if not last or self._settled < until:
                 self._means.set_aside()
             self._stage.account.aside_bytes = self._means.aside_bytes
-        empty = self._empty
-        if last:
-            self._empty = False
-        return not empty
 
 
 class MiniBatchLosses:

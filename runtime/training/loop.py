@@ -132,7 +132,7 @@ def train(
     reports = course.reports()
     for runner, report in zip(runners, reports, strict=True):
         if runner.replica.leads:
-            with for_use(runner.stage.optimizer):
+            with for_use(runner.stage.updates.optimizer):
                 where.save_weights(runner.number, runner.state(), runner.tied_names())
         where.write_report(runner.replica, report)
     return reports
@@ -240,7 +240,7 @@ class Course:
                 if period_s is not None:
                     self._periods_s[position].append(period_s)
                 beside = [other.metrics for other in self._beside[position]]
-                sums.add(segment, found, runner.stage.staleness, beside)
+                sums.add(segment, found, runner.stage.meter.seen, beside)
             test: dict[str, float] | None = None
             if not segment.rest:
                 self._end_epoch(segment)
@@ -302,7 +302,7 @@ class Course:
             else:
                 runner.epoch_file.epoch(seen)
             if runner.tells:
-                self.observer.epoch(sums.record(segment, test, runner.stage.lr))
+                self.observer.epoch(sums.record(segment, test, runner.stage.updates.lr))
 
     def _write_checkpoint(self, segment: Segment) -> None:
         if self._checkpoints is None:
@@ -414,7 +414,7 @@ class Course:
         with random_kept(self.runners[0].device), ExitStack() as stack:
             for runner in self.runners:
                 if runner.replica.leads:
-                    stack.enter_context(for_use(runner.stage.optimizer))
+                    stack.enter_context(for_use(runner.stage.updates.optimizer))
             return self._evaluate_all()
 
     def _evaluate_all(self) -> dict[str, float]:
@@ -502,7 +502,7 @@ class Course:
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                     not_finite=runner.not_finite.mini_batches,
                     larger=runner.larger,
-                    not_compiled=runner.stage.compute.why_not,
+                    not_compiled=runner.stage.piece.compute.why_not,
                     epochs=epochs,
                 )
             )

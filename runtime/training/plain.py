@@ -174,7 +174,7 @@ class PlainTraining:
         self.losses.append(mean)
         if segment.updates_after(b):
             if self._batch_norm is not None:
-                self._batch_norm.settle(segment.first + b)
+                self._batch_norm.due(segment.first + b)
             self._update(ends_epoch=segment.ends_epoch(b))
 
     def _update(self, *, ends_epoch: bool) -> None:
@@ -207,7 +207,7 @@ class PlainTraining:
         """Share of the mini-batch's samples and loss of each part of it."""
         for positions, part in self.parts(segment, b):
             statistics = (
-                self._batch_norm.forward(segment.first + b, part.real, part.size)
+                self._batch_norm.noting(segment.first + b, part.real, part.size)
                 if self._batch_norm is not None
                 else nullcontext()
             )

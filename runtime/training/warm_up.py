@@ -5,6 +5,7 @@ waits for all that the card has, messages of other workers among it. So every ki
 once on tensors of the shapes to come: forward, loss, backward, a second gradient added to a first,
 the look whether gradients are finite, an update of small stand-ins, the forward of an evaluation.
 What that changes is put back: weights, buffers, hooks, attributes of modules, random states.
+A stage's hooks (`planner.systems.hooks`) take no part, so what they keep stays as it was.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import decode, encode
@@ -50,7 +52,7 @@ def _arguments(stage: Stage, inputs: Sequence[str], values: Mapping[str, Tensor]
     """A piece's inputs: what isn't at hand is made up, by its spec."""
     found = []
     for name in inputs:
-        spec = stage.specs.get(name)
+        spec = stage.piece.specs.get(name)
         if spec is None:
             found.append(values[name])
             continue
@@ -58,7 +60,7 @@ def _arguments(stage: Stage, inputs: Sequence[str], values: Mapping[str, Tensor]
         if made is None:
             numbers = torch.tensor(spec.numbers) if spec.numbers else torch.zeros(())
             made = numbers.to(spec.dtype).expand(spec.shape).contiguous()
-        found.append(decode(put(made, stage.device), spec.kind))
+        found.append(decode(put(made, stage.piece.device), spec.kind))
         if spec.needs_grad and torch.is_grad_enabled():
             found[-1] = found[-1].detach().requires_grad_()
     return found
@@ -66,15 +68,14 @@ def _arguments(stage: Stage, inputs: Sequence[str], values: Mapping[str, Tensor]
 
 def train_once(stage: Stage, values: Mapping[str, Tensor], target: Any) -> None:
     """What a mini-batch has computed, on inputs of which those that aren't given are made up."""
-    with unchanged(stage.module):
-        arguments = _arguments(stage, stage.piece.inputs, values)
-        with forward_context(stage.autocast, stage.device.type):
-            out = stage.compute(*arguments)
-            roots = [
-                encode(value, name) for name, value in zip(stage.piece.outputs, out, strict=False)
-            ]
-            if stage.piece.has_result:
-                roots.append(stage.loss.read(stage.task.loss(out[-1], target)).value)
+    piece = stage.piece
+    with unchanged(piece.module):
+        arguments = _arguments(stage, piece.inputs, values)
+        with forward_context(piece.autocast, piece.device.type):
+            out = piece.compute(*arguments)
+            roots = [encode(value, name) for name, value in zip(piece.outputs, out, strict=False)]
+            if piece.has_result:
+                roots.append(piece.loss.read(piece.task.loss(out[-1], target)).value)
         roots = [root for root in roots if root.requires_grad]
         wanted = [p for p in stage.updated if p.requires_grad]
         sources = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
@@ -88,12 +89,11 @@ def train_once(stage: Stage, values: Mapping[str, Tensor], target: Any) -> None:
         for message in gradients[: len(sources)]:
             missing_gradients(message[None])
         finiteness(gradients)()
-        _update_once(stage)
+        _update_once(stage.updates.optimizer)
 
 
-def _update_once(stage: Stage) -> None:
+def _update_once(optimizer: Optimizer | None) -> None:
     """One step of a copy of the optimizer, of small parameters in place of its own."""
-    optimizer = stage.optimizer
     if optimizer is None or optimizer.state:
         return
     memo: dict[int, Any] = {}
@@ -111,13 +111,13 @@ def _update_once(stage: Stage) -> None:
 
 def evaluate_once(stage: Stage, values: Mapping[str, Tensor]) -> None:
     """A forward in evaluation mode, if there is one."""
-    evaluated = stage.evaluated
+    piece, evaluated = stage.piece, stage.piece.evaluated
     if evaluated is None:
         return
     with torch.no_grad(), unchanged(evaluated.module):
-        stage.modes.set(evaluated.module, training=False)
+        piece.modes.set(evaluated.module, training=False)
         try:
-            with forward_context(stage.autocast, stage.device.type):
+            with forward_context(piece.autocast, piece.device.type):
                 evaluated.module(*_arguments(stage, evaluated.inputs, values))
         finally:
-            stage.modes.set(stage.module, training=True)
+            piece.modes.set(piece.module, training=True)

@@ -40,8 +40,8 @@ from ..processes.rendezvous import Rendezvous
 from ..records.metric_logs import check_logs_at_hand
 from ..records.run_dir import RunDir
 from ..settings import RunSettings
-from ..stage.delays import check_delays
 from ..stage.optimizer import check_updates, hook_warnings
+from ..weights.delays import check_delays
 from .hooks import try_in_parts, try_training
 from .trial import NOT_TRIED, try_plan
 

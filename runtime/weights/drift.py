@@ -11,15 +11,16 @@ weights are kept: δ is one more copy of the weights, and what is corrected anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from ...planner.systems.outside import StageContext, StageRules
+from ...planner.systems.hooks import StageHooks
+from .hooked import HookedStage
 
 
-class Drift(StageRules):
+class Drift(StageHooks):
     """Keeps the mean change of a stage's trained weights in an update.
 
     Attributes:
@@ -27,10 +28,9 @@ class Drift(StageRules):
         decay: γ.
     """
 
-    def __init__(
-        self, context: StageContext, parameters: Sequence[nn.Parameter], decay: float
-    ) -> None:
-        super().__init__(context, parameters)
+    makes = "corrected"
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
         self.mean: dict[nn.Parameter, Tensor] = {
             p: torch.zeros_like(p, requires_grad=False) for p in parameters
         }
@@ -54,3 +54,12 @@ class Drift(StageRules):
         with torch.no_grad():
             for p, target in into.items():
                 torch.sub(p, self.mean[p], alpha=updates, out=target)
+
+
+def drift_of(stage: HookedStage) -> Drift | None:
+    """That of a stage of a system that corrects backwards; None where it has nothing to correct."""
+    settings = stage.settings
+    corrects = stage.variant.backward_weights == Drift.makes and settings.discrepancy_correction
+    if not corrects or not stage.delay or stage.optimizer is None:
+        return None
+    return Drift(stage.updated, settings.discrepancy_decay ** (1 / stage.delay))

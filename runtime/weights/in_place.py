@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...planner.systems.hooks import ForwardRun, StageHooks
 from ...profiles.errors import RunError
 from ...profiles.tracing.call import mark_of
+from .hooked import HookedStage
 
 _Key = TypeVar("_Key", int, str)
 
@@ -158,3 +160,14 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         # Graphs of forwards before keep running statistics, and would take this for a change that
         # their backward mustn't follow. Batch norms' own updates they don't see, either.
         buffer.data.copy_(before)
+
+
+class PaddingAlone(StageHooks):
+    """Forwards of micro-batches of padding alone leave everything as it was: they count nothing."""
+
+    def __init__(self, stage: HookedStage) -> None:
+        self._module = stage.module
+
+    def forward(self, run: ForwardRun) -> AbstractContextManager[None] | None:
+        """The context of a forward."""
+        return None if run.real else unchanged(self._module)

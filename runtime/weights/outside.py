@@ -2,84 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.plan import Plan
+from ...planner.systems.hooks import HOOKS, StageHooks, overrides
 from ...planner.systems.outside import StageContext, StageRules
 from ...planner.systems.variants import Variant
 from ...profiles.errors import PluginError
 from ...profiles.plugins import call_plugin
+from ..prepare.prepare import Prepared
+from .hooked import HookedStage
 
-_T = TypeVar("_T")
 
-
-def context_of(plan: Plan, stage: int, updates: int) -> StageContext:
-    """What a stage's rules may know. `updates`: that the run will make."""
+def context_at(prepared: Prepared, s: int) -> StageContext:
+    """What a system from outside may know of a stage."""
+    plan = prepared.plan
     return StageContext(
-        stage=stage,
+        stage=s,
         stages=len(plan.stages),
         micro_batches=plan.micro_batches,
-        replicas=len(plan.stages[stage].devices),
-        updates=updates,
-        delay=plan.predicted.stages[stage].version_difference,
+        replicas=len(plan.stages[s].devices),
+        updates=sum(segment.updates for segment in prepared.segments),
+        delay=plan.predicted.stages[s].version_difference,
     )
 
 
-class OutsideRules(StageRules):
-    """A stage's. Where they fail, PluginError names file and line.
+class OutsideRules(StageHooks):
+    """A stage's rules from outside. Where one of its hooks fails, PluginError names file and line.
 
     Attributes:
         own: the plugin's object.
     """
 
     def __init__(self, rules: StageRules, plugin: str) -> None:
-        self.own, self._plugin = rules, plugin
+        self.own, self._plugin, self.makes = rules, plugin, rules.makes
+        for name in HOOKS:
+            if name != "rate" and (overrides(rules, name) or name in _WEIGHTS):
+                setattr(self, name, partial(self._called, name))
 
     @property
-    def kept(self) -> Mapping[str, Mapping[nn.Parameter, Tensor]]:  # type: ignore[override]
+    def kept(self) -> Mapping[str, MutableMapping[nn.Parameter, Tensor]]:  # type: ignore[override]
         """Their state, by name and parameter."""
         return self.own.kept
 
     def rate(self, update: int) -> float:
-        """Of the learning rate, what an update has."""
-        return self._called("rate", lambda: float(self.own.rate(update)))
+        """Factor on the learning rate of an update."""
+        return call_plugin(self._plugin, lambda: float(self.own.rate(update)), "rate")
 
-    def before_update(self) -> None:
-        """The weights are about to change."""
-        self._called("before_update", self.own.before_update)
-
-    def after_update(self) -> None:
-        """They have changed."""
-        self._called("after_update", self.own.after_update)
-
-    def forward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write the weights of a forward that looks so many updates ahead."""
-        self._called("forward_weights", lambda: self.own.forward_weights(updates, into))
-
-    def backward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write the weights of a backward so many updates after its forward."""
-        self._called("backward_weights", lambda: self.own.backward_weights(updates, into))
-
-    def _called(self, hook: str, run: Callable[[], _T]) -> _T:
-        return call_plugin(self._plugin, run, hook)
+    def _called(self, hook: str, *arguments: Any) -> Any:
+        return call_plugin(self._plugin, lambda: getattr(self.own, hook)(*arguments), hook)
 
 
-def outside_rules(
-    variant: Variant, context: StageContext, parameters: Sequence[nn.Parameter]
-) -> OutsideRules | None:
-    """A stage's rules; None where the system has none.
+_WEIGHTS = ("forward_weights", "backward_weights")
+"""Hooks that a row may ask for where its rules don't have them."""
+
+
+def outside_rules(stage: HookedStage) -> OutsideRules | None:
+    """A stage's rules; None where the system has none, or nothing is trained.
 
     Raises PluginError where they can't be made, for what are no rules, and for a `kept` of
     something else than tensors by parameters of the stage.
     """
-    if variant.outside is None or variant.outside.rules is None:
+    variant, parameters = stage.variant, stage.updated
+    if variant.outside is None or variant.outside.rules is None or stage.optimizer is None:
         return None
-    make, plugin = variant.outside.rules, variant.outside.plugin
-    part = f"rules of {variant.name} for stage {context.stage}"
+    plugin, make = variant.outside.plugin, variant.outside.rules
+    context = context_at(stage.prepared, stage.number)
+    part = f"rules of {variant.name} for stage {stage.number}"
     rules = call_plugin(plugin, lambda: make(context, parameters), part)
     if not isinstance(rules, StageRules):
         raise PluginError(f"{plugin}: {part}: gives a {type(rules).__name__}; give a StageRules")

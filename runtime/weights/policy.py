@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...planner.systems.hooks import StageHooks
 from ...planner.systems.operations import BACKWARD, FORWARD, Op
-from ...planner.systems.outside import StageRules
 from ...planner.systems.prediction import Distances
-from ...planner.systems.variants import BackwardWeights, ForwardWeights, Variant
+from ...planner.systems.variants import Variant
 from ...planner.systems.versions import VersionWalk
-from .prediction import Predictor
+from ..settings import RunSettings
 from .stash import WeightVersions
 
 DECAYS: dict[str, Callable[[float, int], float]] = {
@@ -46,33 +47,50 @@ class WeightPolicy:
     """Gives a stage's operations their weights, or those of what it shares with other stages.
 
     Attributes:
-        walk: which version each operation uses; set for each segment of the run.
-        distances: what predictions look ahead in that segment.
+        stages: those that use the weights; none: the one stage alone.
+        walk: which version each operation uses; begun anew for each segment of the run.
+        distances: how many updates ahead predictions aim in that segment.
     """
 
     def __init__(
         self,
         variant: Variant,
         weights: WeightVersions,
-        predictor: Predictor | None,
-        decay: Callable[[int], float],
-        rules: StageRules | None = None,
+        making: Callable[[str], StageHooks | None],
+        settings: RunSettings,
+        *,
+        micro_batches: int = 1,
+        recompute: bool = False,
+        stages: Sequence[int] = (),
     ) -> None:
         """
         Args:
-            predictor: for systems that predict; None where the stage has nothing to train.
-            decay: σ of the version difference.
-            rules: what weights are corrected by, or made by from outside; None: they aren't.
+            making: who writes the weights of passes that run on no version, by the row's word for
+                them (`HookChain.making`); None: nobody, where nothing is trained.
+            micro_batches: N.
+            recompute: forwards are computed a second time before their backward.
         """
+        self.stages = tuple(stages)
         self.weights = weights
-        self.walk = VersionWalk(variant, 1)
         self.distances = Distances((), ())
-        self._predictor = predictor
-        self._decay = decay
-        self._rules = rules
-        self._forward = _FORWARD[variant.forward_weights]
-        self._backward = _BACKWARD[variant.backward_weights]
-        self._by_forward = variant.stashes or rules is not None
+        self._walk_from = partial(VersionWalk, variant, micro_batches, recompute=recompute)
+        self.walk = self._walk_from()
+        self._decay = partial(DECAYS[settings.decay], settings.decay_rate)
+        self._ahead = making(variant.forward_weights)
+        self._back = making(variant.backward_weights)
+        self._forward = _FORWARD.get(variant.forward_weights, WeightPolicy._forward_ahead)
+        self._backward = _BACKWARD.get(variant.backward_weights, WeightPolicy._backward_made)
+        makes = self._backward is WeightPolicy._backward_made and self._back is not None
+        self._by_forward = variant.stashes or makes
+
+    def begin(self, entries: Sequence[int], distances: Distances) -> None:
+        """Get ready for a segment.
+
+        Args:
+            entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
+        """
+        self.walk = self._walk_from(entries, latest=self.weights.latest)
+        self.distances = distances
 
     def forward(self, op: Op, version: int) -> list[Tensor] | None:
         """Weights of a forward, which the walk has just taken."""
@@ -100,8 +118,18 @@ class WeightPolicy:
     def _at_version(self, op: Op, version: int) -> list[Tensor] | None:
         return self.weights.at(version)
 
-    def _predicted_forward(self, op: Op, version: int) -> list[Tensor] | None:
-        return self._predict(self.distances.of_forward(op, self.walk.micro_batches))
+    def _forward_ahead(self, op: Op, version: int) -> list[Tensor] | None:
+        return self._aimed(self._ahead, self.distances.of_forward(op, self.walk.micro_batches))
+
+    def _aimed(self, maker: StageHooks | None, updates: int) -> list[Tensor] | None:
+        """Weights so many updates ahead of the latest."""
+        if not updates or maker is None:
+            return None
+        maker.forward_weights(updates, self._scratch())
+        return self.weights.scratch()
+
+    def _scratch(self) -> dict[nn.Parameter, Tensor]:
+        return dict(zip(self.weights.parameters, self.weights.scratch(), strict=True))
 
     def _latest_backward(
         self, op: Op, used: int, mine: tuple[int, ...], last: bool
@@ -116,23 +144,8 @@ class WeightPolicy:
     def _predicted_backward(
         self, op: Op, used: int, mine: tuple[int, ...], last: bool
     ) -> BackwardPass:
-        tensors = self._predict(self.distances.of_backward(op, self.walk.micro_batches))
-        return BackwardPass(mine, self.walk.latest, tensors)
-
-    def _outside_forward(self, op: Op, version: int) -> list[Tensor] | None:
-        steps = self.distances.of_forward(op, self.walk.micro_batches)
-        if not steps or self._rules is None:
-            return None
-        scratch = self.weights.scratch()
-        self._rules.forward_weights(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
-        return scratch
-
-    def _predict(self, steps: int) -> list[Tensor] | None:
-        if not steps or self._predictor is None:
-            return None
-        scratch = self.weights.scratch()
-        self._predictor.predict(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
-        return scratch
+        updates = self.distances.of_backward(op, self.walk.micro_batches)
+        return BackwardPass(mine, self.walk.latest, self._aimed(self._back, updates))
 
     def _intermediate_backward(
         self, op: Op, used: int, mine: tuple[int, ...], last: bool
@@ -145,41 +158,33 @@ class WeightPolicy:
         tensors = self.weights.between(used, share, reuse=reuse)
         return BackwardPass(mine, latest, tensors)
 
-    def _corrected_backward(
-        self, op: Op, used: int, mine: tuple[int, ...], last: bool
-    ) -> BackwardPass:
+    def _backward_made(self, op: Op, used: int, mine: tuple[int, ...], last: bool) -> BackwardPass:
         latest = self.walk.latest
-        if self._rules is None or used == latest:
+        if self._back is None or used == latest:
             return BackwardPass(mine, latest, None)
         wanted, there = (latest, latest - used), self.weights.corrected
-        scratch = self.weights.scratch()
+        into = self._scratch()
         # The other micro-batches of a mini-batch mostly need the same.
         if there != wanted:
-            into = dict(zip(self.weights.parameters, scratch, strict=True))
-            self._rules.backward_weights(latest - used, into)
+            self._back.backward_weights(latest - used, into)
         self.weights.corrected = wanted
-        return BackwardPass(mine, latest, scratch)
+        return BackwardPass(mine, latest, list(into.values()))
 
 
-_FORWARD: dict[ForwardWeights, Callable[[WeightPolicy, Op, int], list[Tensor] | None]] = {
+_FORWARD: dict[str, Callable[[WeightPolicy, Op, int], list[Tensor] | None]] = {
     "latest": WeightPolicy._at_version,
     "micro-batch-entry": WeightPolicy._at_version,
     "mini-batch-entry": WeightPolicy._at_version,
-    "predicted": WeightPolicy._predicted_forward,
-    "outside": WeightPolicy._outside_forward,
 }
+"""Forwards that run on a version, by the row's word for it; others aim ahead of the latest."""
 
-_BACKWARD: dict[
-    BackwardWeights, Callable[[WeightPolicy, Op, int, tuple[int, ...], bool], BackwardPass]
-]
-_BACKWARD = {
+_BACKWARD: dict[str, Callable[[WeightPolicy, Op, int, tuple[int, ...], bool], BackwardPass]] = {
     "latest": WeightPolicy._latest_backward,
     "forward": WeightPolicy._stashed_backward,
     "predicted": WeightPolicy._predicted_backward,
     "intermediate": WeightPolicy._intermediate_backward,
-    "corrected": WeightPolicy._corrected_backward,
-    "outside": WeightPolicy._corrected_backward,
 }
+"""Backwards by the row's word for their weights; others are made from the latest by hooks."""
 
 
 class WeightPolicies:
@@ -240,6 +245,32 @@ class WeightPolicies:
         return [t for policy, mine in parts for t in mine or policy.weights.live()]
 
     # Steps of their walks ----------------------------------------------------------------------
+
+    def begin(self, entries: Sequence[int], ahead: Callable[[Sequence[int]], Distances]) -> None:
+        """Get ready for a segment.
+
+        Args:
+            entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
+            ahead: how far predictions aim, of weights that these stages use; none: of its own.
+        """
+        for policy in self.every:
+            policy.begin(entries, ahead(policy.stages))
+
+    def keep(self) -> None:
+        """The stage's own weights are about to be updated: copy them, where they're needed."""
+        if self.own.walk.latest in self.own.walk.needed():
+            self.own.weights.keep_latest()
+
+    def advance(self) -> int:
+        """They were. Returns the new version's number."""
+        needed = self.own.walk.needed()
+        version = self.own.walk.update()
+        self.own.weights.advance(needed)
+        return version
+
+    def drop(self) -> None:
+        """Let go of versions of them that no operation needs any more."""
+        self.own.weights.drop(self.own.walk.needed())
 
     def take_backward(self, op: Op) -> int:
         """Take a backward. Returns the version that it uses of the stage's own weights."""

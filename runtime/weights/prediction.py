@@ -17,28 +17,34 @@ Before the first update nothing is known, and the weights themselves are the pre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from ...planner.systems.hooks import StageHooks
 from ...planner.systems.variants import Prediction
 from ...profiles.errors import TargetError
-from ..prepare.devices import dense_bytes
+from .hooked import HookedStage
 from .muon import MuonWithAdamW, is_muons, orthogonal_step
 
 _Direction = Callable[["Predictor", nn.Parameter, dict[str, Any]], "Tensor | None"]
 
 
-class Predictor:
+LAST = "last gradients"
+"""What is kept for predictions where the optimizer has no state."""
+
+
+class Predictor(StageHooks):
     """Predicts one stage's weights from its optimizer.
 
     Attributes:
         last: gradients kept because the optimizer has no state, by parameter.
-        kept_bytes: of them.
     """
+
+    makes = "predicted"
 
     def __init__(
         self,
@@ -62,13 +68,9 @@ class Predictor:
             )
         self._direction = rules[0]
         self.last: dict[nn.Parameter, Tensor] = {}
+        self.kept = {LAST: self.last}
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of gradients kept after their update."""
-        return sum(map(dense_bytes, self.last.values()))
-
-    def before_step(self) -> None:
+    def before_update(self) -> None:
         """The optimizer is about to step: keep what its state won't tell afterwards."""
         for group in self.optimizer.param_groups:
             if not isinstance(self.optimizer, SGD) or group["momentum"]:
@@ -79,12 +81,12 @@ class Predictor:
                     grad = p.grad.neg() if group["maximize"] else p.grad
                     self.last[p] = grad.add(p.detach(), alpha=decay) if decay else grad
 
-    def predict(self, steps: int, into: dict[nn.Parameter, Tensor]) -> None:
+    def forward_weights(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
         """Write the weights so many updates ahead. `into`: a tensor for each of some parameters."""
         left = dict(into)
         with torch.no_grad():
             for group in self.optimizer.param_groups:
-                rate = float(group["lr"]) * steps * self._share()
+                rate = float(group["lr"]) * updates * self._share()
                 for p in group["params"]:
                     direction = self._direction(self, p, group) if p in left else None
                     if direction is not None:
@@ -142,3 +144,9 @@ _DIRECTIONS: dict[Prediction, tuple[tuple[type[Optimizer], _Direction], ...]] = 
     ),
 }
 """AdamW is one of Adam's kinds."""
+
+
+def predictor_of(stage: HookedStage) -> Predictor | None:
+    """That of a stage of a system that predicts; None where it has nothing to train."""
+    prediction, optimizer = stage.variant.prediction, stage.optimizer
+    return Predictor(prediction, optimizer, stage.rate) if prediction and optimizer else None

@@ -14,7 +14,11 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor, nn
 
+from ...planner.systems.hooks import BackwardRun, ForwardRun, StageHooks
+from ...planner.systems.operations import Op
 from ..prepare.clock import number
+from .hooked import HookedStage
+from .stash import WeightVersions
 
 SAMPLED = 16_384
 
@@ -137,3 +141,71 @@ class WeightDistances:
     def _seen(self, version: int) -> Tensor:
         found = self._overwritten.get(version)
         return self._sample.of(None) if found is None else found
+
+
+class StalenessMeter(StageHooks):
+    """Measures the staleness of a stage's backwards, segment by segment.
+
+    Attributes:
+        seen: in the segment at hand.
+    """
+
+    def __init__(
+        self, weights: WeightVersions, distances: WeightDistances | None, *, by_micro_batch: bool
+    ) -> None:
+        """
+        Args:
+            weights: whose versions are counted.
+            distances: None: only version differences are counted.
+            by_micro_batch: each micro-batch has a backward of its own.
+        """
+        self.seen = Staleness()
+        self._weights, self._distances = weights, distances
+        self._by_micro_batch = by_micro_batch
+
+    def begin(self, first: int, mini_batches: int) -> None:
+        """A segment begins."""
+        self.seen = Staleness()
+
+    def forward(self, run: ForwardRun) -> None:
+        """Note what a forward runs on."""
+        self._hold()
+        if self._distances is not None:
+            together = self._together(run.op)
+            self._distances.forward(together, run.version, run.latest, run.weights)
+
+    def backward(self, run: BackwardRun) -> None:
+        """Count a backward; of several passes the first, of the first micro-batch: the others may
+        have run forward on later weights."""
+        if not run.first:
+            return
+        distance: SupportsFloat = 0.0
+        if self._distances is not None:
+            # Those that were made for the operation, if they aren't any version's.
+            made = run.weights if run.version == run.latest else None
+            distance = self._distances.backward(self._together(run.op), run.version, made)
+        self.seen.note(run.difference, distance)
+
+    def after_backward(self, op: Op) -> None:
+        """Count the versions."""
+        self._hold()
+
+    def before_update(self) -> None:
+        """The latest version is about to be overwritten."""
+        self._hold()
+        if self._distances is not None:
+            self._distances.before_update(self._weights.latest)
+
+    def _hold(self) -> None:
+        self.seen.versions_held = max(self.seen.versions_held, self._weights.held)
+
+    def _together(self, op: Op) -> _Together:
+        return op.mini_batch, op.micro_batch if self._by_micro_batch else None
+
+
+def meter_of(stage: HookedStage) -> StalenessMeter:
+    """That of a stage."""
+    parameters = [*stage.weights.parameters, *stage.ties.parameters]
+    distances = WeightDistances(parameters) if stage.settings.distances else None
+    by_micro_batch = stage.variant.backward_unit == "micro"
+    return StalenessMeter(stage.weights, distances, by_micro_batch=by_micro_batch)

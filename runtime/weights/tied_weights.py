@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ...planner.systems.hooks import StageHooks
 from ...planner.systems.operations import Op
-from ...planner.systems.versions import SharedWalk, VersionWalk
+from ...planner.systems.versions import SharedWalk
 from ..prepare.devices import dense_bytes
 from .policy import WeightPolicy
 from .stash import WeightVersions
@@ -52,9 +53,8 @@ class TiedWeights:
         """The stage that updates."""
         return self.stages[0]
 
-    def begin(self, stage: int, walk: VersionWalk) -> None:
-        """A segment begins. `walk`: of the stage; all of them are given before one goes on."""
-        self.policies[stage].walk = walk
+    def begin(self) -> None:
+        """A segment begins for one of the stages; for all of them before one goes on."""
         self._walk = SharedWalk({s: policy.walk for s, policy in self.policies.items()})
 
     # Gradients -------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ class TiedWeights:
         return (self._weights_bytes, self.versions.older_bytes, gradient_bytes, 0, 0, 0, 0)
 
 
-class StageTies:
-    """What a stage has of such parameters.
+class StageTies(StageHooks):
+    """What a stage has of such parameters: their gradients, and the versions of those it updates.
 
     Attributes:
         updated: those that it updates.
@@ -131,25 +131,25 @@ class StageTies:
         self.used.append(tied)
         tied.policies[self.stage] = policy
 
-    def take_up(self, op: Op) -> None:
+    def begin(self, first: int, mini_batches: int) -> None:
+        """A segment begins; the stage's policies have."""
+        for tied in self.used:
+            tied.begin()
+
+    def before_backward(self, op: Op) -> None:
         """Gradients are going to be made for an operation's mini-batch (`TiedWeights.take_up`)."""
         for tied in self.used:
             tied.take_up(op.mini_batch)
 
-    def put_aside(self, op: Op) -> None:
+    def after_backward(self, op: Op) -> None:
         """They were made."""
         for tied in self.used:
             tied.put_aside(op.mini_batch)
 
-    def gather(self, mini_batch: int) -> None:
+    def due(self, mini_batch: int) -> None:
         """What is updated here gets all gradients up to a mini-batch."""
         for tied in self.updated:
             tied.gather(mini_batch)
-
-    def drop(self) -> None:
-        """Let go of versions that no stage needs any more."""
-        for tied in self.used:
-            tied.drop()
 
     def before_update(self) -> None:
         """The stage is about to update."""
@@ -160,3 +160,8 @@ class StageTies:
         """It has."""
         for tied in self.updated:
             tied.after_update()
+
+    def drop(self) -> None:
+        """Let go of versions that no stage needs any more."""
+        for tied in self.used:
+            tied.drop()

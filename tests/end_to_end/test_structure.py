@@ -44,7 +44,6 @@ BROKEN = """
 attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 attributes 32 runtime/stage/runner.py StageRunner
-attributes 46 runtime/stage/stage.py Stage
 imports 24 api.py
 imports 19 cli/notebook.py
 imports 19 cli/plan.py
@@ -69,7 +68,7 @@ imports 21 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
 imports 25 runtime/stage/runner.py
-imports 30 runtime/stage/stage.py
+imports 27 runtime/stage/stage.py
 imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
 imports 20 runtime/training/study/training.py
@@ -89,8 +88,7 @@ lines 93 runtime/prepare/prepare.py prepare
 lines 97 runtime/prepare/tracing.py trace_for_run
 lines 65 runtime/records/recording.py _recording
 lines 90 runtime/run.py _run
-lines 63 runtime/stage/runner.py StageRunner._update
-lines 86 runtime/stage/stage.py Stage.__init__
+lines 61 runtime/stage/runner.py StageRunner._update
 lines 78 runtime/training/study/conduct.py prospect
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
@@ -101,7 +99,6 @@ methods 28 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
 methods 30 runtime/stage/runner.py StageRunner
-methods 29 runtime/stage/stage.py Stage
 methods 24 runtime/training/loop.py Course
 methods 21 runtime/weights/stash.py WeightVersions
 parameters 10 api.py run

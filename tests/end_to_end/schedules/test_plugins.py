@@ -423,7 +423,10 @@ def run_of_row(row, code, profile, target, path, **more):
     ("code", "why"),
     [
         ("def __init__(self, *given): 1 / 0", "line 6: rules of a for stage 0: ZeroDivisionError"),
-        ("def __init__(self, *given): pass", "rules of a for stage 0: kept is a NoneType; give a"),
+        (
+            "def __init__(self, *given): pass",
+            "rules of a for stage 0: kept is a mappingproxy; give",
+        ),
         ("kept = property(lambda s: [], lambda s, _: 0)", "kept is a list; give a dict of a name"),
         ("kept = property(lambda s: {'m': 1}, lambda s, _: 0)", "kept has 'm' with a int; give a"),
         (
@@ -539,3 +542,46 @@ def test_backwards_outside_between_predicted_forwards(mlp_profile, mlp_target, t
         plan = plan_by_hand(with_times(mlp_profile), name, 4, 2, limits=[4, 3, 2, 1])
         run(plan, settings_of(mlp_target), tmp_path / name, inline=True)
     same(tmp_path / "a", tmp_path / "b")
+
+
+WATCHING = """
+class Rules(StageRules):
+    \"\"\"Backwards on weights between the forward's, which it keeps, and the latest.\"\"\"
+
+    def __init__(self, context, parameters):
+        super().__init__(context, parameters)
+        self.flying, self.at = {}, None
+
+    def forward(self, run):
+        self.flying[run.op.mini_batch] = [p.detach().clone() for p in self.parameters]
+
+    def before_backward(self, op):
+        self.at = self.flying.pop(op.mini_batch)
+
+    def backward_weights(self, updates, into):
+        for before, target in zip(self.at, into.values()):
+            target.copy_(before)
+
+SYSTEMS = [
+    replace(VARIANTS["pipedream-unstashed"], name="a", forward_weights="latest",
+        backward_weights="outside", outside=Outside(rules=Rules)),
+]
+"""
+
+
+def test_rules_may_keep_what_forwards_ran_on(mlp_profile, mlp_target, tmp_path):
+    """And be a stash: then it is pipedream."""
+    path = tmp_path / "watching.py"
+    path.write_text(ROW + WATCHING)
+    load_plugin(str(path))
+    for name, run_dir in (("a", "a"), ("pipedream", "b")):
+        plan = plan_by_hand(with_times(mlp_profile), name, 4, 1)
+        run(plan, settings_of(mlp_target), tmp_path / run_dir, inline=True)
+    same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_hook_of_a_pass_that_fails_is_named(mlp_profile, mlp_target, tmp_path):
+    row = "replace(VARIANTS['gpipe'], name='a', outside=Outside(rules=Rules))"
+    code = "class Rules(StageRules):\n    def due(self, mini_batch):\n        1 / 0"
+    with pytest.raises(PluginError, match=r"bad\.py: line 7: due: ZeroDivisionError"):
+        run_of_row(row, code, mlp_profile, mlp_target, tmp_path / "bad.py")

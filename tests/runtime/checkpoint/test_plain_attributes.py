@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.systems.hooks import HookChain
 from timeprest.profiles.errors import TaskWarning
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -60,10 +61,19 @@ class Kept(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def stage_of(module, optimizer, task):
+    return SimpleNamespace(
+        number=0,
+        piece=SimpleNamespace(module=module, task=task),
+        updates=SimpleNamespace(optimizer=optimizer),
+        hooks=HookChain([]),
+    )
+
+
 def test_weights_are_no_plain_attributes():
     module = Kept()
     optimizer = torch.optim.Adam(module.parameters())
-    stage = SimpleNamespace(number=0, module=module, optimizer=optimizer, rules=None, task=object())
+    stage = stage_of(module, optimizer, object())
     before = plain_attributes([stage])
     module.normed(module.inner(torch.randn(2, 3, 4))[0]).sum().backward()
     optimizer.step()
@@ -77,7 +87,7 @@ def test_large_tensors_are_told_by_what_is_written_into_them():
     """A task's data aren't summed up at each checkpoint."""
     task = SimpleNamespace(data=torch.zeros(2**21), mask=torch.ones(3), sparse=torch.eye(2))
     task.sparse = task.sparse.to_sparse()
-    stage = SimpleNamespace(number=0, module=nn.Linear(1, 1), optimizer=None, rules=None, task=task)
+    stage = stage_of(nn.Linear(1, 1), None, task)
     before = plain_attributes([stage])
     task.mask = torch.ones(3)
     assert not changed(before, [stage])
@@ -91,7 +101,7 @@ def test_generators_of_their_own_begin_anew():
     module, task = nn.Linear(1, 1), SimpleNamespace(noise=random.Random(0))
     module.drawn, module.still = torch.Generator(), torch.Generator()
     task.numpy = [np.random.default_rng(0)]
-    stage = SimpleNamespace(number=0, module=module, optimizer=None, rules=None, task=task)
+    stage = stage_of(module, None, task)
     before = plain_attributes([stage])
     assert not changed(before, [stage])
     torch.rand(3, generator=module.drawn)

@@ -95,11 +95,11 @@ def test_a_mini_batch_that_is_begun_is_settled_when_it_is_whole():
     norm, wanted = (nn.BatchNorm1d(3, momentum=0.1).double() for _ in range(2))
     deferred, parts = DeferredBatchNorm(norm), torch.randn(4, 2, 3, dtype=torch.float64)
     for done, (k, part) in enumerate(zip((0, 0, 1, 1), parts, strict=True)):
-        with deferred.forward(k, 2, 2):
+        with deferred.noting(k, 2, 2):
             norm(part)
         if done == 2:
-            deferred.settle(0)
-    deferred.settle(1)
+            deferred.due(0)
+    deferred.due(1)
     for whole in parts.view(2, 4, 3):
         wanted(whole)
     for name, buffer in wanted.named_buffers():
@@ -110,9 +110,9 @@ def test_one_value_has_no_variance():
     """Of a mini-batch with a single sample, beside one of padding."""
     norm = nn.BatchNorm1d(3, momentum=None)
     deferred = DeferredBatchNorm(norm)
-    with deferred.forward(0, 1, 2):
+    with deferred.noting(0, 1, 2):
         norm(torch.randn(2, 3))
-    deferred.settle(0)
+    deferred.due(0)
     assert norm.running_mean.tolist() == [0.0] * 3
     assert norm.running_var.tolist() == [1.0] * 3
 
@@ -154,8 +154,8 @@ def test_what_isnt_training_is_left_alone():
     before = {key: value.clone() for key, value in module.state_dict().items()}
     x = torch.randn(4, 3)
     wanted = module(x)
-    with deferred.forward(0, 4, 4):
+    with deferred.noting(0, 4, 4):
         assert torch.equal(module(x), wanted)
-    deferred.settle(0)
+    deferred.due(0)
     for key, value in module.state_dict().items():
         assert torch.equal(value, before[key])

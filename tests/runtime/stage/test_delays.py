@@ -20,9 +20,9 @@ from timeprest.runtime.checkpoint.checkpoint import settings_checksum
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.delays import Rescheduling, delay_of
-from timeprest.runtime.stage.optimizer import raise_momentum
+from timeprest.runtime.stage.optimizer import _scaled
 from timeprest.runtime.training import loop as training
+from timeprest.runtime.weights.delays import Rescheduling, delay_of, raise_momentum
 
 ASYNCHRONOUS = [name for name in ALL if not VARIANTS[name].flushes]
 BOTH = {"lr_rescheduling": 7, "stagewise_momentum": True}
@@ -130,11 +130,11 @@ def test_runs_go_on_bit_for_bit(mlp_profile, mlp_target, tmp_path):
 def test_rescheduling():
     """d^(min(t/T, 1) − 1): one d-th at first, the square root half-way, then all of it."""
     four = Rescheduling(4, 10)
-    assert [four.share(t) for t in (0, 5, 10, 11)] == pytest.approx([0.25, 0.5, 1, 1])
-    assert {Rescheduling(d, 10).share(0) for d in (0, 1)} == {1.0}
-    assert Rescheduling(4, 0).share(0) == 1.0
+    assert [four.rate(t) for t in (0, 5, 10, 11)] == pytest.approx([0.25, 0.5, 1, 1])
+    assert {Rescheduling(d, 10).rate(0) for d in (0, 1)} == {1.0}
+    assert Rescheduling(4, 0).rate(0) == 1.0
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.8)
-    with four.at(0, optimizer):
+    with _scaled(optimizer, four.rate(0)):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
     assert optimizer.param_groups[0]["lr"] == 0.8
 

@@ -32,7 +32,6 @@ from timeprest.runtime.stage.optimizer import (
     _nesterov,
     check_choice,
     clip,
-    context_at,
     hook_warnings,
     learning_rate_factor,
     make_optimizer,
@@ -40,7 +39,9 @@ from timeprest.runtime.stage.optimizer import (
     squared_norm,
     total_norm,
 )
+from timeprest.runtime.weights.outside import context_at
 from timeprest.runtime.weights.prediction import Predictor
+from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from whole_model_tasks import Hooked, NotingSGD
@@ -127,7 +128,7 @@ def test_the_greatest_second_moments_are_predicted_by_where_steps_go_by_them():
         p.grad = torch.full_like(p, grad)
         optimizer.step()
     found = {p: torch.empty_like(p)}
-    Predictor("optimizer-step", optimizer).predict(3, found)
+    Predictor("optimizer-step", optimizer).forward_weights(3, found)
     # First moment 4 → 2.5 of 1 − 0.5², second 32 → 16.5, of which 32 stays the greatest.
     step = (2.5 / 0.75) / math.sqrt(32 / 0.75)
     assert torch.allclose(found[p], p.detach() - 3 * 0.1 * step, rtol=0, atol=1e-12)
@@ -467,12 +468,12 @@ def test_warm_up_needs_a_schedule(mlp_profile, mlp_target, tmp_path):
 def test_state_that_comes_with_a_later_gradient_counts():
     """Of a layer that the first mini-batches don't go through."""
     first, later = parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5))]
-    optimizer, account = torch.optim.Adam(parameters), MemoryAccount(parameters, [])
+    optimizer = torch.optim.Adam(parameters)
+    account = MemoryAccount(WeightVersions(parameters), optimizer=optimizer)
     for p, numbers in ((first, 3), (later, 3 + 5)):
         p.grad = torch.ones_like(p)
         optimizer.step()
-        held = {"versions_held": 1, "versions_bytes": 0, "activations_bytes": 0}
-        account.note(**held, boundary_bytes=0, optimizer=optimizer)
+        account.note()
         assert account.now.optimizer_bytes == 2 * 4 * numbers
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from helpers.drawn.pipelines import ALL
@@ -129,10 +127,10 @@ def test_an_update_beforehand_is_of_stand_ins_alone():
     weight = torch.nn.Parameter(torch.ones(100, 3))
     optimizer = Notes([weight], lr=1.0, momentum=0.9)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
-    warming._update_once(SimpleNamespace(optimizer=optimizer))
+    warming._update_once(optimizer)
     assert stepped == [[(64, 3)]]
     assert not optimizer.state
     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     # One with a state has made updates before, or is to go on from there.
-    warming._update_once(SimpleNamespace(optimizer=optimizer))
+    warming._update_once(optimizer)
     assert len(stepped) == 1

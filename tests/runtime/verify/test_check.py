@@ -25,7 +25,7 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage import stage
+from timeprest.runtime.stage import optimizer
 from timeprest.runtime.stage.summed_losses import MiniBatchMeans
 from timeprest.runtime.verify import check as checking
 from timeprest.runtime.verify.check import HELD, INLINE, ONE_BY_ONE, WHOLE, check
@@ -180,7 +180,7 @@ def test_a_loss_that_counts_words_is_one_of_whole_mini_batches(variant, n, more)
     ("where", "name", "wrong"),
     [
         (MiniBatchMeans, "settle", lambda own, self, weight, n: own(self, 2 * weight, n)),
-        (stage, "step_optimizer", lambda own, optimizer: [own(optimizer), own(optimizer)]),
+        (optimizer, "step_optimizer", lambda own, optimizer: [own(optimizer), own(optimizer)]),
     ],
 )
 def test_plain_training_has_no_part_in_what_stages_do_wrong(where, name, wrong, monkeypatch):

@@ -275,7 +275,7 @@ def test_copies_of_the_weights_counted_in_bytes(
         # Only what was counted on top of the latest weights is accounted as older versions.
         peak = runners[s].stage.account.peak
         assert peak is not None
-        whole = sum(p.numel() * 8 for p in runners[s].stage.module.parameters())
+        whole = sum(p.numel() * 8 for p in runners[s].stage.piece.module.parameters())
         assert peak.weights_bytes == whole
         assert peak.versions_bytes <= (copies[s] - 1) * whole
 
@@ -291,7 +291,9 @@ def _train_counting(prepared, runners, watched, live):
     seen = []
     for s, k in simulate(prepared.pipeline, order).sequence:
         runners[s].run(order[s][k])
-        gradients = any(p.grad is not None for p in runners[watched].stage.module.parameters())
+        gradients = any(
+            p.grad is not None for p in runners[watched].stage.piece.module.parameters()
+        )
         if s == watched and order[s][k].kind != BACKWARD and not gradients:
             seen.append(live.now)
     return seen
