@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .api import (
         check,
         dry_run,
-        export,
         front,
         links,
         plan,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         what_if,
     )
     from .planner.cluster.cluster import Cluster
+    from .planner.exports.export import export
     from .planner.plan import Plan
     from .profiles.hugging_face.task import hugging_face
     from .profiles.onnx.model import onnx
@@ -51,7 +51,6 @@ _HOME = {
     "resume": "api",
     "check": "api",
     "dry_run": "api",
-    "export": "api",
     "links": "api",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",

@@ -33,8 +33,6 @@ from .profiles.units import texts, truth
 from .runtime.records.run import Run
 
 if TYPE_CHECKING:
-    from .planner.exports.export import EngineName
-    from .planner.exports.torch_pipelining import ModelFacts
     from .runtime.records.callbacks import Callback
     from .runtime.verify.check import CheckReport
     from .runtime.verify.dry_run import DryRun
@@ -317,31 +315,6 @@ def dry_run(
         found = look(plan, settings_of(plan, asked), str(run_dir))
     assert found is not None
     return found
-
-
-def export(plan: Plan | str | Path, engine: EngineName, folder: str | Path) -> list[Path]:
-    """Write a plan as another engine reads it (`tp-plan export`).
-
-    Args:
-        engine: "torch", "torchtitan", "megatron" or "deepspeed".
-        folder: a new one.
-
-    Returns the files.
-
-    Raises:
-        PlanError: the engine can't express the plan; the message says what and why.
-        TargetError, TraceError: of "torch", which looks at the model: it can't be built or traced.
-        FileError: something stands at the folder's place, or it can't be written.
-    """
-    from .planner.exports.export import write_export
-
-    def look(plan: Plan) -> ModelFacts:
-        from .runtime.prepare.export_facts import facts_of  # loads torch
-
-        return facts_of(plan)
-
-    written, _ = write_export(loaded(plan, Plan, "plan"), engine, folder, look)
-    return [Path(path) for path in written]
 
 
 def links(path: str | Path = "cluster.toml", *, processes: int = 2, device: str = "cpu") -> Cluster:

@@ -22,7 +22,6 @@ from .pictures.html.page import html_option, plans_report
 from .pictures.svg.options import Figures, figure_options, write_plan_figures
 from .pictures.timetable import timeline, timeline_json
 from .plan_commands.compare import compare
-from .plan_commands.export import export_plan
 from .plan_commands.simulate import simulate_plan
 from .plan_commands.solve import solve
 from .tables.plan import assumed, few_stages, print_plan, tell_edited
@@ -50,7 +49,6 @@ def main() -> None:
 main.add_command(solve)
 main.add_command(compare)
 main.add_command(simulate_plan)
-main.add_command(export_plan)
 
 
 @main.command(

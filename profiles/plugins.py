@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 Kind = Literal[
-    "systems", "tasks", "targets", "objects", "importers", "front_ends", "commands", "api"
+    "systems",
+    "tasks",
+    "targets",
+    "objects",
+    "importers",
+    "front_ends",
+    "engines",
+    "commands",
+    "api",
 ]
 
 KINDS: Mapping[Kind, str] = {
@@ -42,6 +50,8 @@ KINDS: Mapping[Kind, str] = {
     "importers": "importer",
     # (model, `Call`, granularity) -> `TracedModel`
     "front_ends": "front end",
+    # (plan, what looks at its model) -> `EngineFiles`
+    "engines": "engine",
     # A click.Command; "plan.NAME" is `tp-plan NAME`.
     "commands": "command",
     # `timeprest.NAME`

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
 
-from ...profiles.errors import UserError
+from ...profiles import plugins
+from ...profiles.errors import PluginError, UserError
 from ...profiles.files import new_folder, write_bytes
 from ..plan import Plan
-from .deepspeed import for_deepspeed
+from ..search.request import loaded
 from .engines import EngineFiles
-from .megatron import for_megatron
-from .torch_pipelining import ModelFacts, for_torch
-from .torchtitan import for_torchtitan
-
-EngineName = Literal["torch", "torchtitan", "megatron", "deepspeed"]
-
-_BY_NAMES: dict[EngineName, Callable[[Plan], EngineFiles]] = {
-    "torchtitan": for_torchtitan,
-    "megatron": for_megatron,
-}
-_BY_MODEL: dict[EngineName, Callable[[Plan, Callable[[Plan], ModelFacts]], EngineFiles]] = {
-    "torch": for_torch,
-    "deepspeed": for_deepspeed,
-}
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+from .torch_pipelining import ModelFacts
 
 
-def exported(plan: Plan, engine: EngineName, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
+def exported(plan: Plan, engine: str, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
     """The plan as an engine reads it.
 
     Args:
@@ -37,24 +23,49 @@ def exported(plan: Plan, engine: EngineName, look: Callable[[Plan], ModelFacts])
     Raises:
         UserError: there is no such engine.
         PlanError: it can't express the plan; the message says what and why.
+        PluginError: a plugin gives something else than files.
     """
-    if engine in _BY_MODEL:
-        return _BY_MODEL[engine](plan, look)
-    if engine not in _BY_NAMES:
-        raise UserError(f"{engine!r}: no engine that plans are written for; {', '.join(ENGINES)}")
-    return _BY_NAMES[engine](plan)
+    known = plugins.names("engines")
+    if engine not in known:
+        raise UserError(f"{engine!r}: no engine that plans are written for; {', '.join(known)}")
+    found: object = plugins.load("engines", engine)(plan, look)
+    if not isinstance(found, EngineFiles):
+        raise PluginError(f"engine {engine}: gives a {type(found).__name__}; give EngineFiles")
+    return found
 
 
-def write_export(
-    plan: Plan, engine: EngineName, folder: str | Path, look: Callable[[Plan], ModelFacts]
-) -> tuple[list[str], list[str]]:
+def write_export(plan: Plan, engine: str, folder: str | Path) -> tuple[list[str], list[str]]:
     """Write the files into a new folder; their paths, and notes on their use.
 
-    Takes and raises as `exported`; FileError.
+    Raises as `exported`, and FileError.
     """
     with new_folder(folder) as place:
-        found = exported(plan, engine, look)
+        found = exported(plan, engine, _look)
         for name, text in found.files.items():
             write_bytes(place / name, text.encode())
     paths = [str(Path(folder) / name) for name in found.files]
     return paths, [note.replace("{folder}", str(folder)) for note in found.notes]
+
+
+def _look(plan: Plan) -> ModelFacts:
+    from .facts import facts_of  # loads torch
+
+    return facts_of(plan)
+
+
+def export(plan: Plan | str | Path, engine: str, folder: str | Path) -> list[Path]:
+    """Write a plan as another engine reads it (`tp-plan export`).
+
+    Args:
+        engine: "torch", "torchtitan", "megatron" or "deepspeed".
+        folder: a new one.
+
+    Returns the files.
+
+    Raises:
+        PlanError: the engine can't express the plan; the message says what and why.
+        TargetError, TraceError: of "torch", which looks at the model: it can't be built or traced.
+        FileError: something stands at the folder's place, or it can't be written.
+    """
+    written, _ = write_export(loaded(plan, Plan, "plan"), engine, folder)
+    return [Path(path) for path in written]

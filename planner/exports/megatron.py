@@ -25,8 +25,11 @@ MEGATRON = Engine(
 ARGUMENTS = "arguments.txt"
 
 
-def for_megatron(plan: Plan) -> EngineFiles:
-    """The arguments. Raises PlanError where Megatron-Core can't express the plan."""
+def for_megatron(plan: Plan, look: object) -> EngineFiles:
+    """The arguments; no model is looked at.
+
+    Raises PlanError where Megatron-Core can't express the plan.
+    """
     MEGATRON.check(plan)
     layout = layout_of(plan)
     ranks, replicas = len(ranks_of(plan)), len(plan.stages[0].devices)

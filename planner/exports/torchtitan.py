@@ -77,8 +77,11 @@ def with_plan(config):
 '''
 
 
-def for_torchtitan(plan: Plan) -> EngineFiles:
-    """Settings and schedule. Raises PlanError where torchtitan can't express the plan."""
+def for_torchtitan(plan: Plan, look: object) -> EngineFiles:
+    """Settings and schedule; no model is looked at.
+
+    Raises PlanError where torchtitan can't express the plan.
+    """
     TORCHTITAN.check(plan)
     parts = blocks_by_stage(TORCHTITAN, [stage.nodes for stage in plan.stages])
     for s, blocks in enumerate(parts):

@@ -44,9 +44,9 @@ BROKEN = """
 attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 attributes 32 runtime/stage/runner.py StageRunner
-imports 24 api.py
+imports 22 api.py
 imports 19 cli/notebook.py
-imports 19 cli/plan.py
+imports 18 cli/plan.py
 imports 20 cli/plan_commands/solve.py
 imports 16 cli/profile.py
 imports 16 cli/run.py

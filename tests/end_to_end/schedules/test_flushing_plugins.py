@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.by_hand.studies import PLAIN_ARM, arm, study
 from helpers.plans import plan_by_hand, with_times
-from timeprest.planner.exports.export import ENGINES, exported
+from timeprest.planner.exports.export import exported
 from timeprest.planner.exports.torch_pipelining import ModelFacts
 from timeprest.planner.study.choose import StudyFigures
 from timeprest.planner.study.study import PLAIN
@@ -122,7 +122,7 @@ def test_plans_by_a_study_have_its_own_figure(stages, plans, mlp_profile):
 
 
 @pytest.mark.parametrize("name", ["slow", "decayed"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", plugins.names("engines"))
 def test_an_export_doesnt_drop_its_rules(engine, name, plans):
     why = rf"{name} has rules of its own for updates \(.*flushing\.py\), and there .* --variant "
     with pytest.raises(PlanError, match=why) as refused:

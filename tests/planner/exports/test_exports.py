@@ -18,12 +18,13 @@ from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.plans import chain_plan, plan_by_hand
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.exports.blocks import blocks_of
-from timeprest.planner.exports.export import ENGINES, exported
+from timeprest.planner.exports.export import exported
 from timeprest.planner.exports.torch_pipelining import ModelFacts
 from timeprest.planner.schedules.torch_csv import csv_text
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.operations import Op, Schedule
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles import plugins
 from timeprest.profiles.errors import PlanError, ScheduleError, UserError
 from timeprest.profiles.files import tomllib
 from timeprest.profiles.profile import SharedParameters, VaryingShapes
@@ -352,7 +353,7 @@ def test_megatron_sums_the_gradients_of_shared_parameters():
     predicted = msgspec.structs.replace(plan.predicted, stages=stages)
     tied = msgspec.structs.replace(plan, predicted=predicted)
     assert export(tied, "megatron") == export(plan, "megatron")
-    for engine in set(ENGINES) - {"megatron"}:
+    for engine in set(plugins.names("engines")) - {"megatron"}:
         with pytest.raises(PlanError, match="stage 0 shares parameters with another stage"):
             export(tied, engine)
 
@@ -432,7 +433,7 @@ def replaced(plan, **stage):
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(first, **stage), *others))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", plugins.names("engines"))
 @pytest.mark.parametrize(
     ("plan", "why"),
     [

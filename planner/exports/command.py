@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from ...planner.exports.export import ENGINES, EngineName, write_export
-from ...planner.exports.torch_pipelining import ModelFacts
-from ...planner.plan import Plan, read_plan
-from ..errors import errors_as_lines, naming, output, print_json
-from ..options import common_options, plugin_option
-from ..options.command import GroupedCommand, examples
-from ..options.values import FileName, FolderName
-from ..tables.plan import tell_edited
+from ...cli.errors import errors_as_lines, naming, output, print_json
+from ...cli.options import common_options, plugin_option
+from ...cli.options.command import GroupedCommand, examples
+from ...cli.options.values import FileName, FolderName, WordOrPlugin
+from ...cli.tables.plan import tell_edited
+from ...profiles import plugins
+from ..plan import read_plan
+from .export import write_export
 
 
 @click.command(
@@ -27,7 +27,7 @@ from ..tables.plan import tell_edited
 @click.option(
     "--to",
     "engine",
-    type=click.Choice(ENGINES),
+    type=WordOrPlugin(plugins.names("engines"), "engines"),
     required=True,
     help="torch: split points, schedule and a script for torch.distributed.pipelining. torchtitan: "
     "settings and schedule. megatron: arguments with the layout. deepspeed: a PipelineModule.",
@@ -39,7 +39,7 @@ from ..tables.plan import tell_edited
 @common_options
 @errors_as_lines
 def export_plan(
-    plan_path: str, engine: EngineName, folder: str, as_json: bool, quiet: bool, verbose: bool
+    plan_path: str, engine: str, folder: str, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
     """Write PLAN as another engine reads it: its cuts, and its schedule where that takes one.
 
@@ -47,7 +47,7 @@ def export_plan(
     """
     plan = read_plan(plan_path)
     with naming(plan_path):
-        written, notes = write_export(plan, engine, folder, _facts)
+        written, notes = write_export(plan, engine, folder)
     if as_json:
         print_json({"engine": engine, "files": written})
     elif not quiet:
@@ -56,9 +56,3 @@ def export_plan(
         for note in notes:
             output().print(note)
         tell_edited(plan, plan_path)
-
-
-def _facts(plan: Plan) -> ModelFacts:
-    from ...runtime.prepare.export_facts import facts_of  # loads torch
-
-    return facts_of(plan)

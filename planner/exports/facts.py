@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...planner.exports.torch_pipelining import RESULT, ModelFacts
-from ...planner.plan import Plan
 from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, tied_layers, values
 from ...profiles.tracing.shapes import specs_and_result
-from .devices import modes_of_profile
-from .loss import kind_of_loss
-from .prepare import laid_on
-from .tracing import trace_for_run
+from ...runtime.prepare.devices import modes_of_profile
+from ...runtime.prepare.loss import kind_of_loss
+from ...runtime.prepare.prepare import laid_on
+from ...runtime.prepare.tracing import trace_for_run
+from ..plan import Plan
+from .torch_pipelining import RESULT, ModelFacts
 
 _NOT_CALLED = ("parameter_groups", "scheduler")
 """Hooks of a task that change how it trains, and that an exported script doesn't call."""

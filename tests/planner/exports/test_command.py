@@ -19,9 +19,9 @@ from helpers.output.commands import called
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from timeprest.planner.exports.blocks import blocks_of
 from timeprest.planner.exports.export import exported
+from timeprest.planner.exports.facts import facts_of
 from timeprest.profiles.errors import FileError, PlanError, TargetError
 from timeprest.profiles.files import write_file
-from timeprest.runtime.prepare.export_facts import facts_of
 from timeprest.runtime.records.progress import read_losses
 
 BERT = "bert-base:layers=4,width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
@@ -369,3 +369,22 @@ def losses_there_and_here(plan, folder):
     assert not done.returncode, done.stderr
     theirs = json.loads((folder / "losses.json").read_text())["losses"]
     return theirs, list(read_losses(folder / "run" / "metrics.jsonl"))
+
+
+@pytest.mark.usefixtures("plugins_forgotten")
+def test_plugins_have_other_engines(folder):
+    (folder / "mine.py").write_text(
+        "from timeprest.planner.exports.engines import EngineFiles\n"
+        "ENGINES = {\n"
+        "    'mine': lambda plan, look: EngineFiles({'a.txt': plan.variant}),\n"
+        "    'none': lambda plan, look: None,\n"
+        "}\n"
+    )
+    said = call("export", "plan.json", "--plugin", "mine.py", "--to", "mine", "-o", "out")
+    assert said == "wrote out/a.txt\n"
+    assert (folder / "out/a.txt").read_text() == "pipedream-flush"
+    said = call("export", "plan.json", "--plugin", "mine.py", "--to", "none", "-o", "other", code=2)
+    assert "engine none: gives a NoneType; give EngineFiles" in said
+    assert not (folder / "other").exists()
+    said = call("export", "plan.json", "--to", "nothing", "-o", "other", code=2)
+    assert "'torch', 'torchtitan', 'megatron', 'deepspeed'" in said
