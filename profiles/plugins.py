@@ -33,6 +33,7 @@ Kind = Literal[
     "importers",
     "front_ends",
     "engines",
+    "logs",
     "commands",
     "api",
 ]
@@ -52,6 +53,8 @@ KINDS: Mapping[Kind, str] = {
     "front_ends": "front end",
     # (plan, what looks at its model) -> `EngineFiles`
     "engines": "engine",
+    # (folder, `RunBegun`) -> `MetricLog`
+    "logs": "log",
     # A click.Command; "plan.NAME" is `tp-plan NAME`.
     "commands": "command",
     # `timeprest.NAME`

@@ -16,7 +16,7 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import Stopped
 from timeprest import Callback, Trainer
 from timeprest.profiles.errors import UserError
-from timeprest.runtime.records import metric_logs
+from timeprest.runtime.dashboards import services
 from timeprest.runtime.records.callbacks import (
     EvaluationDone,
     MiniBatchDone,
@@ -169,8 +169,8 @@ def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path, monkeypa
         from torch.utils.tensorboard import SummaryWriter
 
         write = SummaryWriter.add_scalar
-        lost.setattr(metric_logs, "_NOTED_S", 0.0)
-        lost.setattr(metric_logs._Written, "note", note_up_to(2))
+        lost.setattr(services, "_NOTED_S", 0.0)
+        lost.setattr(services.Written, "note", note_up_to(2))
         lost.setattr(SummaryWriter, "add_scalar", lambda *a: None if a[3] > 3 else write(*a))
         with pytest.raises(Stopped):
             train(mlp_profile, mlp_target, run_dir, "tensorboard", **how).run()
@@ -190,7 +190,7 @@ def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path, monkeypa
 
 def note_up_to(step):
     """What is noted of a log, up to this step and no further."""
-    note = metric_logs._Written.note
+    note = services.Written.note
 
     def noted(written):
         if written._latest <= step + 1:

@@ -1,0 +1,1 @@
+"""Where metrics of runs go (--log): CSV files, TensorBoard, Weights & Biases."""
