@@ -26,11 +26,12 @@ from .profiles.errors import InfeasibleError, UserError
 from .profiles.files import Kind, check_output
 from .profiles.imported.reader import import_profile, is_foreign
 from .profiles.measuring.request import OF_FILES, ProfileRequest
-from .profiles.options import taking
+from .profiles.options import taking, taking_more
 from .profiles.profile import Profile
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
 from .profiles.units import texts, truth
 from .runtime.records.run import Run
+from .runtime.settings import RunSettings, settings_of
 
 if TYPE_CHECKING:
     from .runtime.records.callbacks import Callback
@@ -170,6 +171,7 @@ def what_if(
     return found
 
 
+@taking_more(RunSettings)
 def run(
     plan: Plan | str | Path,
     run_dir: str | Path,
@@ -188,13 +190,11 @@ def run(
     Args:
         run_dir: a new directory for metrics, weights and the summary.
         task: its name, or an object; by default the target that the plan's profile was made of.
-        epochs: passes over the data; 5 by default.
-        steps: mini-batches in all, instead of `epochs`.
+        epochs, steps, seed: as of `tp-run`.
         inline: all stages in this process.
         callbacks: are told how the run goes on, and may end it early.
         max_restarts: after failures, from the newest checkpoint.
-        settings: other fields of `runtime.settings.RunSettings`, such as ragged="pad" or
-            optimizer={"name": "adam", "lr": 1e-3}.
+        settings: optimizer={"name": "adam", "lr": 1e-3} instead of the task's own, and:
 
     Returns the run, which shows itself in a notebook; its `summary` is what tp-run prints.
 
@@ -275,7 +275,6 @@ def check(
     Raises as `run`. That something differs is in the report's verdict.
     """
     from .profiles.measuring.process_settings import settings_put_back
-    from .runtime.settings import settings_of
     from .runtime.verify.check import check as compare
 
     check_not_importing("timeprest.check")
@@ -305,7 +304,6 @@ def dry_run(
     `problems` has the rest.
     """
     from .profiles.measuring.process_settings import settings_put_back
-    from .runtime.settings import settings_of
     from .runtime.verify.dry_run import dry_run as look
 
     check_not_importing("timeprest.dry_run")

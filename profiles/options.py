@@ -11,10 +11,11 @@ import inspect
 import re
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from math import inf, nan
+from os import PathLike, fspath
 from typing import (
     Annotated,
     Any,
@@ -22,7 +23,6 @@ from typing import (
     ParamSpec,
     TypeVar,
     Union,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -198,7 +198,8 @@ def read_field(field: OptionField, value: Any, name: str) -> Any:
     if base in (int, float):
         return _number(field.kind, value, name)
     if base is str:
-        return words(**{name: value})[name]
+        named = fspath(value) if isinstance(value, PathLike) else value
+        return words(**{name: named})[name]
     if isinstance(base, tuple):
         return chosen(value, name, base)
     return value
@@ -267,40 +268,65 @@ def flags_of(record: type) -> Spelled:
 
 
 def taking(record: Callable[P, Q]) -> Callable[[Callable[[Q], R]], Callable[P, R]]:
-    """Have a function of a record take the record's fields as arguments.
-
-    Its docstring gets a line for each of them.
-    """
+    """Have a function of a record take the record's fields as arguments, which its help lists."""
 
     def decorated(function: Callable[[Q], R]) -> Callable[P, R]:
         @wraps(function)
         def taken(*args: P.args, **kwargs: P.kwargs) -> R:
             return function(record(*args, **kwargs))
 
-        made, hints = cast("Any", taken), get_type_hints(record)
-        del made.__wrapped__
-        signature = inspect.signature(record)
-        made.__signature__ = signature.replace(
-            parameters=[p.replace(annotation=hints[p.name]) for p in signature.parameters.values()],
-            return_annotation=function.__annotations__.get("return"),
-        )
-        text = inspect.cleandoc(function.__doc__ or "")
-        before, args, after = text.partition("Args:\n")
-        own, _, rest = f"\n{after}".partition("\n\n")
-        lines = [own.lstrip("\n"), *textwrap.indent("\n".join(_lines(record)), "    ").split("\n")]
-        made.__doc__ = (
-            "\n".join([f"{before}Args:", *filter(None, lines), "", rest]) if args else text
-        )
+        _describe(taken, record, list(inspect.signature(record).parameters.values()))
         return taken
 
     return decorated
 
 
-def _lines(record: Any) -> Iterator[str]:
-    """A paragraph of a docstring for each option."""
-    for name, field in option_fields(record).items():
-        usual = f" By default {field.option.usual}." if field.option.usual else ""
-        text = re.sub(
-            r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), field.option.help + usual
-        )
-        yield textwrap.fill(f"{name}: {text}", 92, subsequent_indent="    ", break_on_hyphens=False)
+def taking_more(record: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have the help of a function list a record's options before its ``**keywords``."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        *own, rest = inspect.signature(function).parameters.values()
+        known = {p.name for p in own}
+        more = [f for f in option_fields(record).values() if f.name not in known]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        named = [
+            inspect.Parameter(f.name, kind, default=None if f.option.usual else f.default)
+            for f in more
+        ]
+        _describe(function, record, [*own, *named, rest], [f.name for f in more])
+        return function
+
+    return decorated
+
+
+def _describe(
+    function: Any, record: Any, parameters: list[inspect.Parameter], names: Collection[str] = ()
+) -> None:
+    """Give a function that signature, and a line for each option in its docstring.
+
+    Args:
+        names: these options alone.
+    """
+    hints = {**get_type_hints(record), **function.__annotations__}
+    function.__dict__.pop("__wrapped__", None)
+    function.__signature__ = inspect.Signature(
+        [p.replace(annotation=hints.get(p.name, p.annotation)) for p in parameters],
+        return_annotation=function.__annotations__.get("return"),
+    )
+    before, _, after = inspect.cleandoc(function.__doc__).partition("Args:\n")
+    own, _, rest = f"\n{after}".partition("\n\n")
+    known = option_fields(record)
+    lines = [_line(known[name]) for name in names or known]
+    args = "\n".join(filter(None, [own.strip("\n"), textwrap.indent("\n".join(lines), "    ")]))
+    function.__doc__ = f"{before}Args:\n{args}\n\n{rest}"
+
+
+def _line(field: OptionField) -> str:
+    """A paragraph of a docstring."""
+    usual = f" By default {field.option.usual}." if field.option.usual else ""
+    text = re.sub(
+        r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), field.option.help + usual
+    )
+    return textwrap.fill(
+        f"{field.name}: {text}", 92, subsequent_indent="    ", break_on_hyphens=False
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from os import PathLike, fspath
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -21,7 +20,7 @@ from ..profiles.files import (
     Tally,
     Threads,
 )
-from ..profiles.options import Option, given, marked, option_fields
+from ..profiles.options import Option, given, marked, option_fields, read_field
 from ..profiles.units import real_number, shown
 
 FORMAT = "timeprest-run/1"
@@ -401,24 +400,26 @@ def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
         "threads": plan.profile.threads,
         "timeout_s": min(max(least, 100 * plan.predicted.period_s), MAX_SECONDS),
     }
-    fields = option_fields(RunSettings)
-    given = {
-        name: read(value, name) if name in fields and (read := fields[name].option.read) else value
-        for name, value in asked.items()
-        if value is not None
-    }
-    return _made({**defaults, **given})
+    return _made({**defaults, **_read(asked)})
 
 
 def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
     """The settings with other values of these fields. Raises as `settings_of`."""
-    return _made({**msgspec.to_builtins(settings), **changes})
+    return _made({**msgspec.to_builtins(settings), **_read(changes)})
+
+
+def _read(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What is meant by each, but None where nothing is given. Raises UserError."""
+    fields = option_fields(RunSettings)
+    return {
+        name: read_field(fields[name], value, name) if name in fields else value
+        for name, value in asked.items()
+        if value is not None
+    }
 
 
 def _as_in_files(value: object) -> object:
-    """A path, or another library's number, of an argument in Python."""
-    if isinstance(value, PathLike):
-        return fspath(value)
+    """Another library's number, of an optimizer's in Python."""
     number = real_number(value)
     if number is None:
         raise UserError(f"settings: {shown(value)}: give a number, a text, True or False")

@@ -24,6 +24,7 @@ from timeprest.profiles.options import (
     option_fields,
     read_record,
     taking,
+    taking_more,
 )
 
 
@@ -146,6 +147,30 @@ def test_a_field_is_an_argument():
     ):
         with pytest.raises(UserError, match=why):
             price("sponge", **wrong)
+
+
+@taking_more(Cake)
+def bill(name: str, icing: bool = False, **more) -> str:
+    """Make it out.
+
+    Args:
+        name: of the cake.
+        icing: whether that is extra.
+    """
+    return f"{name}, {sorted(more)}"
+
+
+def test_fields_are_listed_where_a_function_takes_some_more():
+    assert bill("sponge", eggs=3) == "sponge, ['eggs']"
+    signature = inspect.signature(bill)
+    names = list(signature.parameters)
+    assert names[:2] == ["name", "icing"]
+    assert {*names[2:-1]} == {*option_fields(Cake)} - {"icing"}
+    assert names[-1] == "more"
+    assert signature.parameters["eggs"].default is None
+    assert signature.parameters["sugar"].default == 1.0
+    text = inspect.getdoc(bill)
+    assert text.count("icing:") == text.count("eggs:") == 1
 
 
 def test_fields_are_asked_for_by_mark_and_by_difference():

@@ -142,6 +142,7 @@ word tell planner/search/solve.py tell
 word listed planner/search/stages_per_device.py listed_s
 word again planner/search/state.py again
 word again planner/systems/orders.py again
+word scores profiles/hugging_face/task.py scores
 word listed profiles/imported/cost_graph.py listed
 word among profiles/imported/networkx_graph.py among
 word tell profiles/measuring/bench.py _tell
@@ -152,7 +153,6 @@ word among profiles/target.py _arguments_among
 word tell profiles/tasks/loaders.py tell_epoch
 word among profiles/tasks/samples.py rows_among
 word tell profiles/tracing/shapes.py tell
-word scores profiles/hugging_face/task.py scores
 word scores profiles/zoo/synthetic.py scores
 word again runtime/checkpoint/trial.py again
 word tell runtime/communication/shared_memory.py _tell

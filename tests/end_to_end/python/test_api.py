@@ -166,7 +166,9 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"epoch": 3}, "epoch"),
         ({"ragged": "fold"}, "ragged"),
         ({"optimizer": {"name": "adam"}}, "lr"),
-        ({"seed": object()}, "settings: <object.*: give a number, a text, True or False"),
+        ({"seed": object()}, "seed <object.*: give a whole number from 0"),
+        ({"lr_schedule": 3}, "lr_schedule: give a name in quotes, not 3"),
+        ({"optimizer": {"name": "sgd", "lr": object()}}, "settings: <object.*: give a number"),
     ):
         with pytest.raises(UserError, match=words):
             timeprest.run(plan, tmp_path / "run", inline=True, **settings)
@@ -384,7 +386,7 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     with pytest.raises(UserError, match="seed: a resumed run keeps its settings"):
         timeprest.resume(tmp_path / "run", seed=3)
     for change, why in (
-        ({"device": "gpu"}, "settings: .*'gpu'"),
+        ({"device": "gpu"}, "device 'gpu': give one of auto, cpu, cuda"),
         ({"record": "x"}, "--record x"),
         ({"steps": "7"}, "steps '7': give a whole number from 1"),
         ({"task": object()}, "task: the run's is .*:MLPTask, found by that name; leave task out"),
