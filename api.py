@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .planner.cluster.cluster import Cluster, read_cluster
-from .planner.plan import Plan
-from .planner.search.request import PlanRequest, loaded
-from .planner.study.plans import (
+from .planner.comparison.plans import (
     changed_clusters,
-    figures_of,
     fresher_plans,
+    judge_of,
     plans_of_systems,
     plans_on,
 )
+from .planner.plan import Plan
+from .planner.search.request import PlanRequest, loaded
 from .planner.systems.variants import VARIANTS, load_plugin
 from .profiles.errors import InfeasibleError, UserError
 from .profiles.files import Kind, check_output
@@ -125,11 +125,12 @@ def plans(
     names = list(VARIANTS) if variants is None else texts(variants, "variants", "gpipe")
     if not names:
         raise UserError("variants: name one system or more; None: all of them")
-    found = plans_of_systems(planning, names, figures_of(planning, study))
-    if found.chosen is None:
+    found = plans_of_systems(planning, names, judge_of(planning, study))
+    chosen = found.judged.chosen if found.judged is not None else None
+    if chosen is None:
         return dict(found.plans)
-    best = found.chosen.variant
-    return {best: found.chosen, **{n: p for n, p in found.plans.items() if p.variant != best}}
+    best = chosen.variant
+    return {best: chosen, **{n: p for n, p in found.plans.items() if p.variant != best}}
 
 
 def front(

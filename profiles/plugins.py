@@ -34,6 +34,7 @@ Kind = Literal[
     "front_ends",
     "engines",
     "logs",
+    "judges",
     "commands",
     "api",
 ]
@@ -55,6 +56,8 @@ KINDS: Mapping[Kind, str] = {
     "engines": "engine",
     # (folder, `RunBegun`) -> `MetricLog`
     "logs": "log",
+    # (`Planning`, file) -> `Judge` of plans
+    "judges": "judge",
     # A click.Command; "plan.NAME" is `tp-plan NAME`.
     "commands": "command",
     # `timeprest.NAME`

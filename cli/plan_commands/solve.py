@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ...planner.cluster.cluster import DEVICES
+from ...planner.comparison.plans import (
+    Judge,
+    changed_clusters,
+    fresher_plans,
+    judge_of,
+    plans_of_systems,
+    plans_on,
+)
 from ...planner.plan import Plan
 from ...planner.search.request import (
     MEMORY,
@@ -18,14 +26,6 @@ from ...planner.search.request import (
     SYSTEM,
     Planning,
     PlanRequest,
-)
-from ...planner.study.choose import StudyFigures, TargetPoint
-from ...planner.study.plans import (
-    changed_clusters,
-    figures_of,
-    fresher_plans,
-    plans_of_systems,
-    plans_on,
 )
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import UserError
@@ -39,13 +39,7 @@ from ..options.fields import options_of
 from ..options.values import FileName
 from ..progress import Bar
 from ..tables.front import front_table
-from ..tables.pareto import (
-    comparison,
-    pareto_table,
-    target_lines,
-    target_table,
-    without_figure,
-)
+from ..tables.pareto import comparison, pareto_table
 from ..tables.plan import assumed, few_stages, print_plan
 from ..tables.what_if import what_if_table
 
@@ -125,13 +119,13 @@ def solve(
     system: dict[str, Any] = {} if variant == "all" else {"variant": variant}
     request = PlanRequest(Profile.load(profile_path), **system, **asked)
     planning = request.read(flags_of(PlanRequest))
-    figures = figures_of(planning, study_path)
+    judge = judge_of(planning, study_path)
     others = changed_clusters(planning, what_if, WHAT_IF)
     if front:
         _solve_front(planning, path, as_json=as_json, quiet=quiet)
         return
     if variant == "all":
-        _solve_all(planning, path, figures, as_json=as_json, quiet=quiet)
+        _solve_all(planning, path, judge, as_json=as_json, quiet=quiet)
         return
     with Bar("planning", quiet=quiet) as bar:
         plan = planning.best(bar)
@@ -182,61 +176,36 @@ def _next(plan: Plan, path: str) -> str:
 def _solve_all(
     planning: Planning,
     path: str,
-    figures: StudyFigures | None,
+    judge: Judge | None,
     *,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """A plan for every system that fits, side by side, and the Pareto front of all plans seen."""
     with Bar("planning", quiet=quiet) as bar:
-        found = plans_of_systems(planning, VARIANTS, figures, bar)
-    plans, failed, times = found.plans, found.failed, found.times
+        found = plans_of_systems(planning, VARIANTS, judge, bar)
+    plans, failed, judged = found.plans, found.failed, found.judged
     paths = {name: _beside(path, name) for name in plans}
     for name, plan in plans.items():
         write_file(paths[name], plan)
-    if found.chosen is not None:
-        write_file(path, found.chosen)
+    chosen = judged.chosen if judged is not None else None
+    if chosen is not None:
+        write_file(path, chosen)
     if as_json:
         told = {"plans": plans, "failed": failed}
-        print_json(told if figures is None else {**told, "by_study": _told(times, plans, figures)})
+        print_json(told if judged is None else {**told, "by_study": judged.as_json()})
     elif not quiet:
         console = output()
         console.print(comparison(plans, failed, found.points, console.width))
-        if figures is None:
-            console.print(pareto_table(found.points, console.width))
-        else:
-            console.print(target_table(times, console.width))
-            for line in target_lines(times, plans, figures):
-                console.print(line)
+        width = console.width
+        below = [pareto_table(found.points, width)] if judged is None else judged.tables(width)
+        for table in below:
+            console.print(table)
         _print_notes(planning, list(plans.values()))
         written = [str(each) for each in paths.values()]
-        if times:
-            written.insert(0, f"{path} (the best by time to target)")
+        if judged is not None and chosen is not None:
+            written.insert(0, f"{path} (the best by {judged.by})")
         console.print(f"wrote {', '.join(written)}")
-
-
-def _told(
-    times: Sequence[TargetPoint], plans: Mapping[str, Plan], figures: StudyFigures
-) -> dict[str, Any]:
-    """What --json says of a study's times."""
-    return {
-        "target": figures.target,
-        "points": [
-            {
-                "variant": each.point.variant,
-                "stages": len(each.point.evaluation.stages),
-                "micro_batches": each.point.evaluation.micro_batches,
-                "time_s": each.foretold.time_s,
-                "overhead": each.foretold.overhead,
-                "exact": each.foretold.exact,
-                "period_s": each.point.period_s,
-                "memory_bytes": each.point.memory_bytes,
-                "on_front": each.on_front,
-            }
-            for each in times
-        ],
-        "without_figure": without_figure(times, plans),
-    }
 
 
 def _beside(path: str, name: str) -> Path:

@@ -18,7 +18,6 @@ from ..options.command import GroupedCommand, command_of, commands_of, examples
 from ..options.values import FileName, FolderName, Whole
 from .rank import OneRankCommand
 from .report import report
-from .study import study
 
 
 @click.command(
@@ -104,7 +103,6 @@ class WithOthers(OneRankCommand):
     others: Mapping[str, click.Command] = {
         "export": export,
         "report": report,
-        "study": study,
     }
 
     @classmethod

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rich.console import Group
 from rich.text import Text
 
+from ...planner.comparison.pareto import ParetoPoint, beaten
 from ...planner.plan import Plan, StagePrediction
-from ...planner.study.choose import StudyFigures, TargetPoint
-from ...planner.study.pareto import ParetoPoint, beaten
 from ...profiles.units import format_bytes, format_seconds
 from ..errors import printable
 from .layout import counted, fitted, fixed, words
@@ -81,7 +80,7 @@ def pareto_table(points: Iterable[ParetoPoint], width: int) -> Group:
         fixed("S", [str(len(each.stages)) for each in found]),
         fixed("devices", [str(device_count(each.stages)) for each in found]),
         fixed("N", [str(each.micro_batches) for each in found]),
-        fixed("L", [_limits([stage.in_flight for stage in each.stages]) for each in found]),
+        fixed("L", [limits_text([stage.in_flight for stage in each.stages]) for each in found]),
     ]
     systems = sorted({point.variant for point in shown})
     title = (
@@ -89,81 +88,6 @@ def pareto_table(points: Iterable[ParetoPoint], width: int) -> Group:
         f"{counted(len(shown), 'plan')} of {counted(len(systems), 'system')}"
     )
     return fitted(title, words("system", [point.variant for point in shown], 12), columns, width)
-
-
-def target_table(points: Sequence[TargetPoint], width: int) -> Group:
-    """Table of the plans that none beats in time to target and memory per device."""
-    shown = [each for each in points if each.on_front]
-    found = [each.point.evaluation for each in shown]
-    columns = [
-        fixed(
-            "time to target",
-            [
-                f"{'' if each.foretold.exact else '≈ '}{format_seconds(each.foretold.time_s.mean)}"
-                for each in shown
-            ],
-        ),
-        fixed("overhead", [_overhead(each) for each in shown]),
-        fixed("period", [format_seconds(each.point.period_s) for each in shown]),
-        fixed("memory", [format_bytes(each.point.memory_bytes) for each in shown]),
-        fixed("d", [str(each.point.version_difference) for each in shown]),
-        fixed("S", [str(len(each.stages)) for each in found]),
-        fixed("devices", [str(device_count(each.stages)) for each in found]),
-        fixed("N", [str(each.micro_batches) for each in found]),
-        fixed("L", [_limits([stage.in_flight for stage in each.stages]) for each in found]),
-    ]
-    title = (
-        "Pareto front of time to target and memory per device, of all plans seen that the study "
-        f"has a figure for: {counted(len(shown), 'plan')}"
-    )
-    names = [each.point.variant for each in shown]
-    return fitted(title, words("system", names, 12), columns, width)
-
-
-def target_lines(
-    points: Sequence[TargetPoint], plans: Mapping[str, Plan], figures: StudyFigures
-) -> list[Text]:
-    """Which plan is best by a study, and what the study says nothing of."""
-    lines = []
-    if points:
-        best = points[0]
-        about = "" if best.foretold.exact else ", about: study this very plan"
-        lines.append(
-            Text(
-                f"best by time to target: {best.point.variant}, "
-                f"{format_seconds(best.foretold.time_s.mean)}{about}",
-                style="bold",
-            )
-        )
-    missing = without_figure(points, plans)
-    late = [name for name in missing if figures.trained(name)]
-    other = [name for name in missing if name not in late]
-    if late:
-        lines.append(
-            Text(f"don't reach the target in the study, or with other stages: {', '.join(late)}")
-        )
-    if other:
-        lines.append(Text(f"the study has no figure for: {', '.join(other)}"))
-    if any(each.on_front and not each.foretold.exact for each in points):
-        lines.append(
-            Text(
-                "≈: by the overhead of the nearest plan that was studied, of the same system and "
-                "stages",
-                style="dim",
-            )
-        )
-    return lines
-
-
-def without_figure(points: Sequence[TargetPoint], plans: Mapping[str, Plan]) -> list[str]:
-    """Systems with plans that the study has no time to target for."""
-    known = {each.point.variant for each in points}
-    return [name for name in plans if name not in known]
-
-
-def _overhead(each: TargetPoint) -> str:
-    spread = each.foretold.overhead
-    return "-" if spread is None else f"{spread.mean:.2f}"
 
 
 def marked_least(values: Sequence[float], text: Callable[[float], str]) -> list[Text]:
@@ -190,7 +114,8 @@ def _whole(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _limits(limits: list[int]) -> str:
+def limits_text(limits: Sequence[int]) -> str:
+    """In-flight limits of a plan's stages."""
     if len(limits) <= 6:
         return " ".join(map(str, limits))
     return f"{limits[0]} … {limits[-1]}"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.by_hand.studies import arm, study
 from helpers.plans import chain_plan
-from timeprest.planner.study.study import PLAIN, studied, write_study
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
+from timeprest.runtime.study.figures.study import PLAIN, studied, write_study
 from timeprest.tests.benchmarks.claims import tasks
 from timeprest.tests.benchmarks.claims.claims import (
     CLAIMS,

@@ -47,10 +47,10 @@ attributes 32 runtime/stage/runner.py StageRunner
 imports 22 api.py
 imports 19 cli/notebook.py
 imports 18 cli/plan.py
-imports 20 cli/plan_commands/solve.py
+imports 19 cli/plan_commands/solve.py
 imports 16 cli/profile.py
 imports 16 cli/run.py
-imports 17 cli/run_commands/study.py
+imports 17 runtime/study/command/command.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
@@ -71,7 +71,7 @@ imports 25 runtime/stage/runner.py
 imports 27 runtime/stage/stage.py
 imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
-imports 20 runtime/training/study/training.py
+imports 20 runtime/study/trainings/training.py
 imports 20 runtime/training/worker.py
 imports 25 runtime/verify/dry_run.py
 lines 64 cli/pictures/html/page.py columns
@@ -89,7 +89,7 @@ lines 97 runtime/prepare/tracing.py trace_for_run
 lines 65 runtime/records/recording.py _recording
 lines 90 runtime/run.py _run
 lines 61 runtime/stage/runner.py StageRunner._update
-lines 78 runtime/training/study/conduct.py prospect
+lines 78 runtime/study/trainings/conduct.py prospect
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
@@ -114,9 +114,9 @@ parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/kinds.py _Reached
 participle planner/partition/dp/minimax.py Reached
 participle planner/partition/solve.py Enough
-participle planner/study/choose.py Foretold
+participle runtime/study/figures/choose.py Foretold
 participle profiles/tracing/verify.py Seen
-participle runtime/training/study/pool.py Given
+participle runtime/study/trainings/pool.py Given
 word tell cli/errors.py tell
 word tell cli/run_commands/rank.py _let_rank_0_tell
 word tell cli/run_commands/rank.py one_rank_tells
@@ -169,10 +169,10 @@ word again runtime/stage/recompute.py again
 word again runtime/stage/recompute.py takes_again
 word tell runtime/stage/runner.py _tell_loss
 word tell runtime/training/loop.py _tell
-word tell runtime/training/study/conduct.py _tell
-word tell runtime/training/study/pool.py _tell
-word tell runtime/training/study/training.py tell
-word tell runtime/training/study/worker.py tell
+word tell runtime/study/trainings/conduct.py _tell
+word tell runtime/study/trainings/pool.py _tell
+word tell runtime/study/trainings/training.py tell
+word tell runtime/study/trainings/worker.py tell
 word tell runtime/training/worker.py tell_status
 word among runtime/weights/in_place.py among
 word coming runtime/weights/staleness.py _coming

@@ -1,8 +1,8 @@
 """What the papers claim, and what the studies say of it, cell by cell.
 
 A comparison of two systems is of samples to the target, paired by seed, with its interval (95 %,
-`planner/study/spread.py`): a claim holds in a cell where the interval is on its side, doesn't hold
-where it is on the other, and is undecided, "equal", where 1 lies within.
+`runtime/study/figures/spread.py`): a claim holds in a cell where the interval is on its side,
+doesn't hold where it is on the other, and is undecided, "equal", where 1 lies within.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from timeprest.planner.study.results import Reckoning, StudyResults, results_of
-from timeprest.planner.study.spread import Spread, spread_of
-from timeprest.planner.study.study import PLAIN, StudiedPlan, Study
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.runtime.study.figures.results import Reckoning, StudyResults, results_of
+from timeprest.runtime.study.figures.spread import Spread, spread_of
+from timeprest.runtime.study.figures.study import PLAIN, StudiedPlan, Study
 
 from .plans import CellPlans, SystemPlan
 from .studies import Cell

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from timeprest.planner.study.results import results_of
-from timeprest.planner.study.study import PLAIN, read_study
 from timeprest.profiles.files import write_bytes
 from timeprest.profiles.units import format_bytes, format_seconds
+from timeprest.runtime.study.figures.results import results_of
+from timeprest.runtime.study.figures.study import PLAIN, read_study
 
 from ..shared import markdown
 from .claims import CLAIMS, FoundCell, Outcome, Verdict, shown

@@ -21,11 +21,11 @@ from timeprest.cli.run import main as run_main
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.cluster.link_fit import LinkPoint
 from timeprest.planner.plan import read_plan
-from timeprest.planner.study.study import write_study
 from timeprest.profiles.errors import InfeasibleError, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Together
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.study.figures.study import write_study
 
 OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path", "config_path", "print_config"}
 """Options about what is printed and written."""

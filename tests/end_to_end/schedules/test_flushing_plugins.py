@@ -11,8 +11,6 @@ from helpers.by_hand.studies import PLAIN_ARM, arm, study
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.exports.export import exported
 from timeprest.planner.exports.torch_pipelining import ModelFacts
-from timeprest.planner.study.choose import StudyFigures
-from timeprest.planner.study.study import PLAIN
 from timeprest.planner.systems import variants
 from timeprest.planner.systems.variants import VARIANTS, load_plugin
 from timeprest.profiles import plugins
@@ -21,9 +19,11 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.training.study.conduct import StudyChoices, prospect
-from timeprest.runtime.training.study.training import train_one
-from timeprest.runtime.training.study.work import Asked, Finished
+from timeprest.runtime.study.figures.choose import StudyFigures
+from timeprest.runtime.study.figures.study import PLAIN
+from timeprest.runtime.study.trainings.conduct import StudyChoices, prospect
+from timeprest.runtime.study.trainings.training import train_one
+from timeprest.runtime.study.trainings.work import Asked, Finished
 
 pytestmark = pytest.mark.usefixtures("plugins_forgotten")
 

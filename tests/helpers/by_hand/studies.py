@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from helpers.plans import chain_plan
-from timeprest.planner.study.study import (
+from timeprest.runtime.study.figures.study import (
     PLAIN,
     Curve,
     Study,

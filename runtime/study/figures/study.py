@@ -10,8 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from ...profiles.errors import FileError, PlanError
-from ...profiles.files import (
+from ....planner.cluster.cluster import Cluster
+from ....planner.plan import Plan
+from ....planner.systems.variants import variant_named
+from ....profiles.errors import FileError, PlanError
+from ....profiles.files import (
     MAX_FILE_BYTES,
     Count,
     Factor,
@@ -21,10 +24,7 @@ from ...profiles.files import (
     read_file,
     write_bytes,
 )
-from ...profiles.profile import ProfileReference
-from ..cluster.cluster import Cluster
-from ..plan import Plan
-from ..systems.variants import variant_named
+from ....profiles.profile import ProfileReference
 
 FORMAT = "timeprest-study/1"
 

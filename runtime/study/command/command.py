@@ -8,16 +8,8 @@ from typing import Any
 import click
 import msgspec
 
-from ...planner.plan import Plan, read_plan
-from ...planner.study.results import results_of
-from ...planner.study.study import RISES, Study, write_study
-from ...profiles.errors import UserError
-from ...profiles.files import MAX_FACTOR, Kind, check_outputs
-from ...profiles.measuring.process_settings import folder_kept
-from ...runtime.processes.locks import check_system
-from ...runtime.settings import settings_of
-from ..errors import Stopped, errors_as_lines, naming, output, print_json
-from ..options import (
+from ....cli.errors import Stopped, errors_as_lines, naming, output, print_json
+from ....cli.options import (
     CONTEXT,
     choice,
     common_options,
@@ -28,10 +20,18 @@ from ..options import (
     plugin_option,
     task_options,
 )
-from ..options.command import GroupedCommand, examples, group, options
-from ..options.values import FileName, FolderName, Fraction, Number, Whole
-from ..progress import Bar
-from ..tables.study import level_table, study_lines, study_table
+from ....cli.options.command import GroupedCommand, examples, group, options
+from ....cli.options.values import FileName, FolderName, Fraction, Number, Whole
+from ....cli.progress import Bar
+from ....planner.plan import Plan, read_plan
+from ....profiles.errors import UserError
+from ....profiles.files import MAX_FACTOR, Kind, check_outputs
+from ....profiles.measuring.process_settings import folder_kept
+from ...processes.locks import check_system
+from ...settings import settings_of
+from ..figures.results import results_of
+from ..figures.study import RISES, Study, write_study
+from .tables import level_table, study_lines, study_table
 
 MOST_JOBS = 1024
 
@@ -187,8 +187,8 @@ def study(
     with Bar("studying", quiet=quiet or as_json) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
-        from ...runtime.training.study.conduct import StudyChoices, conduct, prospect
-        from ...runtime.verify.dry_run import usable_cores
+        from ...verify.dry_run import usable_cores
+        from ..trainings.conduct import StudyChoices, conduct, prospect
 
         bar.doing("looking at the task")
         kept = folder.absolute()
@@ -204,7 +204,7 @@ def study(
             ) from None
     write_study(study_path, found)
     if page_path is not None:
-        from ..pictures.html.study_page import study_page
+        from .page import study_page
 
         study_page(found, page_path)
     _show(found, as_json=as_json, quiet=quiet, verbose=verbose)

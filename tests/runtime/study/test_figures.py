@@ -13,7 +13,10 @@ from helpers.by_hand.studies import LENGTH, PLAIN_ARM, STEPS, arm, curve, study
 from helpers.plans import chain_plan
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.study.curves import (
+from timeprest.planner.comparison.pareto import unbeaten
+from timeprest.profiles.errors import FileError
+from timeprest.profiles.files import MAX_FACTOR
+from timeprest.runtime.study.figures.curves import (
     end_value,
     noise_of,
     points_of,
@@ -21,10 +24,9 @@ from timeprest.planner.study.curves import (
     smoothed,
     value_at,
 )
-from timeprest.planner.study.pareto import unbeaten
-from timeprest.planner.study.results import results_of
-from timeprest.planner.study.spread import spread_of
-from timeprest.planner.study.study import (
+from timeprest.runtime.study.figures.results import results_of
+from timeprest.runtime.study.figures.spread import spread_of
+from timeprest.runtime.study.figures.study import (
     PLAIN,
     Curve,
     EvaluationPoint,
@@ -32,7 +34,7 @@ from timeprest.planner.study.study import (
     read_study,
     write_study,
 )
-from timeprest.planner.study.tuning import (
+from timeprest.runtime.study.figures.tuning import (
     Trial,
     TuningGrid,
     at_edge,
@@ -42,8 +44,6 @@ from timeprest.planner.study.tuning import (
     next_trials,
     together,
 )
-from timeprest.profiles.errors import FileError
-from timeprest.profiles.files import MAX_FACTOR
 
 # Curves ------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.study.pareto import ParetoFront, ParetoPoint
+from timeprest.planner.comparison.pareto import ParetoFront, ParetoPoint
 
 PRICES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(0, 3))
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiles.files import MAX_FACTOR
+from ....profiles.files import MAX_FACTOR
 from .curves import end_value, points_of, samples_to, smoothed, value_at
 from .study import RISES, Curve, Metric
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
-from timeprest.planner.study.study import PLAIN, Curve, write_study
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -23,11 +22,12 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.study.figures.study import PLAIN, Curve, write_study
+from timeprest.runtime.study.trainings.conduct import StudyChoices, _Conductor, conduct, prospect
+from timeprest.runtime.study.trainings.delayed import DelayedTraining
+from timeprest.runtime.study.trainings.training import train_one
+from timeprest.runtime.study.trainings.work import Asked, Finished
 from timeprest.runtime.training.plain import PlainTraining
-from timeprest.runtime.training.study.conduct import StudyChoices, _Conductor, conduct, prospect
-from timeprest.runtime.training.study.delayed import DelayedTraining
-from timeprest.runtime.training.study.training import train_one
-from timeprest.runtime.training.study.work import Asked, Finished
 
 SGD = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
 

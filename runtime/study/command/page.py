@@ -9,15 +9,16 @@ from typing import Any
 import msgspec
 
 from .... import __version__
-from ....planner.study.curves import end_value, points_of, smoothed
-from ....planner.study.results import ArmResult, StudyResults, results_of
-from ....planner.study.study import Curve, Metric, Study, StudyArm
+from ....cli.pictures.html.page import page
 from ....profiles.files import write_bytes
-from ...tables.study import ranked, target_text
-from .page import page
+from ..figures.curves import end_value, points_of, smoothed
+from ..figures.results import ArmResult, StudyResults, results_of
+from ..figures.study import Curve, Metric, Study, StudyArm
+from .tables import ranked, target_text
 
-SCRIPTS = ("base", "chart", "study", "main")
-STYLES = ("page", "study")
+_OWN = str(Path(__file__).with_name("study"))
+SCRIPTS = ("base", "chart", _OWN, "main")
+STYLES = ("page", _OWN)
 
 _FIGURES: tuple[tuple[Metric, str], ...] = (
     ("loss", "Training loss"),

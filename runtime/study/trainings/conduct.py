@@ -16,7 +16,16 @@ import msgspec
 from torch import nn
 
 from ....planner.plan import Plan
-from ....planner.study.study import (
+from ....profiles.errors import TargetError, UserError
+from ....profiles.options import given
+from ....profiles.profile import ProfileReference
+from ....profiles.tasks.samples import size_of
+from ...checkpoint.start import check_settings
+from ...prepare.data import run_length, segments, training_samples
+from ...prepare.devices import autocast_of
+from ...prepare.tracing import task_to_train
+from ...settings import DELAYS, RunSettings
+from ..figures.study import (
     Curve,
     Metric,
     Study,
@@ -25,7 +34,7 @@ from ....planner.study.study import (
     plan_names,
     studied,
 )
-from ....planner.study.tuning import (
+from ..figures.tuning import (
     Trial,
     TuningGrid,
     at_edge,
@@ -36,15 +45,6 @@ from ....planner.study.tuning import (
     next_trials,
     together,
 )
-from ....profiles.errors import TargetError, UserError
-from ....profiles.options import given
-from ....profiles.profile import ProfileReference
-from ....profiles.tasks.samples import size_of
-from ...checkpoint.start import check_settings
-from ...prepare.data import run_length, segments, training_samples
-from ...prepare.devices import autocast_of
-from ...prepare.tracing import task_to_train
-from ...settings import DELAYS, RunSettings
 from .pool import Processes, ThisProcess, TrainingPool
 from .training import check_tunable
 from .work import ArmSpec, Asked, Finished, StudyWork, arms_of, check_together

@@ -1,4 +1,4 @@
-"""A process that trains for a study: ``python -m timeprest.runtime.training.study.worker PARENT``.
+"""A process that trains for a study: ``python -m timeprest.runtime.study.trainings.worker PARENT``.
 
 It reads the study's work and then trainings, a line of JSON each, and writes lines of JSON: how far
 it is, and what a training gave. It ends with its parent, or when there is nothing more to read.
@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from ....planner.study.study import Curve
 from ....profiles.errors import TimeprestError
 from ....profiles.measuring.process_settings import end_with_parent, keep_freed_memory
+from ..figures.study import Curve
 from .training import train_one
 from .work import Asked, StudyWork
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+from ...profiles import plugins
 from ...profiles.errors import InfeasibleError, PlanError
 from ..cluster.changes import clusters_after
 from ..cluster.cluster import Cluster
@@ -16,12 +18,47 @@ from ..search.request import Planning
 from ..search.solve import INTERRUPTED
 from ..search.state import Progress
 from ..systems.variants import variant_named
-from .choose import StudyFigures, TargetPoint, by_time_to_target, chosen_by_study
 from .front import staleness_front
 from .pareto import ParetoFront, ParetoPoint, pareto_point
-from .study import read_study
 
 _NOT_TRIED = "not looked at: interrupted"
+
+
+class Judgement(Protocol):
+    """How a judge finds plans.
+
+    Attributes:
+        by: what it goes by, in words.
+        chosen: the best plan by that; None: it can't say.
+    """
+
+    @property
+    def by(self) -> str:
+        """As above."""
+
+    @property
+    def chosen(self) -> Plan | None:
+        """As above."""
+
+    def tables(self, width: int) -> Sequence[Any]:
+        """What a terminal so wide shows in the place of the Pareto front."""
+
+    def as_json(self) -> Mapping[str, Any]:
+        """The same as data."""
+
+
+class Judge(Protocol):
+    """Judges plans by something else than their prices; a plugin makes it."""
+
+    def judge(
+        self, planning: Planning, plans: Mapping[str, Plan], points: Sequence[ParetoPoint]
+    ) -> Judgement:
+        """Judge plans.
+
+        Args:
+            plans: the fastest of each system.
+            points: those that none of the same system beats in all prices.
+        """
 
 
 @dataclass(frozen=True)
@@ -32,31 +69,28 @@ class SystemPlans:
         plans: by the system's name as it was given, in that sequence.
         failed: why the others have none.
         points: the Pareto front of all plans seen.
-        times: times to a study's target, the shortest first; none without a study.
-        chosen: the plan with the shortest.
+        judged: what a judge says, where there is one.
     """
 
     plans: Mapping[str, Plan]
     failed: Mapping[str, str]
     points: Sequence[ParetoPoint]
-    times: Sequence[TargetPoint] = ()
-    chosen: Plan | None = None
+    judged: Judgement | None = None
 
 
-def figures_of(planning: Planning, path: str | Path | None) -> StudyFigures | None:
-    """A study that the plans can be judged by. Raises FileError, UserError as `StudyFigures`."""
-    if path is None:
-        return None
-    figures = StudyFigures(read_study(str(path)))
-    mini_batch = planning.asked["mini_batch"] or planning.profile.batch_size
-    figures.check(planning.profile.fingerprint, mini_batch, str(path))
-    return figures
+def judge_of(planning: Planning, study: str | Path | None) -> Judge | None:
+    """A study as a judge of the plans. Raises FileError, and UserError where it is of another
+    model."""
+    found: Judge | None = None
+    if study is not None:
+        found = plugins.load("judges", "study")(planning, str(study))
+    return found
 
 
 def plans_of_systems(
     planning: Planning,
     names: Iterable[str],
-    figures: StudyFigures | None = None,
+    judge: Judge | None = None,
     progress: Progress | None = None,
 ) -> SystemPlans:
     """Plan for each system. Ctrl-C ends the search of one, and those after it.
@@ -68,8 +102,8 @@ def plans_of_systems(
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for name, system in systems.items():
-        # By a study a plan may be best that another system's beats in all three prices.
-        kept = (pareto, fronts[name]) if figures else (pareto,)
+        # By a judge a plan may be best that another system's beats in all three prices.
+        kept = (pareto, fronts[name]) if judge else (pareto,)
         try:
             plans[name] = _plan_of(planning, system, kept, progress)
         except (InfeasibleError, PlanError) as error:
@@ -81,15 +115,10 @@ def plans_of_systems(
             break
     if not plans:
         raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    if figures is None:
+    if judge is None:
         return SystemPlans(plans, failed, pareto.points)
     points = [point for front in fronts.values() for point in front.points]
-    times = by_time_to_target(points, figures, planning.asked["update_every"])
-    if not times:
-        return SystemPlans(plans, failed, pareto.points)
-    own = next(plan for plan in plans.values() if plan.variant == times[0].point.variant)
-    chosen = chosen_by_study(planning.profile, own, times[0])
-    return SystemPlans(plans, failed, pareto.points, times, chosen)
+    return SystemPlans(plans, failed, pareto.points, judge.judge(planning, plans, points))
 
 
 def _plan_of(

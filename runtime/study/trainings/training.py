@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ....planner.study.study import Curve, EvaluationPoint, short
 from ....planner.systems.operations import Op
 from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
@@ -34,8 +33,9 @@ from ...records.progress import Observer
 from ...settings import RunSettings
 from ...stage.optimizer import check_updates, make_optimizer, make_scheduler
 from ...stage.runner import StageRunner
-from ..loop import Course, load_samples
-from ..plain import PlainTraining
+from ...training.loop import Course, load_samples
+from ...training.plain import PlainTraining
+from ..figures.study import Curve, EvaluationPoint, short
 from .delayed import DelayedTraining
 from .work import ArmSpec, Asked, StudyWork
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from ...planner.study.results import ArmResult, PlanResult, StudyResults
-from ...planner.study.spread import Spread
-from ...planner.study.study import PLAIN, StudiedPlan, Study, StudyArm
-from ...profiles.units import format_bytes, format_seconds
-from .layout import counted, fitted, fixed, words
+from ....cli.tables.layout import counted, fitted, fixed, words
+from ....profiles.units import format_bytes, format_seconds
+from ..figures.results import ArmResult, PlanResult, StudyResults
+from ..figures.spread import Spread
+from ..figures.study import PLAIN, StudiedPlan, Study, StudyArm
 
 
 def study_table(study: Study, results: StudyResults, width: int) -> Group:
@@ -167,7 +167,7 @@ def _diverging(arm: StudyArm) -> str:
 
 
 def _tried(study: Study, arm: StudyArm) -> Text:
-    from ...planner.study.curves import end_value
+    from ..figures.curves import end_value
 
     parts = []
     for curve in sorted(arm.curves, key=lambda curve: (curve.rate, curve.warmup)):

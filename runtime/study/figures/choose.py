@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ...profiles.errors import UserError
-from ...profiles.profile import Profile
-from ..evaluate import Evaluation, gap_between, make_plan
-from ..plan import Plan
-from ..search.answer.recheck import question_of, signed
-from ..systems.variants import variant_named
-from .pareto import ParetoPoint, unbeaten
+from ....planner.comparison.pareto import ParetoPoint, unbeaten
+from ....planner.evaluate import Evaluation, gap_between, make_plan
+from ....planner.plan import Plan
+from ....planner.search.answer.recheck import question_of, signed
+from ....planner.systems.variants import variant_named
+from ....profiles.errors import UserError
+from ....profiles.profile import Profile
 from .results import Reckoning
 from .spread import Spread
 from .study import PLAIN, StudiedPlan, Study

@@ -19,13 +19,13 @@ import torch
 from .... import __version__
 from ....planner.plan import Plan, pipeline_of
 from ....planner.schedules.schedules import make_schedule
-from ....planner.study.study import PLAIN, Curve
 from ....planner.systems.variants import variant_named
 from ....profiles import plugins
 from ....profiles.errors import FileError, UserError
 from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
 from ...prepare.data import segments
 from ...settings import RunSettings
+from ..figures.study import PLAIN, Curve
 
 WINDOWS = 100
 """Of a curve: so many means, or some more."""

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from helpers.by_hand.studies import PLAIN_ARM, arm, curve, study
 from helpers.output.browser import Watched, chromium
 from helpers.plans import plan_by_hand, with_times
-from timeprest.cli.pictures.html.study_page import study_page
 from timeprest.cli.progress import Bar
 from timeprest.cli.run import main
-from timeprest.planner.study.results import results_of
-from timeprest.planner.study.study import PLAIN, EvaluationPoint, read_study
 from timeprest.profiles.files import write_file
+from timeprest.runtime.study.command.page import study_page
+from timeprest.runtime.study.figures.results import results_of
+from timeprest.runtime.study.figures.study import PLAIN, EvaluationPoint, read_study
 
 TRAINING = ("--steps", 12, "--seeds", 2, "--tune", 3, "--jobs", 1, "--eval-every", 6)
 SGD = ("--optimizer", "sgd", "--lr", 0.05, "--momentum", 0.9)

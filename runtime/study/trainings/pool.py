@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ....planner.study.study import Curve
 from ....profiles.errors import RunError, TimeprestError, UserError
 from ...processes.failures import how_it_ended, last_words
+from ..figures.study import Curve
 from .training import train_one
 from .work import Asked, StudyWork
 from .worker import Said

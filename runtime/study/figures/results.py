@@ -18,8 +18,8 @@ from functools import cached_property
 
 import msgspec
 
+from ....planner.comparison.pareto import unbeaten
 from .curves import noise_of, points_of, samples_to, smoothed, value_at
-from .pareto import unbeaten
 from .spread import Spread, spread_of
 from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
 

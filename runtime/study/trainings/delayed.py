@@ -15,7 +15,7 @@ from torch import Tensor
 from ....profiles.tasks.task import Task
 from ...prepare.data import Segment
 from ...prepare.prepare import Prepared
-from ..plain import PlainTraining
+from ...training.plain import PlainTraining
 
 
 class DelayedTraining(PlainTraining):

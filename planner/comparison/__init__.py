@@ -1,0 +1,1 @@
+"""Several plans of one request, and what none of them beats in everything."""

@@ -1,1 +1,0 @@
-"""Studies: how much training each system needs, and what that costs on a cluster."""

@@ -1,0 +1,1 @@
+"""Studies: which of several plans reaches a loss first (tp-run study)."""

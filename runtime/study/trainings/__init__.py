@@ -1,0 +1,1 @@
+"""The many trainings of a study, in processes that stay."""

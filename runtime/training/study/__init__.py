@@ -1,1 +1,0 @@
-"""Many trainings for a study: inline, with exact versions, in parallel processes."""
