@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -133,6 +142,7 @@ class Shown:
 
 
 T = TypeVar("T", bound=TaggedFile)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_file(path: str | Path, kind: type[T]) -> T:
@@ -268,6 +278,48 @@ def read_toml(path: Path, hint: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid TOML: {error}") from None
     return found
+
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text in quotes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+
+
+def converted(value: Any, kind: type[S], where: str) -> S:
+    """Tables as a struct. Raises FileError naming where, the field, and what it may be."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        place, missing = place.strip("`."), re.fullmatch(r"Object missing.* `(.+)`", what)
+        unknown = re.fullmatch(r"Object contains unknown field `(.+)`", what)
+        if missing:
+            place, what = f"{place}.{missing[1]}".strip("."), "is missing"
+        elif unknown:
+            what = f"unknown field {unknown[1]!r}; known: {', '.join(_known(kind, place))}"
+        else:
+            what = what.replace(" | null", "").replace("Expected", "expected")
+            what = re.sub(r"`([a-z |]+)`", lambda found: _named(found[1]), what)
+        raise FileError(": ".join(filter(None, (where, place, what)))) from None
+
+
+def _named(types: str) -> str:
+    return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
+
+
+def _known(kind: type[msgspec.Struct], place: str) -> list[str]:
+    """The fields of the table at a place of a struct."""
+    here: Any = kind
+    for name in re.findall(r"[a-z_]+", place):
+        hint = get_type_hints(here)[name]
+        inside = [hint, *get_args(hint)]
+        here = next(t for t in inside if isinstance(t, type) and issubclass(t, msgspec.Struct))
+    return list(here.__struct_fields__)
 
 
 def is_file(path: str | Path) -> bool:

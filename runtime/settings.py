@@ -19,6 +19,7 @@ from ..profiles.files import (
     TaggedFile,
     Tally,
     Threads,
+    converted,
 )
 from ..profiles.options import Option, given, marked, option_fields, read_field
 from ..profiles.units import real_number, shown
@@ -427,7 +428,4 @@ def _as_in_files(value: object) -> object:
 
 
 def _made(fields: Mapping[str, Any]) -> RunSettings:
-    try:
-        return msgspec.convert(msgspec.to_builtins(fields, enc_hook=_as_in_files), RunSettings)
-    except msgspec.ValidationError as error:
-        raise UserError(f"settings: {error}") from None
+    return converted(msgspec.to_builtins(fields, enc_hook=_as_in_files), RunSettings, "settings")

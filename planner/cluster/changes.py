@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ...profiles.errors import UserError
+from ...profiles.files import converted
 from ...profiles.profile import Together
 from ...profiles.units import parse_bandwidth, parse_memory, parse_seconds
 from .cluster import MAX_DEVICES, AllReduce, Cluster, Device, Network
@@ -116,11 +117,8 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
         between_machines=between,
         all_reduce=_all_reduce(measured, *links),
     )
-    try:
-        # As it would be read again from a plan.
-        return msgspec.convert(msgspec.to_builtins(found), Cluster)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{what}: {error}") from None
+    # As it would be read again from a plan.
+    return converted(msgspec.to_builtins(found), Cluster, what)
 
 
 def _so_many(cluster: Cluster, count: int) -> tuple[Device, ...]:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
+from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, converted, read_toml
 from ...profiles.options import Option
 from ...profiles.units import (
     format_bytes,
@@ -28,159 +28,11 @@ from ...profiles.units import (
 )
 from .headroom import Headroom, parse_headroom
 
-# The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
-
 # What gloo gives between two processes of one machine.
 DEFAULT_BANDWIDTH = "4GB/s"
 DEFAULT_LATENCY = "50us"
 
 MAX_DEVICES = 65536
-
-_DEVICE = {"name", "memory", "reserved", "speed", "count", "machine", "per_machine"}
-_NETWORK = {"bandwidth", "latency", "half_duplex", "overlap"}
-
-_INSTEAD = {"cores": "plan several stages for a device instead: tp-plan solve --stages-per-device"}
-"""What to do instead of giving a field that there was once."""
-
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """The cluster in the file as plain fields, amounts in bytes, seconds and bytes per second.
-
-    Raises FileError or UserError naming the file and the field.
-    """
-    found = read_toml(path, "describe the cluster there, or use flags")
-    known = ("devices", "network", "between_machines", "all_reduce")
-    unknown = sorted(set(found) - set(known))
-    if unknown:
-        instead = _INSTEAD.get(unknown[0], f"known: {', '.join(known)}")
-        raise FileError(f"{path}: unknown table {unknown[0]!r}; {instead}")
-    built: dict[str, Any] = {"devices": _devices(path, found.get("devices"))}
-    network = _table(path, "network", found.get("network", {}), _NETWORK)
-    defaults = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY}
-    built["network"] = _network(path, "network", defaults | network)
-    if "between_machines" in found:
-        if "machine" not in built["devices"][0]:
-            raise FileError(f"{path}: between_machines: give each of [[devices]] its machine")
-        table = _table(path, "between_machines", found["between_machines"], _NETWORK)
-        built["between_machines"] = _network(path, "between_machines", table)
-    if "all_reduce" in found:
-        built["all_reduce"] = _all_reduce(path, found["all_reduce"])
-    return built
-
-
-def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
-    if not isinstance(listed, list) or not listed:
-        raise FileError(f"{path}: [[devices]]: give one or more devices")
-    devices: list[dict[str, Any]] = []
-    machines: set[str] = set()
-    names: set[str] = set()
-    for k, entry in enumerate(listed):
-        where = f"{path}: devices[{k}]"
-        fields = _table(path, f"devices[{k}]", entry, _DEVICE)
-        device: dict[str, Any] = {"speed": fields.get("speed", 1.0)}
-        if "memory" in fields:
-            device["memory_bytes"] = parse_memory(str(fields["memory"]), f"{where}.memory")
-        if "reserved" in fields:
-            device |= _reserved(fields["reserved"], device, f"{where}.reserved")
-        count = _whole(fields.get("count", 1), f"{where}.count")
-        homes = _machines_of(where, fields, count, machines)
-        if k and (homes[0] is None) != ("machine" not in devices[0]):
-            raise FileError(f"{where}.machine: name the machine of all devices or of none")
-        for home in homes:
-            name = str(fields.get("name", "device"))
-            if count > 1 or "name" not in fields:
-                name += str(len(devices))
-            if name in names:
-                raise FileError(f"{where}.name: another device is {name!r} too; give another name")
-            names.add(name)
-            devices.append({**device, "name": name} | ({"machine": home} if home else {}))
-    return devices
-
-
-def _reserved(value: Any, device: dict[str, Any], where: str) -> dict[str, Any]:
-    given = parse_headroom(value, where)
-    if given.nbytes and given.nbytes >= device.get("memory_bytes", MAX_BYTES):
-        raise FileError(f"{where}: {value!r} is all of its memory; give less")
-    return given.fields
-
-
-def _machines_of(
-    where: str, fields: dict[str, Any], count: int, known: set[str]
-) -> list[str | None]:
-    """The machine of each of an entry's devices; `known` holds all names so far, and grows."""
-    if "per_machine" in fields:
-        each = _whole(fields["per_machine"], f"{where}.per_machine")
-        base = _name(fields.get("machine", "machine"), where)
-        before = len(known)
-        names = [f"{base}{before + k}" for k in range(-(-count // each))]
-        taken = next((name for name in names if name in known), None)
-        if taken:
-            raise FileError(f"{where}.machine: {taken!r} is there already; give another name")
-        known.update(names)
-        return [names[k // each] for k in range(count)]
-    if "machine" not in fields:
-        return [None] * count
-    name = _name(fields["machine"], where)
-    known.add(name)
-    return [name] * count
-
-
-def _name(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise FileError(f"{where}.machine: give a name in quotes")
-    return value
-
-
-def _whole(value: Any, where: str) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_DEVICES:
-        raise FileError(f"{where}: give a whole number from 1 to {MAX_DEVICES}")
-    return value
-
-
-def _all_reduce(path: Path, value: Any) -> dict[str, Any]:
-    fields = _table(path, "all_reduce", value, {"processes", "latency", "bandwidth"})
-    if "processes" not in fields:
-        raise FileError(f"{path}: all_reduce.processes: is missing; or leave all_reduce out")
-    processes = fields["processes"]
-    if type(processes) is not int or not 2 <= processes <= MAX_DEVICES:
-        raise FileError(
-            f"{path}: all_reduce.processes: give a whole number from 2 to {MAX_DEVICES}"
-        )
-    return {"processes": processes, **_link(path, "all_reduce", fields)}
-
-
-def _network(path: Path, where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    built: dict[str, Any] = dict(_link(path, where, fields))
-    for name in ("half_duplex", "overlap"):
-        if name in fields:
-            if not isinstance(fields[name], bool):
-                raise FileError(f"{path}: {where}.{name}: give true or false")
-            built[name] = fields[name]
-    return built
-
-
-def _link(path: Path, where: str, fields: dict[str, Any]) -> dict[str, float]:
-    missing = [name for name in ("latency", "bandwidth") if name not in fields]
-    if missing:
-        raise FileError(f"{path}: {where}.{missing[0]}: is missing; or leave {where} out")
-    return {
-        "bandwidth_bytes_per_s": parse_bandwidth(
-            str(fields["bandwidth"]), f"{path}: {where}.bandwidth"
-        ),
-        "latency_s": parse_seconds(str(fields["latency"]), f"{path}: {where}.latency"),
-    }
-
-
-def _table(path: Path, where: str, value: Any, known: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FileError(f"{path}: {where}: must be a table")
-    unknown = sorted(set(value) - known)
-    if unknown:
-        raise FileError(
-            f"{path}: {where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}"
-        )
-    return value
-
 
 # The cluster: devices with their memory and speed, and the links between them -------------------
 
@@ -508,17 +360,136 @@ def _count(value: object, name: str) -> int:
     return found
 
 
+# The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
+
+_Count = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+_Amount = str | int | float
+"""With its unit."""
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file."""
+
+
+class _Devices(_Table):
+    """So many alike. Without a name they are numbered; `per_machine` of them share one."""
+
+    name: str | None = None
+    memory: _Amount | None = None
+    reserved: _Amount | None = None
+    speed: _Speed = 1.0
+    count: _Count = 1
+    machine: Annotated[str, Meta(min_length=1)] | None = None
+    per_machine: _Count | None = None
+
+
+class _Link(_Table):
+    latency: _Amount
+    bandwidth: _Amount
+    half_duplex: bool = False
+    overlap: bool = True
+
+
+class _LinkHere(_Link):
+    latency: _Amount = DEFAULT_LATENCY
+    bandwidth: _Amount = DEFAULT_BANDWIDTH
+
+
+class _Sum(_Table):
+    processes: Annotated[int, Meta(ge=2, le=MAX_DEVICES)]
+    latency: _Amount
+    bandwidth: _Amount
+
+
+class _ClusterFile(_Table):
+    devices: Annotated[tuple[_Devices, ...], Meta(min_length=1)]
+    network: _LinkHere = msgspec.field(default_factory=_LinkHere)
+    between_machines: _Link | None = None
+    all_reduce: _Sum | None = None
+
+
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from TOML (docs/files.md has examples).
 
     Raises FileError or UserError naming the file and the field.
     """
     path = Path(path)
-    fields = read_fields(path)
-    try:
-        return msgspec.convert(fields, Cluster)
-    except msgspec.ValidationError as error:
-        raise FileError(f"{path}: {error}") from None
+    table = read_toml(path, "describe the cluster there, or use flags")
+    if "cores" in table:
+        raise FileError(
+            f"{path}: unknown field 'cores'; plan several stages for a device instead: tp-plan "
+            "solve --stages-per-device"
+        )
+    found = converted(table, _ClusterFile, str(path))
+    devices = _read_devices(found.devices, str(path))
+    if found.between_machines is not None and devices[0].machine is None:
+        raise FileError(f"{path}: between_machines: give each of [[devices]] its machine")
+    near, far, total = found.network, found.between_machines, found.all_reduce
+    return Cluster(
+        devices=devices,
+        network=_read_link(near, f"{path}: network"),
+        between_machines=None if far is None else _read_link(far, f"{path}: between_machines"),
+        all_reduce=None
+        if total is None
+        else AllReduce(processes=total.processes, **_costs(total, f"{path}: all_reduce")),
+    )
+
+
+def _read_devices(entries: Sequence[_Devices], path: str) -> tuple[Device, ...]:
+    devices: list[Device] = []
+    machines, names = set[str](), set[str]()
+    for k, entry in enumerate(entries):
+        where = f"{path}: devices[{k}]"
+        given: dict[str, Any] = {"speed": entry.speed}
+        if entry.memory is not None:
+            given["memory_bytes"] = parse_memory(str(entry.memory), f"{where}.memory")
+        if entry.reserved is not None:
+            given |= _reserved(entry.reserved, given, f"{where}.reserved")
+        homes = _machines_of(where, entry, machines)
+        if k and (homes[0] is None) != (devices[0].machine is None):
+            raise FileError(f"{where}.machine: name the machine of all devices or of none")
+        for home in homes:
+            name = "device" if entry.name is None else entry.name
+            if entry.count > 1 or entry.name is None:
+                name += str(len(devices))
+            if name in names:
+                raise FileError(f"{where}.name: another device is {name!r} too; give another name")
+            names.add(name)
+            devices.append(converted({**given, "name": name, "machine": home}, Device, where))
+    return tuple(devices)
+
+
+def _reserved(value: _Amount, device: dict[str, Any], where: str) -> dict[str, Any]:
+    given = parse_headroom(value, where)
+    if given.nbytes and given.nbytes >= device.get("memory_bytes", MAX_BYTES):
+        raise FileError(f"{where}: {value!r} is all of its memory; give less")
+    return given.fields
+
+
+def _machines_of(where: str, entry: _Devices, known: set[str]) -> list[str | None]:
+    """The machine of each of an entry's devices; `known` holds all names so far, and grows."""
+    each, base = entry.per_machine, entry.machine
+    if each is None:
+        known.update([base] if base else [])
+        return [base] * entry.count
+    base, before = base or "machine", len(known)
+    names = [f"{base}{before + k}" for k in range(-(-entry.count // each))]
+    taken = next((name for name in names if name in known), None)
+    if taken:
+        raise FileError(f"{where}.machine: {taken!r} is there already; give another name")
+    known.update(names)
+    return [names[k // each] for k in range(entry.count)]
+
+
+def _read_link(link: _Link, where: str) -> Network:
+    return Network(half_duplex=link.half_duplex, overlap=link.overlap, **_costs(link, where))
+
+
+def _costs(link: _Link | _Sum, where: str) -> dict[str, float]:
+    return {
+        "bandwidth_bytes_per_s": parse_bandwidth(str(link.bandwidth), f"{where}.bandwidth"),
+        "latency_s": parse_seconds(str(link.latency), f"{where}.latency"),
+    }
 
 
 def measured_cluster(

@@ -16,7 +16,6 @@ runs are slower. A user's file may say which share of them real kernels reach::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import FileError
-from ..files import MAX_BYTES, is_file, read_toml
+from ..files import MAX_BYTES, converted, is_file, read_toml
 from ..units import parse_bandwidth, parse_bytes, parse_seconds
 
 Rate = Annotated[float, Meta(ge=1e6, le=1e24)]
@@ -98,20 +97,7 @@ def _spec(table: Mapping[str, Any], where: str) -> DeviceSpec:
     memory = fields.get("memory_bytes")
     if isinstance(memory, float) and memory.is_integer():
         fields["memory_bytes"] = int(memory)
-    _check_finite(fields, where)
-    try:
-        spec = msgspec.convert(fields, DeviceSpec)
-    except msgspec.ValidationError as error:
-        raise FileError(f"{where}: {error}") from None
+    spec = converted(fields, DeviceSpec, where)
     if spec.matmul == "tf32" and spec.peak_flops_per_s.tf32 is None:
         raise FileError(f"{where}: matmul: tf32 needs a peak_flops_per_s.tf32")
     return spec
-
-
-def _check_finite(fields: Mapping[str, Any], where: str) -> None:
-    """TOML knows inf and nan, and inf would pass for a positive rate."""
-    for field, value in fields.items():
-        if isinstance(value, Mapping):
-            _check_finite(value, f"{where}: {field}")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise FileError(f"{where}: {field}: must be a finite number, not {value}")

@@ -121,7 +121,6 @@ word tell cli/errors.py tell
 word tell cli/run_commands/rank.py _let_rank_0_tell
 word tell cli/run_commands/rank.py one_rank_tells
 word tell cli/tables/plan.py tell_edited
-word listed planner/cluster/cluster.py listed
 word again planner/costs/layer_graph.py again_s
 word again planner/costs/recomputation.py again
 word among planner/costs/recomputation.py among

@@ -281,10 +281,10 @@ LINK = "bandwidth = '1GB/s'\nlatency = '1us'\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("machine = 3", r"devices\[0\]\.machine: give a name"),
-        ("machine = ''", r"devices\[0\]\.machine: give a name"),
-        ("per_machine = 0", r"devices\[0\]\.per_machine: give a whole number"),
-        ("per_machine = true", r"devices\[0\]\.per_machine: give a whole number"),
+        ("machine = 3", r"devices\[0\]\.machine: expected text in quotes, got"),
+        ("machine = ''", r"devices\[0\]\.machine: expected text in quotes of length >= 1"),
+        ("per_machine = 0", r"devices\[0\]\.per_machine: expected a whole number >= 1"),
+        ("per_machine = true", r"\.per_machine: expected a whole number, got true or false"),
         ("name = 'a'\n[[devices]]\nname = 'a'", r"devices\[1\].name: another device is 'a' too"),
         ("count = 2\n[[devices]]\nname = 'device1'", r"\[1\].name: another device is 'device1'"),
         ("[[devices]]\nmachine = 'a'", r"devices\[1\]\.machine: name the machine of all"),
@@ -303,9 +303,15 @@ LINK = "bandwidth = '1GB/s'\nlatency = '1us'\n"
             "machine = 'a'\n[between_machines]\nlatency = 'x'\nbandwidth = '1B/s'",
             r"between_machines\.latency: can't",
         ),
-        ("[network]\nhalf_duplex = 1", r"network\.half_duplex: give true or false"),
-        ("[network]\noverlap = 'no'", r"network\.overlap: give true or false"),
-        ("[between]\n", r"unknown table 'between'; known: devices, network, between_machines"),
+        (
+            "[network]\nhalf_duplex = 1",
+            r"half_duplex: expected true or false, got a whole number",
+        ),
+        (
+            "[network]\noverlap = 'no'",
+            r"network\.overlap: expected true or false, got text",
+        ),
+        ("[between]\n", r"unknown field 'between'; known: devices, network, between_machines"),
     ],
 )
 def test_what_is_wrong_with_machines_is_named(text, message, tmp_path):
@@ -318,5 +324,5 @@ def test_what_is_wrong_with_machines_is_named(text, message, tmp_path):
 
 
 def test_a_file_that_shares_cores_says_what_to_do_instead():
-    with pytest.raises(UserError, match=r"unknown table 'cores'; .+ --stages-per-device$"):
+    with pytest.raises(UserError, match=r"unknown field 'cores'; .+ --stages-per-device$"):
         read_text("cores = 2\n[[devices]]\ncount = 3\n")

@@ -439,10 +439,10 @@ def test_what_is_proven_stays_for_an_edited_answer(proven, tmp_path):
     ("text", "message"),
     [
         ("", "devices"),
-        ("devices = 3", "one or more devices"),
+        ("devices = 3", "devices: expected a list, got a whole number"),
         ("[[devices]]\nmemory = '1XB'", r"devices\[0\]\.memory: unknown unit"),
         ("[[devices]]\nspeed = 0", r"devices"),
-        ("[[devices]]\ncount = 0", "whole number from 1"),
+        ("[[devices]]\ncount = 0", "count: expected a whole number >= 1"),
         ("[[devices]]\ncolour = 1", "unknown field 'colour'"),
         ("[[devices]]\n[network]\nbandwidth = '0B/s'", "network.bandwidth"),
         ("[oops", "not valid TOML"),

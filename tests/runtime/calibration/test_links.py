@@ -221,8 +221,11 @@ def test_clusters_of_older_plans_still_load():
     ("text", "message"),
     [
         ("processes = 2\nlatency = '1us'", r"all_reduce\.bandwidth: is missing"),
-        ("processes = 1\nlatency = '1us'\nbandwidth = '1GB/s'", r"all_reduce\.processes: give"),
-        ("processes = true\nlatency = '1us'\nbandwidth = '1GB/s'", r"all_reduce\.processes: give"),
+        ("processes = 1\nlatency = '1us'\nbandwidth = '1GB/s'", r"all_reduce.processes: expected"),
+        (
+            "processes = true\nlatency = '1us'\nbandwidth = '1GB/s'",
+            r"all_reduce.processes: expected",
+        ),
         ("processes = 2\nlatency = '1x'\nbandwidth = '1GB/s'", r"all_reduce\.latency: unknown"),
         ("processes = 2\nlatency = '1us'\nbandwidth = '0'", r"all_reduce\.bandwidth: must be"),
         ("ring = 2", r"all_reduce: unknown field 'ring'"),
