@@ -40,7 +40,6 @@ class SegmentMetrics:
             their weights, which are their samples, or what counts in them.
         weight: sum of those; None: nothing yet.
         counted: weight of the last mini-batch.
-        sent_bytes: outputs and gradients for other stages.
     """
 
     compute_s: float = 0.0
@@ -54,7 +53,6 @@ class SegmentMetrics:
     weighted_loss: float = 0.0
     weight: float | None = None
     counted: float = 0.0
-    sent_bytes: int = 0
 
     def add(self, times: OperationTimes) -> None:
         """Account for one operation."""

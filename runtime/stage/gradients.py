@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, SupportsFloat
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
 from ...profiles.errors import RunError
 from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduce, stage_group
-from ..prepare.clock import number
+from ..prepare.clock import Mark, number
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Replica
 from .optimizer import clip, own_part, squared_norm, total_norm, trained
 
 if TYPE_CHECKING:
+    from .notes import OperationNotes
     from .stage import Stage
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
@@ -93,22 +95,101 @@ def finiteness(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     return lambda: finite
 
 
+class Completed(NamedTuple):
+    """Gradients of an update: summed, looked at and clipped.
+
+    Attributes:
+        steps: whether the update is to be made with them.
+        losses: of the update's mini-batches, summed over replicas; None: nobody asked.
+        check: raises for what isn't finite (`NotFinite.check_gradients`), when it is known.
+        summed, checked: when that was done.
+    """
+
+    steps: bool
+    losses: list[float] | None
+    check: Callable[[], bool]
+    summed: Mark
+    checked: Mark
+
+
 class StageGradients:
-    """Sums and clips a stage's gradients when an update is due.
+    """Sums and clips a stage's gradients when an update is due, and looks whether they are finite.
 
     Attributes:
         norm: of the whole model, before its last clipping; None: there was none.
+        not_finite: mini-batches with losses or gradients that weren't.
     """
 
     def __init__(
-        self, prepared: Prepared, replica: Replica, stage: Stage, all_reduce: AllReducer
+        self,
+        prepared: Prepared,
+        replica: Replica,
+        stage: Stage,
+        all_reduce: AllReducer,
+        notes: OperationNotes,
     ) -> None:
         self.norm: float | None = None
+        self.not_finite = NotFinite(prepared.settings.on_nan, late=notes.clock.late)
+        self._notes = notes
         self._prepared = prepared
         self._replica = replica
         self._stage = stage
         self._all_reduce = all_reduce
         self._tied = prepared.model.ties.copied_on(replica.stage)
+        self._skips = self.not_finite.policy == SKIP
+        # A flush's update is left out everywhere or nowhere.
+        self._agrees = self._skips and prepared.pipeline.variant.flushes
+        self._clips = prepared.settings.clip_norm is not None
+
+    @property
+    def asks_losses(self) -> bool:
+        """Whether the losses of an update's mini-batches have to be known before it."""
+        return self._skips or self._replica.count > 1
+
+    def leaves_out(self, loss: float) -> bool:
+        """Whether a mini-batch with this loss counts nowhere."""
+        return self._skips and not math.isfinite(loss)
+
+    def complete(
+        self, mini_batch: int, losses: list[float] | None, *, counts: bool
+    ) -> Generator[None, None, Completed]:
+        """Make gradients what the optimizer steps with; pause as `StageRunner.steps`.
+
+        Args:
+            mini_batch: counted over the run, for messages.
+            losses: this replica's parts, where they are asked for.
+            counts: whether something counts in each mini-batch.
+        """
+        mark, many = self._notes.clock.mark, self._replica.count > 1
+        shared = torch.tensor(losses, dtype=torch.float64) if many else None
+        started = self.start_sums(shared)
+        if started or self._agrees or self._clips:
+            # In one process, those that reduce over all workers pause as often as the others.
+            yield
+        for pending in started:
+            pending.wait()
+        if shared is not None:
+            losses = shared.tolist()
+        summed = mark()
+        gradients = finite_gradients(self._stage.updated)
+        check, finite = partial(self.not_finite.check_gradients, mini_batch, gradients), True
+        if self._skips or not self._notes.clock.late:
+            # What was noted of operations before is known before.
+            self._notes.under_way.note()
+            finite = check()
+        if self._skips:
+            # Summed over replicas, so that all of them decide alike.
+            finite = finite and counts and all(map(math.isfinite, losses or ()))
+        checked = mark()
+        if self._agrees:
+            bad = torch.tensor([0.0 if finite else 1.0], dtype=torch.float32)
+            agreeing = self._all_reduce.start(ALL_WORKERS, [bad])
+            yield
+            agreeing.wait()
+            finite = not float(bad)
+        if self._clips:
+            yield from self.clip()
+        return Completed(finite or not self._skips, losses, check, summed, checked)
 
     def start_sums(self, losses: Tensor | None) -> list[GradientAllReduce]:
         """Start to sum gradients over whoever has a part of them, and over replicas the losses too.

@@ -23,7 +23,7 @@ from ..prepare.messages import check_agreed
 from ..prepare.prepare import Prepared
 from ..weights.stash import WeightVersions
 from .compiled import forward_of
-from .handed_over import HandedOver
+from .messages import HandedOver
 from .micro_batch import (
     InputShapes,
     MicroBatch,

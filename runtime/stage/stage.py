@@ -1,7 +1,6 @@
 """One stage: forward, backward and update of its piece of the model. No messages here.
 
-What a system or a setting adds to them is in hooks (`planner.systems.hooks`), each in a file of
-its own; `FEATURES` is what there is.
+What a system or a setting adds to them are hooks (`planner.systems.hooks`), listed in `features`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...planner.systems.hooks import BackwardRun, ForwardRun, HookChain, StageHooks
+from ...planner.systems.hooks import BackwardRun, ForwardRun
 from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
 from ...planner.systems.versions import VersionWalk
@@ -24,33 +23,16 @@ from ..prepare.messages import missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import state_of
 from ..prepare.workers import Replica
-from ..weights.delays import rescheduling_of
-from ..weights.drift import drift_of
 from ..weights.hooked import HookedStage
-from ..weights.in_place import PaddingAlone
-from ..weights.outside import outside_rules
 from ..weights.policy import WeightPolicies, WeightPolicy
-from ..weights.prediction import predictor_of
-from ..weights.staleness import StalenessMeter, meter_of
+from ..weights.staleness import meter_of
 from ..weights.stash import WeightVersions, give_own_memory
 from ..weights.tied_weights import StageTies, TiedWeights
-from .batch_norm import deferred_of
+from .features import chain_of
 from .memory import MemoryAccount
 from .micro_batch import MicroBatch, PieceInputs, collect
 from .optimizer import StageUpdates
 from .piece import piece_of
-
-FEATURES: tuple[Callable[[HookedStage], StageHooks | None], ...] = (
-    PaddingAlone,
-    deferred_of,
-    meter_of,
-    lambda stage: stage.ties,
-    predictor_of,
-    drift_of,
-    outside_rules,
-    rescheduling_of,
-)
-"""Each makes a stage's hooks, in the order of their calls; None: the stage has no part in it."""
 
 
 class Stage:
@@ -108,9 +90,8 @@ class Stage:
             self.updates.optimizer,
             rate=lambda: self.hooks.rate(self.weights.latest),
         )
-        made = [make(hooked) for make in FEATURES]
-        self.hooks = HookChain(hooks for hooks in made if hooks is not None)
-        self.meter = next(hooks for hooks in made if isinstance(hooks, StalenessMeter))
+        self.meter = meter_of(hooked)
+        self.hooks = chain_of(hooked, self.meter)
         self._policy_of = partial(
             WeightPolicy,
             variant,

@@ -22,8 +22,9 @@ from ...planner.systems.operations import Op
 from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import LOSS_WEIGHTS, AllReducer, Pending
 from ..prepare.clock import number
-from ..prepare.data import mean_over
+from ..prepare.data import Segment, mean_over
 from ..prepare.devices import dense_bytes
+from ..prepare.prepare import Prepared
 from .gradients import NotFinite
 
 if TYPE_CHECKING:
@@ -157,6 +158,17 @@ class MiniBatchLosses:
         self._weights = weights
         self._noted: dict[int, list[tuple[SupportsFloat, float]]] = {}
 
+    @property
+    def counts(self) -> bool:
+        """Whether something counts in each mini-batch of the update that is due."""
+        return self._weights is None or self._weights.counts
+
+    def weight_of(self, mini_batch: int, segment: Segment) -> float:
+        """What a mini-batch that is settled counts by in means over mini-batches; asked once."""
+        if self._weights is not None:
+            return self._weights.weights.pop(mini_batch)
+        return float(segment.samples_of(mini_batch))
+
     def note(self, mini_batch: int, loss: Loss | None, share: float) -> SupportsFloat:
         """Add a micro-batch's share of its mini-batch's loss. Returns its loss."""
         value = 0.0 if loss is None else number(loss.value)
@@ -183,3 +195,15 @@ class MiniBatchLosses:
                 total = total / weight if weight else math.nan
             found.append(total)
         return found
+
+
+def losses_of(
+    prepared: Prepared, stage: Stage, all_reduce: AllReducer, not_finite: NotFinite
+) -> MiniBatchLosses:
+    """Those of a stage's replica; its hooks divide its gradients where losses have weights."""
+    if not prepared.model.loss.weighted or stage.number not in prepared.reached:
+        return MiniBatchLosses(None)
+    weights = LossWeights(stage, all_reduce, not_finite, prepared.plan)
+    # Before ties, whose gradients are divided mini-batch by mini-batch.
+    stage.hooks.insert(weights)
+    return MiniBatchLosses(weights)

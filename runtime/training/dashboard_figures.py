@@ -18,7 +18,7 @@ class StepFigures:
     def __call__(self, runner: StageRunner, segment: Segment, mini_batch: int) -> dict[str, float]:
         """As `figures_of`, and ``loading_s``: for which the worker has waited for data since the
         last one."""
-        metrics = runner.metrics
+        metrics = runner.notes.metrics
         before = self._loading_s if metrics is self._metrics else 0.0
         self._metrics, self._loading_s = metrics, metrics.loading_s
         loading_s = metrics.loading_s - before
@@ -40,7 +40,7 @@ def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[s
     Args:
         mini_batch: in the segment.
     """
-    metrics, updated = runner.metrics, runner.updated
+    metrics, updated = runner.notes.metrics, runner.updated
     together = segment.together(mini_batch)
     found = {
         "seconds": metrics.step_s / together,

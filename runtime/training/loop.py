@@ -89,7 +89,7 @@ def load_samples(runners: Sequence[StageRunner]) -> None:
     for runner in runners:
         # As in processes of their own, where each has drawn as much before.
         torch.set_rng_state(before)
-        runner.load_samples()
+        runner.data.load()
 
 
 def train(
@@ -109,12 +109,12 @@ def train(
     """
     prepared = runners[0].prepared
     more = prepared.settings.resumed
-    tells = any(runner.tells for runner in runners)
+    tells = any(runner.replica.tells for runner in runners)
     metrics = MetricsFile(where.metrics, observer, more=more) if tells else None
     files = {}
     for runner in runners:
         keep_gradients(where, runner)
-        written = (runner.log, runner.epoch_file, metrics if runner.tells else None)
+        written = (runner.notes.log, runner.epoch_file, metrics if runner.replica.tells else None)
         files[runner.replica.number] = [file for file in written if file is not None]
     checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
     try:
@@ -164,7 +164,6 @@ class Course:
         self.observer = observer
         self.barrier = barrier
         self.replica_barrier = replica_barrier
-        self._sent_bytes = [0 for _ in runners]
         self._periods_s = [array("d") for _ in runners]
         # Of runs that write them down, they are read at the end: there may be many.
         self._stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
@@ -194,7 +193,7 @@ class Course:
             self._start(checkpoints.where)
             checkpoints.begin([runner.stage for runner in runners])
         for runner in runners:
-            if runner.tells:
+            if runner.replica.tells:
                 runner.on_mini_batch = self._tell
 
     def _start(self, where: RunDir) -> None:
@@ -219,7 +218,7 @@ class Course:
                 self._run()
         finally:
             for runner in self.runners:
-                runner.end_loading()
+                runner.data.close()
 
     def _run(self) -> None:
         compare_lengths(self.runners)
@@ -234,12 +233,11 @@ class Course:
                 compared = segment.epoch
             self._train(segment)
             for position, (runner, sums) in enumerate(zip(self.runners, self.sums, strict=True)):
-                found = runner.metrics
-                self._sent_bytes[position] += found.sent_bytes
+                found = runner.notes.metrics
                 period_s = found.period_s(segment)
                 if period_s is not None:
                     self._periods_s[position].append(period_s)
-                beside = [other.metrics for other in self._beside[position]]
+                beside = [other.notes.metrics for other in self._beside[position]]
                 sums.add(segment, found, runner.stage.meter.seen, beside)
             test: dict[str, float] | None = None
             if not segment.rest:
@@ -256,7 +254,7 @@ class Course:
 
     def _drained(self, segment: Segment, *, checkpoint: bool = False) -> bool:
         """Tell of a segment's end, or of a checkpoint after it. Returns whether to go on."""
-        if not any(runner.tells for runner in self.runners):
+        if not any(runner.replica.tells for runner in self.runners):
             return True
         written = self._checkpoints is not None and (segment.checkpoint or checkpoint)
         return self.observer.drained(segment.end, checkpoint=written)
@@ -277,7 +275,7 @@ class Course:
         """Evaluate at the end of a segment whose epoch goes on."""
         test = self._evaluate()
         for runner, sums in zip(self.runners, self.sums, strict=True):
-            if runner.tells:
+            if runner.replica.tells:
                 done = segment.offset + segment.mini_batches
                 record = EvaluationRecord(
                     epoch=segment.epoch, mini_batches=done, seconds=sums.wall_s, test=test
@@ -301,7 +299,7 @@ class Course:
                 self._stage_epochs[position].append(seen)
             else:
                 runner.epoch_file.epoch(seen)
-            if runner.tells:
+            if runner.replica.tells:
                 self.observer.epoch(sums.record(segment, test, runner.stage.updates.lr))
 
     def _write_checkpoint(self, segment: Segment) -> None:
@@ -320,8 +318,8 @@ class Course:
         order = self._orders[segment.mini_batches]
         for runner, sums in zip(self.runners, self.sums, strict=True):
             runner.begin(segment, order)
-            sums.begin(runner.metrics)
-        series = [runner.series(segment.mini_batches) for runner in self.runners]
+            sums.begin(runner.notes.metrics)
+        series = [runner.messages.series(segment.mini_batches) for runner in self.runners]
 
         def posted(rank: int) -> Sequence[Post]:
             key = rank, segment.mini_batches
@@ -340,7 +338,7 @@ class Course:
         else:
             self._take_turns(order)
         for runner in self.runners:
-            runner.finish()
+            runner.notes.finish()
 
     def _posted(
         self, rank: int, sequence: Sequenced, routes: Sequence[MessageRoute]
@@ -387,7 +385,7 @@ class Course:
         for."""
         segment = runner.segment
         if self._numbers is not None and segment is not None and op.micro_batch is not None:
-            dealt = runner.share.dealt
+            dealt = runner.stage.share.dealt
             samples = real_samples(segment, op.mini_batch, op.micro_batch, dealt)
             if op.kind == FORWARD:
                 at = (segment.first + op.mini_batch,)
@@ -422,7 +420,7 @@ class Course:
         evaluating = [runner for runner in self.runners if runner.replica.leads]
         routes = self.prepared.distribution.evaluation_routes
         series = [runner.begin_evaluation() for runner in self.runners]
-        count, ahead = self.runners[0].evaluations, EVALUATION_AHEAD
+        count, ahead = self.runners[0].data.evaluations, EVALUATION_AHEAD
         steps = self._evaluations(count)
         sequence = [at for step in steps for at in step]
         self._announce(series, lambda rank: self._posted(rank, sequence, routes))
@@ -439,7 +437,7 @@ class Course:
                 # So that nobody's wait is as long as the whole evaluation.
                 self.replica_barrier()
         for runner in self.runners:
-            runner.finish()
+            runner.notes.finish()
         return metrics.figures(self.prepared.task) if metrics.samples else {}
 
     def _evaluations(self, count: int) -> list[list[tuple[int, Op]]]:
@@ -464,16 +462,14 @@ class Course:
     def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
         if self.prepared.settings.log:
-            (teller,) = (runner for runner in self.runners if runner.tells)
+            (teller,) = (runner for runner in self.runners if runner.replica.tells)
             self.observer.figures(self._figures(teller, segment, mini_batch))
         self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
 
     def reports(self) -> list[StageReport]:
         """What each runner of this process measured."""
         found, every = [], [self._epochs(position) for position in range(len(self.runners))]
-        for runner, sent_bytes, periods_s, epochs in zip(
-            self.runners, self._sent_bytes, self._periods_s, every, strict=True
-        ):
+        for runner, periods_s, epochs in zip(self.runners, self._periods_s, every, strict=True):
             times = training_times(epochs)
             rank = runner.replica.rank
             of_rank = zip(self.runners, every, strict=True)
@@ -488,20 +484,20 @@ class Course:
                     idle_s=times.idle_s,
                     loading_s=times.loading_s,
                     wall_s=training_times(together).wall_s,
-                    sent_bytes=sent_bytes,
+                    sent_bytes=runner.messages.sent_bytes,
                     periods_s=list(periods_s),
                     peak=self._peak(rank),
                     rss_peak_bytes=_rss_peak_bytes(),
                     device=str(runner.device),
-                    transport=runner.transport,
-                    not_by_ipc=runner.not_by_ipc,
+                    transport=runner.messages.transport,
+                    not_by_ipc=runner.messages.not_by_ipc,
                     device_peak_bytes=peak_bytes(runner.device),
                     device_used_bytes=used_bytes(runner.device),
                     versions_held=runner.stage.account.most_versions,
                     version_differences=summed_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
-                    not_finite=runner.not_finite.mini_batches,
-                    larger=runner.larger,
+                    not_finite=runner.gradients.not_finite.mini_batches,
+                    larger=runner.data.beyond_profile,
                     not_compiled=runner.stage.piece.compute.why_not,
                     epochs=epochs,
                 )

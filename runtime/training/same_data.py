@@ -55,9 +55,9 @@ def compare_lengths(runners: Sequence[StageRunner]) -> None:
 
     def lengths(runner: StageRunner) -> Row:
         found = [prepared.samples, prepared.samples]
-        if runner.loads:
-            found[1] = runner.samples("train").size or prepared.samples
-        return [*found, *(runner.samples(split).size or -1 for split in splits[1:])]
+        if runner.data.loads:
+            found[1] = runner.data.samples("train").size or prepared.samples
+        return [*found, *(runner.data.samples(split).size or -1 for split in splits[1:])]
 
     rows = _gather_rows(runners, "the lengths of the data", 2 + len(splits[1:]), lengths)
     first, *others = rows
@@ -95,7 +95,7 @@ def compare_training(runners: Sequence[StageRunner], segment: Segment) -> None:
 def compare_evaluation(runners: Sequence[StageRunner]) -> None:
     """Check that an evaluation's first micro-batches are the same. Raises as `compare_lengths`."""
     size = runners[0].prepared.distribution.evaluation_samples
-    count = min(max(SAMPLES // size, 1), MINI_BATCHES, runners[0].evaluations)
+    count = min(max(SAMPLES // size, 1), MINI_BATCHES, runners[0].data.evaluations)
     _compare(
         runners,
         "test",
@@ -135,9 +135,9 @@ def _compare(
     alone = taking <= {len(prepared.model.pieces) - 1}
 
     def digests(runner: StageRunner) -> Row:
-        if not runner.loads or (split == "test" and not runner.replica.leads):
+        if not runner.data.loads or (split == "test" and not runner.replica.leads):
             return []
-        samples = runner.samples(split)
+        samples = runner.data.samples(split)
         # What one stage alone takes may depend on random numbers (crops of an image): there all
         # have the same ones, so that other causes show. What several must have alike may not.
         drawn = OwnRandomness(0 if alone else 1 + runner.replica.number)
@@ -213,16 +213,16 @@ def _gather_rows(
     started = []
     for runner in runners:
         rows = torch.zeros((count, 1 + width), dtype=torch.int64)
-        with runner.doing(f"comparing {what}"):
+        with runner.notes.doing(f"comparing {what}"):
             row = row_of(runner)
             if row:
                 rows[runner.replica.number] = torch.tensor([1, *row], dtype=torch.int64)
             started.append((runner, rows, runner.all_reduce.start(ALL_WORKERS, [rows])))
     for runner, _, pending in started:
-        with runner.doing(f"comparing {what}"):
+        with runner.notes.doing(f"comparing {what}"):
             pending.wait()
         # Nobody is at anything that an error would have to tell of.
-        runner.status.begin("start")
+        runner.notes.status.begin("start")
     found = started[0][1].tolist()
     return [(number, row[1:]) for number, row in enumerate(found) if row[0]]
 

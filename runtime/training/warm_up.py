@@ -38,9 +38,9 @@ def warm_up(runner: StageRunner) -> None:
     stage, model = runner.stage, runner.prepared.model
     # The user's model, on numbers that aren't the run's.
     with random_kept(runner.device), suppress(Exception):
-        call, target = runner.prepared.example(runner.share.samples)
+        call, target = runner.prepared.example(runner.stage.share.samples)
         inputs = dict(zip(model.inputs, call.tensors, strict=False))
-        own = {name: put(inputs[name], runner.device) for name in runner.own_inputs}
+        own = {name: put(inputs[name], runner.device) for name in runner.data.inputs}
         values = {**own, **runner.prepared.distribution.known[runner.number]}
         train_once(stage, values, put(target, runner.device))
         evaluate_once(stage, values)

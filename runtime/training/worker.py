@@ -168,8 +168,8 @@ def train_worker(
     runners = []
     for replica, shared in zip(worker.replicas, opened.shared, strict=True):
         runners.append(stage_runner(where, prepared, replica, opened.channels, shared, device))
-        runners[-1].status, runners[-1].transport = status, opened.transport
-        runners[-1].not_by_ipc = opened.why_not
+        runners[-1].notes.status, messages = status, runners[-1].messages
+        messages.transport, messages.not_by_ipc = opened.transport, opened.why_not
     status.begin(LOADING)
     load_samples(runners)
     if device.type == "cuda":

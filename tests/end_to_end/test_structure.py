@@ -43,13 +43,14 @@ PARTICIPLES = {"Enough", "Foretold", "Given", "Reached", "Seen"}
 BROKEN = """
 attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
-attributes 32 runtime/stage/runner.py StageRunner
 imports 22 api.py
 imports 19 cli/notebook.py
 imports 18 cli/plan.py
 imports 19 cli/plan_commands/solve.py
 imports 16 cli/profile.py
 imports 16 cli/run.py
+imports 20 runtime/stage/runner.py
+imports 22 runtime/stage/stage.py
 imports 17 runtime/study/command/command.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
@@ -67,8 +68,6 @@ imports 16 runtime/communication/transport.py
 imports 21 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
-imports 25 runtime/stage/runner.py
-imports 27 runtime/stage/stage.py
 imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
 imports 20 runtime/study/trainings/training.py
@@ -88,7 +87,6 @@ lines 93 runtime/prepare/prepare.py prepare
 lines 97 runtime/prepare/tracing.py trace_for_run
 lines 65 runtime/records/recording.py _recording
 lines 90 runtime/run.py _run
-lines 61 runtime/stage/runner.py StageRunner._update
 lines 78 runtime/study/trainings/conduct.py prospect
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
@@ -98,7 +96,6 @@ methods 21 planner/search/stages_per_device.py PlacedSearch
 methods 28 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
-methods 30 runtime/stage/runner.py StageRunner
 methods 24 runtime/training/loop.py Course
 methods 21 runtime/weights/stash.py WeightVersions
 parameters 10 api.py run
@@ -166,7 +163,6 @@ word again runtime/run.py again
 word tell runtime/run.py tell
 word again runtime/stage/recompute.py again
 word again runtime/stage/recompute.py takes_again
-word tell runtime/stage/runner.py _tell_loss
 word tell runtime/training/loop.py _tell
 word tell runtime/study/trainings/conduct.py _tell
 word tell runtime/study/trainings/pool.py _tell

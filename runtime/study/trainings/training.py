@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ....planner.systems.operations import Op
+from ....planner.systems.hooks import StageHooks
 from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
 from ....profiles.tasks.hooks import RunLength, before_training
@@ -91,7 +91,7 @@ def train_one(work: StudyWork, asked: Asked, tell: OnMiniBatch = lambda done: No
 def _train_plan(prepared: Prepared, recorder: _CurveRecorder, evaluator: _Evaluator | None) -> None:
     device = own_device(prepared.plan, prepared.settings, 0)
     runners = [
-        _FollowedRunner(own, replica.number, channels, all_reduce, device=device)
+        StageRunner(own, replica.number, channels, all_reduce, device=device)
         for replica, own, (channels, all_reduce) in zip(
             prepared.replicas, with_own_weights(prepared), local_transport(prepared), strict=True
         )
@@ -99,25 +99,29 @@ def _train_plan(prepared: Prepared, recorder: _CurveRecorder, evaluator: _Evalua
     load_samples(runners)
     if evaluator is not None:
         for runner in runners:
-            runner.follow(evaluator)
+            if runner.replica.leads:
+                runner.stage.hooks.insert(_Followed(runner, evaluator))
     Course(runners, recorder, lambda: None, lambda: None).run()
 
 
-class _FollowedRunner(StageRunner):
-    """Hands its weights over after updates that an evaluation is due at."""
+class _Followed(StageHooks):
+    """Hands a stage's weights over after updates that an evaluation is due at."""
 
-    _evaluator: _Evaluator | None = None
+    def __init__(self, runner: StageRunner, evaluator: _Evaluator) -> None:
+        self._runner, self._evaluator = runner, evaluator
+        self._first = self._done = 0
 
-    def follow(self, evaluator: _Evaluator) -> None:
-        """Tell this one of updates."""
-        self._evaluator = evaluator if self.replica.leads else None
+    def begin(self, first: int, mini_batches: int) -> None:
+        """A segment begins."""
+        self._first = first
 
-    def _update(self, op: Op) -> Iterator[None]:
-        yield from super()._update(op)
-        assert self.segment is not None
-        if self._evaluator is not None:
-            done = self.segment.first + op.mini_batch + 1
-            self._evaluator.updated(self.number, done, self.state)
+    def due(self, mini_batch: int) -> None:
+        """An update is due."""
+        self._done = self._first + mini_batch + 1
+
+    def after_update(self) -> None:
+        """The weights have changed."""
+        self._evaluator.updated(self._runner.number, self._done, self._runner.state)
 
 
 def _train_plainly(

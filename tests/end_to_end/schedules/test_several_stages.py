@@ -32,7 +32,7 @@ from timeprest.runtime.records.recording import measured
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.handed_over import HandedOver
+from timeprest.runtime.stage.messages import HandedOver
 from timeprest.runtime.training import loop as training
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run

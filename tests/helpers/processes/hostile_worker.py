@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from timeprest.runtime.communication import nccl, transport
 from timeprest.runtime.communication.transport import NCCL
+from timeprest.runtime.stage.piece import StagePiece
 from timeprest.runtime.stage.stage import Stage
 from timeprest.runtime.training import worker
 
@@ -85,8 +86,9 @@ def waits(operation):
 
 
 def main(arguments):
-    for name in ("forward", "backward", "backward_weight", "update", "evaluate"):
+    for name in ("forward", "backward", "backward_weight", "update"):
         setattr(Stage, name, waits(getattr(Stage, name)))
+    StagePiece.evaluate = waits(StagePiece.evaluate)
     worker.between_processes = lambda transport, wanted, **others: NCCL
     transport.NcclPoster = nccl.NcclPoster = GlooPoster
     worker.main(arguments)

@@ -16,9 +16,11 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.metrics import EpochSums
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage import stage as stages
+from timeprest.runtime.stage import features
+from timeprest.runtime.stage.memory import MemoryAccount
 from timeprest.runtime.stage.stage import Stage
 from timeprest.runtime.weights.prediction import LAST
+from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 
 
@@ -66,7 +68,7 @@ class Told(StageHooks):
 def test_the_order_of_calls(mlp_profile, mlp_target, tmp_path, monkeypatch):
     """Of one stage, whose micro-batches are forwarded one after another."""
     told = []
-    monkeypatch.setattr(stages, "FEATURES", (*stages.FEATURES, lambda stage: Told(told)))
+    monkeypatch.setattr(features, "FEATURES", (*features.FEATURES, lambda stage: Told(told)))
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 1, 2)
     run(plan, RunSettings(task=mlp_target, steps=2, evaluate=False), tmp_path / "run", inline=True)
     each = [
@@ -85,7 +87,7 @@ def test_the_order_of_calls(mlp_profile, mlp_target, tmp_path, monkeypatch):
 def test_hooks_that_change_nothing_leave_runs_as_they_are(
     mlp_profile, mlp_target, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(stages, "FEATURES", (*stages.FEATURES, lambda stage: Told([])))
+    monkeypatch.setattr(features, "FEATURES", (*features.FEATURES, lambda stage: Told([])))
     train(plan_by_hand(with_times(mlp_profile), "pipemare", 3, 2), mlp_target, "adam", tmp_path)
 
 
@@ -146,7 +148,7 @@ def test_a_feature_with_state_of_its_own_is_one_object(
     variant, mlp_profile, mlp_target, tmp_path, monkeypatch
 ):
     """Its bytes count, and runs go on with it bit for bit."""
-    monkeypatch.setattr(stages, "FEATURES", (*stages.FEATURES, Lagging))
+    monkeypatch.setattr(features, "FEATURES", (*features.FEATURES, Lagging))
     plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2 if variant == "timeprest" else 1)
     choice = OptimizerChoice(name="sgd", lr=0.05)
     more = {"checkpoint_every": 4, "evaluate": False, "optimizer": choice}
@@ -176,7 +178,7 @@ def test_what_hooks_keep_counts_with_the_versions():
     class Keeping(StageHooks):
         kept = {"mean": {p: torch.zeros_like(p) for p in parameters}}  # noqa: RUF012
 
-    weights = stages.WeightVersions(parameters)
-    account = stages.MemoryAccount(weights, hooks=HookChain([Keeping(), Keeping()]))
+    weights = WeightVersions(parameters)
+    account = MemoryAccount(weights, hooks=HookChain([Keeping(), Keeping()]))
     account.note()
     assert account.now.versions_bytes == 2 * 4 * (3 + 5)

@@ -21,7 +21,7 @@ from timeprest.runtime.records.progress import Losses, read_losses, read_progres
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.stage import gradients, runner, summed_losses
+from timeprest.runtime.stage import gradients, notes, summed_losses
 from timeprest.runtime.weights import staleness
 
 
@@ -82,7 +82,7 @@ def late(monkeypatch):
         counts.append(len(self))
 
     monkeypatch.setattr(Late, "every", [])
-    monkeypatch.setattr(runner, "clock_of", Late)
+    monkeypatch.setattr(notes, "clock_of", Late)
     monkeypatch.setattr(UnderWay, "add", counted)
     for module in (gradients, summed_losses, staleness):
         monkeypatch.setattr(module, "number", LateNumber)
@@ -113,7 +113,7 @@ def test_figures_are_those_of_who_waits(
     run(plan, settings, tmp_path / "late", inline=True)
     assert max(late) == AHEAD
     assert sum(late) > len(late)
-    monkeypatch.setattr(runner, "clock_of", Ticks)
+    monkeypatch.setattr(notes, "clock_of", Ticks)
     run(plan, settings, tmp_path / "waits", inline=True)
     found, wanted = (lines_of(tmp_path / name) for name in ("late", "waits"))
     assert found.keys() == wanted.keys()

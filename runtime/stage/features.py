@@ -1,0 +1,31 @@
+"""What takes part in a stage's training beside forward, backward and optimizer step: one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...planner.systems.hooks import HookChain, StageHooks
+from ..weights.delays import rescheduling_of
+from ..weights.drift import drift_of
+from ..weights.hooked import HookedStage
+from ..weights.in_place import PaddingAlone
+from ..weights.outside import outside_rules
+from ..weights.prediction import predictor_of
+from .batch_norm import deferred_of
+
+FEATURES: tuple[Callable[[HookedStage], StageHooks | None], ...] = (
+    PaddingAlone,
+    deferred_of,
+    predictor_of,
+    drift_of,
+    outside_rules,
+    rescheduling_of,
+)
+"""Each makes a stage's hooks, as its system and the run's settings say; None: it has no part in
+the stage. They are called in this order, behind those that every stage has."""
+
+
+def chain_of(stage: HookedStage, *every: StageHooks) -> HookChain:
+    """The hooks of a stage. `every`: those that every stage has, besides its ties."""
+    made = [make(stage) for make in FEATURES]
+    return HookChain([*every, stage.ties, *(hooks for hooks in made if hooks is not None)])
