@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .profiles.files import Views, show_with
 from .profiles.profile import import_graphs_with
 
 __version__ = "0.1.0"
@@ -101,19 +100,12 @@ def __getattr__(name: str) -> Any:
     return plugins.load("api", name)
 
 
-def _views() -> Views:
-    from .cli import notebook
-
-    return notebook
-
-
 def _import_graph() -> Any:
     from .profiles.imported.networkx_graph import import_graph
 
     return import_graph
 
 
-show_with(_views)
 import_graphs_with(_import_graph)
 
 

@@ -29,6 +29,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+from . import plugins
 from .errors import FileError, UserError
 
 # Limits of the numbers in files and options -----------------------------------------------------
@@ -101,7 +102,7 @@ class TaggedFile(
 
 
 class Views(Protocol):
-    """What shows profiles, plans and runs to people (`cli.notebook`)."""
+    """What shows profiles, plans and runs to people: a plugin does."""
 
     def html(self, shown: Any) -> str:
         """As a notebook shows it."""
@@ -113,32 +114,27 @@ class Views(Protocol):
         """Several of one kind side by side; shows itself, too."""
 
 
-_load_views: list[Callable[[], Views]] = []
-
-
-def show_with(load: Callable[[], Views]) -> None:
-    """Have all `Shown` objects shown by what `load` gives, when the first of them is."""
-    _load_views[:] = [load]
+def _views() -> Views:
+    """Raises PluginError where there are none."""
+    found: Views = plugins.load("views", next(iter(plugins.names("views")), "notebook"))
+    return found
 
 
 class Shown:
-    """Shows itself in a notebook and on a terminal, and beside others of its kind.
-
-    What draws it belongs to the command line, which imports this; so it is handed in (`show_with`).
-    """
+    """Shows itself in a notebook and on a terminal, and beside others of its kind."""
 
     __slots__ = ()
 
     def show(self) -> None:
         """Print tables, as the commands do."""
-        _load_views[0]().show(self)
+        _views().show(self)
 
     def compare(self, *others: Any) -> Any:
         """This and others of its kind side by side: shows itself in a notebook, or by `show()`."""
-        return _load_views[0]().compare((self, *others))
+        return _views().compare((self, *others))
 
     def _repr_html_(self) -> str:
-        return _load_views[0]().html(self)
+        return _views().html(self)
 
 
 T = TypeVar("T", bound=TaggedFile)

@@ -35,6 +35,8 @@ Kind = Literal[
     "engines",
     "logs",
     "judges",
+    "transports",
+    "views",
     "commands",
     "api",
 ]
@@ -58,6 +60,10 @@ KINDS: Mapping[Kind, str] = {
     "logs": "log",
     # (`Planning`, file) -> `Judge` of plans
     "judges": "judge",
+    # (`Connection`) -> `PeerChannels`
+    "transports": "transport",
+    # What shows profiles, plans and runs: `Views`
+    "views": "view",
     # A click.Command; "plan.NAME" is `tp-plan NAME`.
     "commands": "command",
     # `timeprest.NAME`

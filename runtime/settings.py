@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from ..planner.plan import Plan
 from ..planner.systems.variants import Variant
+from ..profiles import plugins
 from ..profiles.errors import UserError
 from ..profiles.files import (
     MAX_FACTOR,
@@ -21,7 +22,7 @@ from ..profiles.files import (
     Threads,
     converted,
 )
-from ..profiles.options import Option, given, marked, option_fields, read_field
+from ..profiles.options import Option, chosen, given, marked, option_fields, read_field
 from ..profiles.units import real_number, shown
 
 FORMAT = "timeprest-run/1"
@@ -50,6 +51,17 @@ def _betas(value: Any, name: str) -> tuple[float, float]:
     except ValueError:
         raise UserError(f"{name} {value!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
     return first, second
+
+
+TRANSPORTS = ("auto", "gloo", "shm", "ipc", "nccl")
+"""Of `--transport`; plugins may have others."""
+
+
+def known_transport(value: object, name: str) -> str:
+    """Raises UserError for one that neither we nor a plugin has."""
+    if value in TRANSPORTS:
+        return str(value)
+    return chosen(value, name, (*TRANSPORTS, *plugins.names("transports")))
 
 
 class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -245,11 +257,14 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
         ),
     ] = "auto"
     transport: Annotated[
-        Literal["auto", "gloo", "shm", "ipc", "nccl"],
+        str,
         Option(
             "How messages go; auto: on the CPU by shared memory, between hosts by gloo; on GPUs "
             "by CUDA IPC, between hosts by NCCL.",
             WHERE,
+            values=TRANSPORTS,
+            plugins="transports",
+            read=known_transport,
             marks=("free",),
         ),
     ] = "auto"

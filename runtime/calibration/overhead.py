@@ -26,7 +26,7 @@ from ...profiles.measuring.contention import measure_together, size_to_time
 from ...profiles.measuring.measure import measure
 from ...profiles.profile import OperationCost, Profile
 from ...profiles.target import Target, resolve
-from ..communication.transport import local_transport
+from ..communication.opening import local_transport
 from ..prepare.prepare import prepare
 from ..settings import RunSettings
 from ..stage.gradients import finite_gradients

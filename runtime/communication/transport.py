@@ -10,43 +10,18 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import psutil
 import torch
 
 from ...planner.plan import Plan
-from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import UserError
 from ...profiles.units import format_bytes
 from ..prepare.devices import ranks_on_a_card
-from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
-from ..records.status import Status
-from . import cuda_ipc as ipc
-from .all_reduce import (
-    AllReducer,
-    Groups,
-    LocalAllReduce,
-    Pool,
-    ProcessAllReduce,
-    rank_groups,
-    reduce_groups,
-)
-from .channel import (
-    LocalChannels,
-    Mailbox,
-    ProcessChannels,
-    SeveralHostsChannels,
-    SeveralStagesChannels,
-)
-from .gloo import GlooChannels
-from .nccl import NcclChannels
-from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
-from .shared_memory import can_share_memory, connect
-from .signed_store import SignedStore
+from ..settings import TRANSPORTS, known_transport
+from .shared_memory import can_share_memory
 
 # Where the workers are, and which transport follows from it -------------------------------------
 
@@ -158,6 +133,8 @@ def between_processes(transport: str, wanted: str, *, one_host: bool, varying: b
 
     Raises UserError when what is wanted can't be had.
     """
+    if wanted not in TRANSPORTS:
+        return known_transport(wanted, "--transport")
     if wanted in ("ipc", "nccl"):
         lacks = [
             reason
@@ -233,111 +210,3 @@ def shortage_here(planned: Sequence[int], free: int) -> str | None:
         f"the plan's {format_bytes(sum(planned))} are more than the {format_bytes(free)} of memory "
         "that are free here: training may be slow, or end for lack of memory"
     )
-
-
-# What a worker gets for it ----------------------------------------------------------------------
-
-
-class WorkerTransport(NamedTuple):
-    """What a worker's process has of the transport.
-
-    Attributes:
-        transport: how messages go, which may be another way than was agreed on.
-        sums: over processes.
-        shared: of each of its replicas.
-        why_not: why it isn't the one that was agreed on.
-    """
-
-    transport: str
-    channels: ProcessChannels
-    sums: ProcessAllReduce
-    shared: tuple[AllReducer, ...]
-    why_not: str
-
-
-def open_transport(
-    transport: str,
-    places: Sequence[WorkerPlace],
-    prepared: Prepared,
-    worker: Worker,
-    device: torch.device,
-    status: Status,
-    store: SignedStore,
-    copier: Copier | None = None,
-) -> WorkerTransport:
-    """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.
-
-    Args:
-        transport: that was agreed on (`between_processes`).
-        places: of all workers, by rank.
-        store: of all workers.
-        copier: of this worker's device, where messages go through pinned memory; by default, a
-            GPU's.
-
-    Raises PeerError.
-    """
-    rank, timeout_s = worker.rank, prepared.settings.timeout_s
-    names = [other.name for other in prepared.workers]
-    every = _groups(prepared)
-    groups = rank_groups(prepared.replicas, every)
-    distribution = prepared.distribution
-    routes = [
-        route
-        for route in (*distribution.routes, *distribution.evaluation_routes)
-        if not route.handed_over
-    ]
-    near, why_not = routes, ""
-    own_gpus = transport_of(place.computes_on for place in places) == NCCL
-    if transport in (IPC, IPC_AND_NCCL):
-        hosts = [place.host for place in places]
-        near = [route for route in routes if hosts[route.source.rank] == hosts[route.target.rank]]
-        targets = {route.ends(kind)[1] for route in near for kind in (FORWARD, BACKWARD)}
-        why_not = ipc.why_not(rank, sorted(targets - {rank}), device, store, timeout_s)
-        if why_not:
-            transport = NCCL if own_gpus else PINNED
-    connected = partial(connect, rank, names, store=store, timeout_s=timeout_s, status=status)
-    if copier is None and device.type == "cuda" and (transport == PINNED or not own_gpus):
-        copier = CudaCopier(device)
-    sums = ProcessAllReduce(
-        groups, names, rank, timeout_s, status, copier=copier, nccl=device if own_gpus else None
-    )
-    channels: ProcessChannels
-    if transport == PINNED:
-        assert copier is not None
-        host = GlooChannels(names, timeout_s, status, copier.room, varying=prepared.varies)
-        channels = PinnedMemoryChannels(host, copier, timeout_s)
-    elif transport == SHARED:
-        channels = connected(routes, varying=prepared.varies)
-    elif transport == GLOO:
-        channels = GlooChannels(names, timeout_s, status, varying=prepared.varies)
-    elif transport == NCCL:
-        channels = NcclChannels(rank, names, routes, device, timeout_s, status)
-    else:
-        channels = connected(near, ends=ipc.GpuMemory(device))
-        if transport == IPC_AND_NCCL:
-            far = [route for route in routes if route not in near]
-            others = NcclChannels(rank, names, far, device, timeout_s, status)
-            channels = SeveralHostsChannels(near, channels, others)
-    if len(worker.replicas) == 1:
-        return WorkerTransport(transport, channels, sums, (sums,), why_not)
-    here = [replica.number for replica in worker.replicas]
-    pool = Pool(every, sums, here)
-    shared = tuple(LocalAllReduce(number, pool) for number in here)
-    several = SeveralStagesChannels(rank, channels)
-    return WorkerTransport(transport, several, sums, shared, why_not)
-
-
-def _groups(prepared: Prepared) -> Groups:
-    weighing = prepared.reached if prepared.model.loss.weighted else ()
-    return reduce_groups(prepared.replicas, prepared.model.ties.copied, weighing)
-
-
-def local_transport(prepared: Prepared) -> list[tuple[LocalChannels, LocalAllReduce]]:
-    """Channels and all-reduces of all workers in one process, by the replicas' numbers. Those of
-    one worker have the same channels."""
-    mailbox, pool = Mailbox(), Pool(_groups(prepared))
-    channels = [LocalChannels(worker.rank, mailbox) for worker in prepared.workers]
-    return [
-        (channels[replica.rank], LocalAllReduce(replica.number, pool))
-        for replica in prepared.replicas
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..communication.transport import local_transport
+from ..communication.opening import local_transport
 from ..prepare.devices import own_device
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.metrics import StageReport

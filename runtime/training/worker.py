@@ -13,6 +13,7 @@ import signal
 import sys
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,10 @@ from ...profiles.measuring.process_settings import end_with_parent, keep_freed_m
 from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
 from ..communication.channel import START_S, PeerError
+from ..communication.opening import open_transport
 from ..communication.transport import (
     all_places,
     between_processes,
-    open_transport,
     place_of,
     transport_of,
 )
@@ -40,9 +41,11 @@ from ..records.metrics import StageReport
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from ..records.status import StatusFile
-from ..settings import RunSettings
 from .loop import load_samples, stage_runner, train
 from .warm_up import warm_up
+
+if TYPE_CHECKING:
+    from ..settings import RunSettings
 
 LOADING = "loading its data"
 WARMING_UP = "loading what its GPU needs"

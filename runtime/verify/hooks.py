@@ -20,7 +20,8 @@ from ...profiles.tasks.hooks import (
 from ...profiles.tasks.samples import few, some_samples
 from ...profiles.tasks.task import Split, Task
 from ..checkpoint.trial import try_checkpoint
-from ..communication.transport import free_bytes, local_transport
+from ..communication.opening import local_transport
+from ..communication.transport import free_bytes
 from ..prepare.devices import CPU, device_kind, own_device
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.progress import Observer

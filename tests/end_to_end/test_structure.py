@@ -44,7 +44,7 @@ BROKEN = """
 attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 imports 22 api.py
-imports 19 cli/notebook.py
+imports 19 cli/notebook/views.py
 imports 18 cli/plan.py
 imports 19 cli/plan_commands/solve.py
 imports 16 cli/profile.py
@@ -64,7 +64,6 @@ imports 20 profiles/measuring/measure.py
 imports 17 runtime/calibration/link_worker.py
 imports 16 runtime/calibration/overhead.py
 imports 18 runtime/checkpoint/start.py
-imports 16 runtime/communication/transport.py
 imports 21 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py

@@ -23,7 +23,7 @@ from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
 from ....profiles.tasks.hooks import RunLength, before_training
 from ....profiles.tasks.task import Task
-from ...communication.transport import local_transport
+from ...communication.opening import local_transport
 from ...prepare.data import NO_EVALUATION, Segment, real_part
 from ...prepare.devices import forward_context, move, own_device, put, random_kept
 from ...prepare.prepare import Prepared, prepare, with_own_weights

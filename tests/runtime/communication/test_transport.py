@@ -12,6 +12,7 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.pinned_memory_worker import LateCopier
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles import plugins
 from timeprest.profiles.errors import UserError
 from timeprest.runtime import run as running
 from timeprest.runtime.communication import pinned_memory
@@ -31,7 +32,7 @@ from timeprest.runtime.prepare.devices import check_kind, device_kind, device_of
 from timeprest.runtime.processes import launcher as launch
 from timeprest.runtime.processes.environment import launched_by
 from timeprest.runtime.records.run_dir import load_weights
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import RunSettings, settings_of
 from timeprest.runtime.verify.dry_run import gpu_checks
 
 # Rules -------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class Watched(LocalChannels):
 def watched(monkeypatch):
     for name in ("sent", "posted", "wanted"):
         monkeypatch.setattr(Watched, name, {}, raising=False)
-    monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
+    monkeypatch.setattr("timeprest.runtime.communication.opening.LocalChannels", Watched)
 
     def check():
         assert Watched.posted == Watched.wanted
@@ -360,4 +361,34 @@ def test_a_run_through_pinned_memory_is_the_inline_run(
     assert {report.transport for report in summary.stages} == {PINNED}
     found, wanted = load_weights(tmp_path / "staged"), load_weights(tmp_path / "inline")
     assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+MINE = """
+from timeprest.runtime.communication.gloo import GlooChannels
+
+
+class Mine(GlooChannels):
+    def __init__(self, made):
+        super().__init__(made.names, made.timeout_s, made.status, varying=made.varying)
+
+
+TRANSPORTS = {"mine": Mine}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("plugins_forgotten")
+def test_plugins_have_other_transports(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    asked = {"task": mlp_target, "steps": 3, "transport": "mine"}
+    with pytest.raises(UserError, match=r"transport 'mine': give one of auto, gloo, .* nccl$"):
+        settings_of(plan, asked)
+    (tmp_path / "mine.py").write_text(MINE)
+    plugins.load_file(str(tmp_path / "mine.py"))
+    settings = settings_of(plan, asked)
+    running.run(plan, RunSettings(task=mlp_target, steps=3), tmp_path / "inline", inline=True)
+    summary = running.run(plan, settings, tmp_path / "run")
+    assert {report.transport for report in summary.stages} == {"mine"}
+    found, wanted = load_weights(tmp_path / "run"), load_weights(tmp_path / "inline")
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ..planner.plan import Plan
-from ..planner.recordings.recording import Recording
-from ..profiles.errors import ScheduleError, UserError
-from ..profiles.files import MAX_COUNT
-from ..profiles.profile import Profile
-from ..profiles.units import format_bytes, format_seconds
-from ..runtime.records.run import Run
-from .errors import output, printable
-from .pictures.svg.frame import FigureSettings, window_of
-from .pictures.svg.options import plans_svg
-from .pictures.svg.timeline import timelines_svg
-from .tables.layout import compact_table, counted, device_range, first_to_last
-from .tables.names import names_of_paths, numbered
-from .tables.plan import bare_rate, gap, print_plan, rate
-from .tables.profile import print_profile
-from .tables.stages import device_count, on_devices
+from ...planner.plan import Plan
+from ...planner.recordings.recording import Recording
+from ...profiles.errors import ScheduleError, UserError
+from ...profiles.files import MAX_COUNT
+from ...profiles.profile import Profile
+from ...profiles.units import format_bytes, format_seconds
+from ...runtime.records.run import Run
+from ..errors import output, printable
+from ..pictures.svg.frame import FigureSettings, window_of
+from ..pictures.svg.options import plans_svg
+from ..pictures.svg.timeline import timelines_svg
+from ..tables.layout import compact_table, counted, device_range, first_to_last
+from ..tables.names import names_of_paths, numbered
+from ..tables.plan import bare_rate, gap, print_plan, rate
+from ..tables.profile import print_profile
+from ..tables.stages import device_count, on_devices
 
 _MOST_ROWS = 24
 
@@ -128,8 +128,8 @@ def show(shown: Any) -> None:
     elif isinstance(shown, Plan):
         print_plan(shown, 16)
     else:
-        from .pictures.html.run_data import read_facts
-        from .run_commands.report import print_run
+        from ..pictures.html.run_data import read_facts
+        from ..run_commands.report import print_run
 
         print_run(output(), read_facts(shown.path))
 
@@ -272,8 +272,8 @@ def _plan_figure(plans: Sequence[tuple[str, Plan]]) -> str:
 
 
 def _run_sheet(run: Run) -> Sheet:
-    from .pictures.html.run_data import read_facts
-    from .tables.run import period_text
+    from ..pictures.html.run_data import read_facts
+    from ..tables.run import period_text
 
     facts = read_facts(run.path)
     figures = list(dict.fromkeys(name for record in facts.epochs for name in record.test))
@@ -299,7 +299,7 @@ def _run_sheet(run: Run) -> Sheet:
 
 
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    from .pictures.html.run_data import read_facts
+    from ..pictures.html.run_data import read_facts
 
     names = names_of_paths([str(run.path) for run in runs])
     facts = [read_facts(run.path, name) for run, name in zip(runs, names, strict=True)]

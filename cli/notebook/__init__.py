@@ -1,0 +1,1 @@
+"""Profiles, plans and runs as they show themselves, in notebooks above all."""
