@@ -18,9 +18,8 @@ from ..profiles.measuring.process_settings import (
 from ..profiles.measuring.request import OF_FILES, ProfileRequest
 from ..profiles.options import flags_of, option_fields
 from .errors import errors_as_lines, output, print_json
-from .options import CONTEXT, common_options, config_options, plugin_option
+from .options import CONTEXT, common_options, config_options, options_of, plugin_option
 from .options.command import examples, group, options, refuse
-from .options.fields import options_of
 from .options.values import FileName, TargetName, Whole
 from .progress import Bar
 from .run_commands.rank import OneRankCommand, one_rank_tells, rendezvous_at_hand

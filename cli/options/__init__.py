@@ -29,7 +29,7 @@ from ...runtime.settings import (
 from ..errors import errors_as_lines
 from .command import group, options
 from .config import CONFIG, PRINT
-from .fields import options_of
+from .fields import options_of as options_of
 from .values import FileName, FolderName, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])

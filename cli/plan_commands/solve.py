@@ -33,9 +33,8 @@ from ...profiles.files import Kind, check_output, write_file
 from ...profiles.options import flags_of
 from ...profiles.profile import Profile, made_of
 from ..errors import errors_as_lines, output, print_json
-from ..options import common_options, config_options, plugin_option
+from ..options import common_options, config_options, options_of, plugin_option
 from ..options.command import GroupedCommand, examples, group
-from ..options.fields import options_of
 from ..options.values import FileName
 from ..progress import Bar
 from ..tables.front import front_table

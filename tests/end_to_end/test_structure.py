@@ -46,12 +46,8 @@ attributes 24 planner/simulator/clock.py SimulatedClock
 imports 22 api.py
 imports 19 cli/notebook/views.py
 imports 18 cli/plan.py
-imports 19 cli/plan_commands/solve.py
-imports 16 cli/profile.py
+imports 18 cli/plan_commands/solve.py
 imports 16 cli/run.py
-imports 20 runtime/stage/runner.py
-imports 22 runtime/stage/stage.py
-imports 17 runtime/study/command/command.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
@@ -67,9 +63,12 @@ imports 18 runtime/checkpoint/start.py
 imports 21 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
+imports 20 runtime/stage/runner.py
+imports 22 runtime/stage/stage.py
+imports 17 runtime/study/command/command.py
+imports 20 runtime/study/trainings/training.py
 imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
-imports 20 runtime/study/trainings/training.py
 imports 20 runtime/training/worker.py
 imports 25 runtime/verify/dry_run.py
 lines 64 cli/pictures/html/page.py columns
@@ -110,8 +109,8 @@ parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/kinds.py _Reached
 participle planner/partition/dp/minimax.py Reached
 participle planner/partition/solve.py Enough
-participle runtime/study/figures/choose.py Foretold
 participle profiles/tracing/verify.py Seen
+participle runtime/study/figures/choose.py Foretold
 participle runtime/study/trainings/pool.py Given
 word tell cli/errors.py tell
 word tell cli/run_commands/rank.py _let_rank_0_tell
@@ -162,11 +161,11 @@ word again runtime/run.py again
 word tell runtime/run.py tell
 word again runtime/stage/recompute.py again
 word again runtime/stage/recompute.py takes_again
-word tell runtime/training/loop.py _tell
 word tell runtime/study/trainings/conduct.py _tell
 word tell runtime/study/trainings/pool.py _tell
 word tell runtime/study/trainings/training.py tell
 word tell runtime/study/trainings/worker.py tell
+word tell runtime/training/loop.py _tell
 word tell runtime/training/worker.py tell_status
 word among runtime/weights/in_place.py among
 word coming runtime/weights/staleness.py _coming

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import nn
@@ -27,7 +28,6 @@ from ...prepare.tracing import task_to_train
 from ...settings import DELAYS, RunSettings
 from ..figures.study import (
     Curve,
-    Metric,
     Study,
     StudyArm,
     StudyQuestion,
@@ -49,6 +49,9 @@ from .pool import Processes, ThisProcess, TrainingPool
 from .training import check_tunable
 from .work import ArmSpec, Asked, Finished, StudyWork, arms_of, check_together
 
+if TYPE_CHECKING:
+    from ..choices import StudyChoices
+
 Progress = Callable[[str, float, float], None]
 """What is being done, mini-batches done, and in all."""
 
@@ -57,34 +60,6 @@ TRAINED = (
     *("deferred_batch_norm", "decay", "decay_rate", "dropout"),
 )
 """Settings that are part of the question."""
-
-
-@dataclass(frozen=True)
-class StudyChoices:
-    """What the user chooses besides plans and settings.
-
-    Attributes:
-        longer: every training is so many times as long as the steps that set the target.
-        tune: trainings for each arm's rate.
-        confirm: the best so many of these train with all seeds.
-        tune_steps: mini-batches of the others; None: as long as the others.
-        factor: between neighbours of a grid of rates.
-        warmups: updates that the learning rate rises over; None: as the settings say.
-        target: level of `metric`; None: the one that plain training reaches.
-        eval_every: mini-batches between evaluations; None: a fifteenth of all; 0: none.
-    """
-
-    seeds: int = 3
-    longer: float = 1.5
-    tune: int = 5
-    confirm: int = 2
-    tune_steps: int | None = None
-    factor: float = 2.0
-    warmups: tuple[int, ...] | None = None
-    metric: Metric = "loss"
-    target: float | None = None
-    eval_every: int | None = None
-    uniform_delay: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.study.choices import StudyChoices
 from timeprest.runtime.study.figures.choose import StudyFigures
 from timeprest.runtime.study.figures.study import PLAIN
-from timeprest.runtime.study.trainings.conduct import StudyChoices, prospect
+from timeprest.runtime.study.trainings.conduct import prospect
 from timeprest.runtime.study.trainings.training import train_one
 from timeprest.runtime.study.trainings.work import Asked, Finished
 

@@ -22,8 +22,9 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.study.choices import StudyChoices
 from timeprest.runtime.study.figures.study import PLAIN, Curve, write_study
-from timeprest.runtime.study.trainings.conduct import StudyChoices, _Conductor, conduct, prospect
+from timeprest.runtime.study.trainings.conduct import _Conductor, conduct, prospect
 from timeprest.runtime.study.trainings.delayed import DelayedTraining
 from timeprest.runtime.study.trainings.training import train_one
 from timeprest.runtime.study.trainings.work import Asked, Finished

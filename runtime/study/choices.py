@@ -1,0 +1,130 @@
+"""What a study is asked for besides plans and settings: options of ``tp-run study``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ...profiles.errors import UserError
+from ...profiles.files import MAX_FACTOR, Count, Tally
+from ...profiles.options import Option, option_fields, read_field
+from ..settings import OPTIMIZER, TRAINING
+from .figures.study import RISES, Metric
+
+TARGET = "Target"
+RATES = "Learning rates"
+"""Headings of the options' help."""
+
+
+def _warmups(given: object, name: str) -> tuple[int, ...]:
+    """``"0,100"`` → (0, 100). Raises UserError."""
+    parts = [part.strip() for part in str(given).split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) <= 9 for part in parts):
+        raise UserError(f"{name} {given!r}: give whole numbers of updates, like 0,100")
+    return tuple(map(int, parts))
+
+
+@dataclass(frozen=True)
+class StudyChoices:
+    """What the user chooses besides plans and settings."""
+
+    seeds: Annotated[int, Meta(ge=1, le=100), Option("Trainings of each system.", TRAINING)] = 3
+    longer: Annotated[
+        float,
+        Meta(ge=1, le=1000),
+        Option(
+            "Every training is so many times as long as the steps that set the target, so that "
+            "slower systems get there too.",
+            TRAINING,
+        ),
+    ] = 1.5
+    eval_every: Annotated[
+        Tally | None,
+        Option("Mini-batches between evaluations; 0: none.", TRAINING, usual="a fifteenth of all"),
+    ] = None
+    uniform_delay: Annotated[
+        bool,
+        Option("Also train with gradients that are S - 1 updates late in all layers.", TRAINING),
+    ] = False
+    target_loss: Annotated[
+        float | None,
+        Option("", TARGET, usual="what plain training reaches after the given steps"),
+    ] = None
+    target_accuracy: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Option("From 0 to 1, on the test data.", TARGET),
+    ] = None
+    metric: Annotated[
+        Metric,
+        Option(
+            "The figure that is to reach what plain training does.",
+            TARGET,
+            usual="loss, in training",
+            flags=("--target",),
+            values=tuple(RISES),
+        ),
+    ] = "loss"
+    tune: Annotated[
+        int,
+        Meta(ge=1, le=1000),
+        Option(
+            "Trainings that each system has to find its learning rate; 1: takes --lr.",
+            RATES,
+            metavar="K",
+        ),
+    ] = 5
+    confirm: Annotated[
+        int,
+        Meta(ge=1, le=100),
+        Option("Of the rates tried, the best so many train with all seeds.", RATES),
+    ] = 2
+    factor: Annotated[
+        float,
+        Meta(gt=1, le=MAX_FACTOR),
+        Option(
+            "Between neighbours of the grid of rates around --lr.", RATES, flags=("--tune-factor",)
+        ),
+    ] = 2.0
+    tune_steps: Annotated[
+        Count | None,
+        Option("Mini-batches of these trainings.", RATES, usual="as long as the others"),
+    ] = None
+    warmups: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "Over which the learning rate rises; of several, each system's best.",
+            OPTIMIZER,
+            usual="0",
+            flags=("--warmup",),
+            metavar="UPDATES,…",
+            read=_warmups,
+        ),
+    ] = None
+
+    @property
+    def target(self) -> float | None:
+        """Level of `metric`; None: the one that plain training reaches."""
+        return self.target_accuracy if self.target_loss is None else self.target_loss
+
+
+def choices_of(asked: dict[str, Any]) -> StudyChoices:
+    """What the command's options say; takes them out of `asked`. Raises UserError."""
+    if asked["epochs"] is not None and asked["steps"] is not None:
+        raise UserError("--epochs, --steps: give one of them")
+    fields = option_fields(StudyChoices)
+    given = {name: asked.pop(name) for name in fields}
+    metric, loss, accuracy = (given[n] for n in ("metric", "target_loss", "target_accuracy"))
+    if loss is not None and accuracy is not None:
+        raise UserError("--target-loss, --target-accuracy: give one of them")
+    if accuracy is not None:
+        if metric not in (None, "accuracy"):
+            raise UserError(f"--target-accuracy, --target {metric}: leave --target out")
+        metric = "accuracy"
+    if loss is not None and metric == "accuracy":
+        raise UserError("--target-loss, --target accuracy: leave one of them out")
+    given["metric"] = metric or "loss"
+    return StudyChoices(
+        **{name: read_field(fields[name], v, fields[name].flag) for name, v in given.items()}
+    )
