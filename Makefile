@@ -19,6 +19,7 @@
 # make pictures  draw plans of every system for docs/reading_pictures.md (two minutes)
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
 # make chaos  kill the workers of 50 runs at drawn moments; each must end with the right weights
+# make lines  lines of the packages by folder, core and satellites apart; make lines SINCE=COMMIT beside a commit's
 # make format put the code into the house's format
 
 PYTHON ?= python3
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -134,6 +135,9 @@ fuzz: $(READY)
 
 chaos: $(READY)
 	CHAOS_RUNS=50 $(BIN)/pytest -n 2 tests/runtime/processes/test_restarts.py
+
+lines: $(READY)
+	$(BIN)/python tests/benchmarks/lines.py $(SINCE)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

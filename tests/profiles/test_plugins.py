@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.paths import ROOT
 from timeprest.profiles import plugins
 from timeprest.profiles.errors import PluginError
 
@@ -17,6 +18,11 @@ MINE = "IMPORTERS = {'.mine': len}\nCOMMANDS = {}\n"
 def file_of(tmp_path, text, name="mine.py"):
     (tmp_path / name).write_text(text)
     return str(tmp_path / name)
+
+
+def test_the_page_has_every_kind():
+    page = (ROOT / "docs/plugins.md").read_text()
+    assert [k for k in plugins.KINDS if f"| `{k.upper()}` |" not in page] == []
 
 
 def test_a_file_adds_what_its_tables_have(tmp_path):
