@@ -26,7 +26,7 @@ from ..prepare.workers import Replica
 from ..weights.hooked import HookedStage
 from ..weights.policy import WeightPolicies, WeightPolicy
 from ..weights.staleness import meter_of
-from ..weights.stash import WeightVersions, give_own_memory
+from ..weights.stash import WeightVersions, advance, give_own_memory, keep_needed
 from ..weights.tied_weights import StageTies, TiedWeights
 from .features import chain_of
 from .memory import MemoryAccount
@@ -250,7 +250,7 @@ class Stage:
 
         Returns the new version; the old one is copied if it is needed.
         """
-        self.policy.keep()
+        keep_needed(self.weights, self.walk)
         if not steps:
             self._let_gradients_go()
         self.hooks.before_update()
@@ -258,7 +258,7 @@ class Stage:
         self.account.note(boundary_bytes)
         self.hooks.after_update()
         self._let_gradients_go()
-        return self.policy.advance()
+        return advance(self.weights, self.walk)
 
     # Steps of an operation ---------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Stage:
 
     def _drop(self) -> None:
         """Let go of weight versions that no operation needs any more."""
-        self.policy.drop()
+        self.weights.drop(self.walk.needed())
         self.ties.drop()
 
     def _let_gradients_go(self) -> None:

@@ -59,8 +59,8 @@ class Rescheduling(StageHooks):
 
 def rescheduling_of(stage: HookedStage) -> Rescheduling | None:
     """That of a stage where it is asked for."""
-    updates = stage.settings.lr_rescheduling
-    return Rescheduling(stage.delay, updates) if updates else None
+    updates, delay = stage.settings.lr_rescheduling, delay_of(stage.prepared.plan, stage.number)
+    return Rescheduling(delay, updates) if updates else None
 
 
 MOST_MOMENTUM = 0.99

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.systems.hooks import StageHooks
+from .delays import delay_of
 from .hooked import HookedStage
 
 
@@ -58,8 +59,8 @@ class Drift(StageHooks):
 
 def drift_of(stage: HookedStage) -> Drift | None:
     """That of a stage of a system that corrects backwards; None where it has nothing to correct."""
-    settings = stage.settings
+    settings, delay = stage.settings, delay_of(stage.prepared.plan, stage.number)
     corrects = stage.variant.backward_weights == Drift.makes and settings.discrepancy_correction
-    if not corrects or not stage.delay or stage.optimizer is None:
+    if not corrects or not delay or stage.optimizer is None:
         return None
-    return Drift(stage.updated, settings.discrepancy_decay ** (1 / stage.delay))
+    return Drift(stage.updated, settings.discrepancy_decay ** (1 / delay))

@@ -47,8 +47,3 @@ class HookedStage:
     def settings(self) -> RunSettings:
         """Those of the run."""
         return self.prepared.settings
-
-    @property
-    def delay(self) -> int:
-        """d: the stage's largest version difference in the steady state, as its plan has it."""
-        return self.prepared.plan.predicted.stages[self.number].version_difference

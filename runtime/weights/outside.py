@@ -15,6 +15,7 @@ from ...planner.systems.variants import Variant
 from ...profiles.errors import PluginError
 from ...profiles.plugins import call_plugin
 from ..prepare.prepare import Prepared
+from .delays import delay_of
 from .hooked import HookedStage
 
 
@@ -27,7 +28,7 @@ def context_at(prepared: Prepared, s: int) -> StageContext:
         micro_batches=plan.micro_batches,
         replicas=len(plan.stages[s].devices),
         updates=sum(segment.updates for segment in prepared.segments),
-        delay=plan.predicted.stages[s].version_difference,
+        delay=delay_of(plan, s),
     )
 
 

@@ -256,22 +256,6 @@ class WeightPolicies:
         for policy in self.every:
             policy.begin(entries, ahead(policy.stages))
 
-    def keep(self) -> None:
-        """The stage's own weights are about to be updated: copy them, where they're needed."""
-        if self.own.walk.latest in self.own.walk.needed():
-            self.own.weights.keep_latest()
-
-    def advance(self) -> int:
-        """They were. Returns the new version's number."""
-        needed = self.own.walk.needed()
-        version = self.own.walk.update()
-        self.own.weights.advance(needed)
-        return version
-
-    def drop(self) -> None:
-        """Let go of versions of them that no operation needs any more."""
-        self.own.weights.drop(self.own.walk.needed())
-
     def take_backward(self, op: Op) -> int:
         """Take a backward. Returns the version that it uses of the stage's own weights."""
         for policy in self.shared:

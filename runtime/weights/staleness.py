@@ -86,63 +86,6 @@ _Together = tuple[int, int | None]
 """A mini-batch, or one of its micro-batches: what has one backward."""
 
 
-class WeightDistances:
-    """Distances between the weights of backwards and those that their forwards used."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._sample = Sample(parameters)
-        self._used: dict[_Together, int] = {}
-        self._predicted: dict[_Together, Tensor] = {}
-        self._overwritten: dict[int, Tensor] = {}
-
-    def forward(
-        self, together: _Together, version: int, latest: int, tensors: Sequence[Tensor] | None
-    ) -> None:
-        """A forward begins; the first one counts of those that have a backward together.
-
-        Args:
-            tensors: what it runs on: an older version's, or what was predicted from the latest;
-                None: the parameters as they are.
-        """
-        if together in self._used:
-            return
-        self._used[together] = version
-        if tensors is None:
-            return
-        if version == latest:
-            self._predicted[together] = self._sample.of(tensors)
-        elif version not in self._overwritten:
-            self._overwritten[version] = self._sample.of(tensors)
-
-    def before_update(self, version: int) -> None:
-        """The latest version is about to be overwritten: look at it if some forward used it."""
-        if version in self._used.values():
-            self._overwritten[version] = self._sample.of(None)
-
-    def backward(
-        self, together: _Together, version: int, made: Sequence[Tensor] | None
-    ) -> SupportsFloat:
-        """‖W_B − W_F‖ / ‖W_F‖ of a backward; 0 where W_F is.
-
-        Args:
-            made: predicted, corrected or intermediate weights that it runs on; else None.
-        """
-        used, predicted = self._used.pop(together), self._predicted.pop(together, None)
-        distance: SupportsFloat = 0.0
-        if made is not None or predicted is not None or used != version:
-            before = self._seen(used) if predicted is None else predicted
-            now = self._seen(version) if made is None else self._sample.of(made)
-            norm = before.norm()
-            distance = number(torch.where(norm == 0, 0.0, (now - before).norm() / norm))
-        needed = set(self._used.values())
-        self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
-        return distance
-
-    def _seen(self, version: int) -> Tensor:
-        found = self._overwritten.get(version)
-        return self._sample.of(None) if found is None else found
-
-
 class StalenessMeter(StageHooks):
     """Measures the staleness of a stage's backwards, segment by segment.
 
@@ -151,50 +94,76 @@ class StalenessMeter(StageHooks):
     """
 
     def __init__(
-        self, weights: WeightVersions, distances: WeightDistances | None, *, by_micro_batch: bool
+        self, weights: WeightVersions, sample: Sample | None, *, by_micro_batch: bool
     ) -> None:
         """
         Args:
             weights: whose versions are counted.
-            distances: None: only version differences are counted.
+            sample: whose distances are measured; None: only version differences are.
             by_micro_batch: each micro-batch has a backward of its own.
         """
         self.seen = Staleness()
-        self._weights, self._distances = weights, distances
-        self._by_micro_batch = by_micro_batch
+        self._weights, self._sample, self._by_micro_batch = weights, sample, by_micro_batch
+        self._used: dict[_Together, int] = {}
+        self._predicted: dict[_Together, Tensor] = {}
+        self._overwritten: dict[int, Tensor] = {}
 
     def begin(self, first: int, mini_batches: int) -> None:
         """A segment begins."""
         self.seen = Staleness()
 
     def forward(self, run: ForwardRun) -> None:
-        """Note what a forward runs on."""
+        """Note what a forward runs on; the first one counts of those with a backward together."""
         self._hold()
-        if self._distances is not None:
-            together = self._together(run.op)
-            self._distances.forward(together, run.version, run.latest, run.weights)
+        together, version = self._together(run.op), run.version
+        if self._sample is None or together in self._used:
+            return
+        self._used[together] = version
+        # An older version's weights, or those predicted from the latest.
+        if run.weights is not None and version == run.latest:
+            self._predicted[together] = self._sample.of(run.weights)
+        elif run.weights is not None and version not in self._overwritten:
+            self._overwritten[version] = self._sample.of(run.weights)
 
     def backward(self, run: BackwardRun) -> None:
         """Count a backward; of several passes the first, of the first micro-batch: the others may
         have run forward on later weights."""
-        if not run.first:
-            return
-        distance: SupportsFloat = 0.0
-        if self._distances is not None:
-            # Those that were made for the operation, if they aren't any version's.
-            made = run.weights if run.version == run.latest else None
-            distance = self._distances.backward(self._together(run.op), run.version, made)
-        self.seen.note(run.difference, distance)
+        if run.first:
+            self.seen.note(run.difference, self._distance(run))
 
     def after_backward(self, op: Op) -> None:
         """Count the versions."""
         self._hold()
 
     def before_update(self) -> None:
-        """The latest version is about to be overwritten."""
+        """The latest version is about to be overwritten: look at it if some forward used it."""
         self._hold()
-        if self._distances is not None:
-            self._distances.before_update(self._weights.latest)
+        latest = self._weights.latest
+        if self._sample is not None and latest in self._used.values():
+            self._overwritten[latest] = self._sample.of(None)
+
+    def _distance(self, run: BackwardRun) -> SupportsFloat:
+        """‖W_B − W_F‖ / ‖W_F‖ of a backward; 0 where W_F is."""
+        if self._sample is None:
+            return 0.0
+        together, version = self._together(run.op), run.version
+        used, predicted = self._used.pop(together), self._predicted.pop(together, None)
+        # Those that were made for the operation, if they aren't any version's.
+        made = run.weights if version == run.latest else None
+        distance: SupportsFloat = 0.0
+        if made is not None or predicted is not None or used != version:
+            before = self._looked_at(used) if predicted is None else predicted
+            now = self._looked_at(version) if made is None else self._sample.of(made)
+            norm = before.norm()
+            distance = number(torch.where(norm == 0, 0.0, (now - before).norm() / norm))
+        needed = set(self._used.values())
+        self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
+        return distance
+
+    def _looked_at(self, version: int) -> Tensor:
+        assert self._sample is not None
+        found = self._overwritten.get(version)
+        return self._sample.of(None) if found is None else found
 
     def _hold(self) -> None:
         self.seen.versions_held = max(self.seen.versions_held, self._weights.held)
@@ -206,6 +175,6 @@ class StalenessMeter(StageHooks):
 def meter_of(stage: HookedStage) -> StalenessMeter:
     """That of a stage."""
     parameters = [*stage.weights.parameters, *stage.ties.parameters]
-    distances = WeightDistances(parameters) if stage.settings.distances else None
+    sample = Sample(parameters) if stage.settings.distances else None
     by_micro_batch = stage.variant.backward_unit == "micro"
-    return StalenessMeter(stage.weights, distances, by_micro_batch=by_micro_batch)
+    return StalenessMeter(stage.weights, sample, by_micro_batch=by_micro_batch)

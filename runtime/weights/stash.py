@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ...planner.systems.versions import SharedWalk, VersionWalk
 from ...profiles.autograd.boundary import storage_bytes, storage_key
 from ...profiles.errors import TargetError
 
@@ -150,7 +151,7 @@ class WeightVersions:
         self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
 
     def advance(self, needed: set[int]) -> None:
-        """The update is done: the parameters hold the next version; drop what isn't needed."""
+        """The parameters hold the next version; drop what isn't needed."""
         self.keep_memory()
         self.latest += 1
         self.drop(needed)
@@ -364,3 +365,19 @@ class WeightVersions:
         conjugate, negative = kept.lazy
         view = view.conj() if conjugate else view
         return torch._neg_view(view) if negative else view
+
+
+def keep_needed(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> None:
+    """An update is about to overwrite the latest weights: copy them, where they are needed.
+
+    `walk`: over the operations that use them.
+    """
+    if walk.latest in walk.needed():
+        versions.keep_latest()
+
+
+def advance(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> int:
+    """It has: the parameters hold the next version. Returns its number."""
+    needed, version = walk.needed(), walk.update()
+    versions.advance(needed)
+    return version

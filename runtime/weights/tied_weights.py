@@ -16,7 +16,7 @@ from ...planner.systems.operations import Op
 from ...planner.systems.versions import SharedWalk
 from ..prepare.devices import dense_bytes
 from .policy import WeightPolicy
-from .stash import WeightVersions
+from .stash import WeightVersions, advance, keep_needed
 
 
 class TiedWeights:
@@ -26,6 +26,7 @@ class TiedWeights:
         stages: ascending; the first one updates.
         parameters: one tensor each.
         versions: of them; their number is that of their updates.
+        walk: over the operations of all the stages in the segment at hand.
         policies: by stage, what its operations use.
     """
 
@@ -44,7 +45,7 @@ class TiedWeights:
         self.versions = WeightVersions(parameters)
         self.policies: dict[int, WeightPolicy] = {}
         self._together = together
-        self._walk: SharedWalk | None = None
+        self.walk = SharedWalk({})
         self._aside: dict[int, list[Tensor | None]] = {}
         self._weights_bytes = sum(map(dense_bytes, self.parameters))
 
@@ -55,7 +56,7 @@ class TiedWeights:
 
     def begin(self) -> None:
         """A segment begins for one of the stages; for all of them before one goes on."""
-        self._walk = SharedWalk({s: policy.walk for s, policy in self.policies.items()})
+        self.walk = SharedWalk({s: policy.walk for s, policy in self.policies.items()})
 
     # Gradients -------------------------------------------------------------------------------
 
@@ -81,24 +82,6 @@ class TiedWeights:
                     p.grad = grad if p.grad is None else p.grad.add_(grad)
 
     # Updates ---------------------------------------------------------------------------------
-
-    def drop(self) -> None:
-        """Let go of versions that no stage needs any more."""
-        if self._walk is not None:
-            self.versions.drop(self._walk.needed())
-
-    def before_update(self) -> None:
-        """Keep the latest version, where some stage needs it."""
-        assert self._walk is not None
-        if self._walk.latest in self._walk.needed():
-            self.versions.keep_latest()
-
-    def after_update(self) -> None:
-        """The parameters hold the next version."""
-        assert self._walk is not None
-        needed = self._walk.needed()
-        self._walk.update()
-        self.versions.advance(needed)
 
     def held(self) -> tuple[int, ...]:
         """Bytes by kind (`recording.MEMORY_KINDS`); the optimizer's state is the owner's."""
@@ -154,14 +137,14 @@ class StageTies(StageHooks):
     def before_update(self) -> None:
         """The stage is about to update."""
         for tied in self.updated:
-            tied.before_update()
+            keep_needed(tied.versions, tied.walk)
 
     def after_update(self) -> None:
         """It has."""
         for tied in self.updated:
-            tied.after_update()
+            advance(tied.versions, tied.walk)
 
     def drop(self) -> None:
         """Let go of versions that no stage needs any more."""
         for tied in self.used:
-            tied.drop()
+            tied.versions.drop(tied.walk.needed())

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.systems.operations import BACKWARD, Op
+from timeprest.planner.systems.hooks import BackwardRun, ForwardRun
+from timeprest.planner.systems.operations import BACKWARD, FORWARD, Op
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import LiveBytes
@@ -21,7 +22,7 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.runner import StageRunner
 from timeprest.runtime.weights.policy import BackwardPass, WeightPolicies
-from timeprest.runtime.weights.staleness import Sample, WeightDistances
+from timeprest.runtime.weights.staleness import Sample, StalenessMeter
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -350,30 +351,51 @@ def test_distances_see_both_parts_of_complex_weights():
     assert float(Sample(weights).of(None).norm()) == 13.0
 
 
+class Metered:
+    """A weight whose backwards are metered; each mini-batch has one micro-batch."""
+
+    def __init__(self):
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.versions = WeightVersions([self.weight])
+        self.meter = StalenessMeter(self.versions, Sample([self.weight]), by_micro_batch=False)
+
+    def forward(self, mini_batch):
+        latest = self.versions.latest
+        self.meter.forward(ForwardRun(Op(FORWARD, mini_batch, 0), latest, latest, None, 1, 1))
+
+    def update(self, value=0.0):
+        self.meter.before_update()
+        self.weight.data.fill_(value)
+        self.versions.advance(set())
+
+    def backward(self, mini_batch):
+        latest, seen = self.versions.latest, self.meter.seen
+        before = seen.distance
+        self.meter.backward(BackwardRun(Op(BACKWARD, mini_batch), 1, latest, latest, None, True))
+        seen.read(seen.noted)
+        return seen.distance - before
+
+
 def test_distances_from_nothing_are_zero():
-    weight = nn.Parameter(torch.zeros(3))
-    distances = WeightDistances([weight])
-    distances.forward((0, None), 0, 0, None)
-    distances.before_update(0)
-    weight.data.fill_(1.0)
-    assert float(distances.backward((0, None), 1, None)) == 0.0
-    distances.forward((1, None), 1, 1, None)
-    distances.before_update(1)
-    weight.data.fill_(3.0)
-    assert float(distances.backward((1, None), 2, None)) == 2.0
+    metered = Metered()
+    metered.forward(0)
+    metered.update(1.0)
+    assert metered.backward(0) == 0.0
+    metered.forward(1)
+    metered.update(3.0)
+    assert metered.backward(1) == 2.0
 
 
 def test_distances_hold_samples_of_versions_that_a_backward_will_ask_for():
-    weight = nn.Parameter(torch.zeros(3))
-    distances = WeightDistances([weight])
-    with _CopiesOf(weight.numel() * 8) as samples:
-        for version in range(4):
-            distances.forward((version, None), version, version, None)
-            distances.before_update(version)
+    metered = Metered()
+    with _CopiesOf(metered.weight.numel() * 8) as samples:
+        for mini_batch in range(4):
+            metered.forward(mini_batch)
+            metered.update()
         assert samples.now == 4
-        for version in range(4):
-            distances.backward((version, None), 4, None)
-            assert samples.now == 3 - version
+        for mini_batch in range(4):
+            metered.backward(mini_batch)
+            assert samples.now == 3 - mini_batch
 
 
 @pytest.mark.parametrize(("variant", "same"), [("pipedream", {True}), ("timeprest", {True, False})])
