@@ -92,8 +92,7 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
         TargetError: the graph holds what can't be imported, or an input
             has a free dimension without a size.
     """
-    import onnx
-
+    onnx = _library(path)
     model = _load(Path(path), onnx)
     graph = model.graph
     if graph.sparse_initializer:
@@ -117,14 +116,23 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
     )
 
 
+def _library(path: str | Path) -> ModuleType:
+    """Raises TargetError where it isn't installed."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise TargetError(
+            f"{path}: needs the library onnx ({error}): in the checkout, pip install -e '.[onnx]'"
+        ) from None
+    return onnx
+
+
 def open_inputs(path: str | Path) -> dict[str, tuple[Size, ...]]:
     """For each input the dimensions of one sample, free ones among them; weights aren't read.
 
     Raises FileError and TargetError as `read_file` does.
     """
-    import onnx
-
-    values = _input_values(str(path), _load(Path(path), onnx, weights=False).graph)
+    values = _input_values(str(path), _load(Path(path), _library(path), weights=False).graph)
     return {value.name: _dims_and_dtype(str(path), value)[0][1:] for value in values}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -948,3 +949,9 @@ def test_external_data(tmp_path):
     compare(path, feeds_of(MATRIX))
     (tmp_path / "weights.bin").unlink()
     refused(path, FileError, "external data", "weights.bin")
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    words = ("needs the library onnx", "pip install -e '.[onnx]'")
+    refused(tmp_path / "any.onnx", TargetError, *words)
