@@ -6,14 +6,17 @@ help, are made of these fields (`cli.options.fields`, `taking`).
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
+from itertools import pairwise
 from math import inf, nan
 from os import PathLike, fspath
 from typing import (
@@ -45,10 +48,10 @@ Spelled = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Option:
-    """What is said of a field besides its type and default, in its `Annotated` type.
+    """What is said of a field in its `Annotated` type, besides its type and default. What it does
+    is said in the text below it, with options named as on the command line.
 
     Attributes:
-        help: what it does, with options named as on the command line.
         group: the heading that it has in commands' help.
         usual: the default in words, where None, or nothing given, is some other value.
         flags: on the command line; by default the field's name. Ways to switch off begin with
@@ -61,9 +64,9 @@ class Option:
         read: makes what is meant of what is given and of what messages call it. A lambda knows no
             names of its module: annotations are evaluated in their class.
         marks: what else holds of it, for those who ask (`marked`).
+        help: instead of that text, where it has to be made.
     """
 
-    help: str
     group: str = ""
     usual: str | None = None
     flags: tuple[str, ...] = ()
@@ -74,6 +77,7 @@ class Option:
     several: bool = False
     read: Callable[[Any, str], Any] | None = None
     marks: tuple[str, ...] = ()
+    help: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,13 @@ class Kind:
 @dataclass(frozen=True)
 class OptionField:
     """A field of a record that is an option. `default` is `dataclasses.MISSING` where there is
-    none."""
+    none; `help` has it in words."""
 
     name: str
     kind: Kind
     default: Any
     option: Option
+    help: str
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -130,14 +135,42 @@ def _fields(record: Any) -> Mapping[str, OptionField]:
     else:
         defaults = {f.name: f.default for f in dataclasses.fields(record)}
     hints = get_type_hints(record, include_extras=True)
-    found = {}
+    options = {
+        name: option
+        for name in defaults
+        for option in getattr(hints[name], "__metadata__", ())
+        if isinstance(option, Option)
+    }
+    texts: dict[str, str] = {}
+    for cls in reversed(record.__mro__):
+        if options.keys() & inspect.get_annotations(cls).keys():
+            texts |= _texts_below(cls)
     own = inspect.get_annotations(record)
-    for name, default in sorted(defaults.items(), key=lambda each: each[0] not in own):
-        notes = hints[name].__metadata__ if get_origin(hints[name]) is Annotated else ()
-        for option in notes:
-            if isinstance(option, Option):
-                found[name] = OptionField(name, kind_of(hints[name]), default, option)
-    return found
+    return {
+        name: OptionField(
+            name, kind_of(hints[name]), defaults[name], option, option.help or texts.get(name, "")
+        )
+        for name, option in sorted(options.items(), key=lambda each: each[0] not in own)
+    }
+
+
+@cache
+def _classes(module: str) -> Mapping[str, ast.ClassDef]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _texts_below(cls: type) -> dict[str, str]:
+    """What stands below each field, as editors show it; nothing where the source isn't there."""
+    defined = _classes(cls.__module__).get(cls.__name__)
+    return {
+        ast.unparse(field.target): " ".join(str(ast.literal_eval(text.value)).split())
+        for field, text in pairwise([] if defined is None else defined.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def kind_of(hint: Any) -> Kind:
@@ -324,9 +357,7 @@ def _describe(
 def _line(field: OptionField) -> str:
     """A paragraph of a docstring."""
     usual = f" By default {field.option.usual}." if field.option.usual else ""
-    text = re.sub(
-        r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), field.option.help + usual
-    )
+    text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), field.help + usual)
     return textwrap.fill(
         f"{field.name}: {text}", 92, subsequent_indent="    ", break_on_hyphens=False
     )

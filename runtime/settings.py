@@ -68,33 +68,22 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """An optimizer named on the command line instead of the task's own."""
 
     name: Annotated[
-        str,
-        Option(
-            "Instead of the task's own; needs --lr. muon: of matrices of hidden layers; else "
-            "adamw.",
-            OPTIMIZER,
-            flags=("--optimizer",),
-            values=("sgd", "adam", "adamw", "muon"),
-        ),
+        str, Option(OPTIMIZER, flags=("--optimizer",), values=("sgd", "adam", "adamw", "muon"))
     ]
-    lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR), Option("Learning rate.", OPTIMIZER)]
-    momentum: Annotated[Fraction, Option("Of sgd; of muon.", OPTIMIZER, usual="0; 0.95")] = 0.0
-    """0 is torch's own for muon."""
-    weight_decay: Annotated[
-        Factor, Option("Of the optimizer that is named.", OPTIMIZER, usual="0")
-    ] = 0.0
-    nesterov: Annotated[bool, Option("Nesterov momentum, of sgd.", OPTIMIZER)] = False
+    """Instead of the task's own; needs --lr. muon: of matrices of hidden layers; else adamw."""
+    lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR), Option(OPTIMIZER)]
+    """Learning rate."""
+    momentum: Annotated[Fraction, Option(OPTIMIZER, usual="0; 0.95")] = 0.0
+    """Of sgd; of muon."""
+    weight_decay: Annotated[Factor, Option(OPTIMIZER, usual="0")] = 0.0
+    """Of the optimizer that is named."""
+    nesterov: Annotated[bool, Option(OPTIMIZER)] = False
+    """Nesterov momentum, of sgd."""
     betas: Annotated[
         tuple[Fraction, Fraction] | None,
-        Option(
-            "Of adam, adamw and muon's.",
-            OPTIMIZER,
-            usual="0.9,0.999",
-            metavar="B1,B2",
-            read=_betas,
-        ),
+        Option(OPTIMIZER, usual="0.9,0.999", metavar="B1,B2", read=_betas),
     ] = None
-    """None: torch's own."""
+    """Of adam, adamw and muon's."""
 
 
 class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
@@ -103,248 +92,128 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
 
     most: ClassVar = 2**20
 
-    task: Annotated[
-        str,
-        Option(
-            "Built-in task, file.py:NAME or pkg.module:NAME.",
-            TRAINING,
-            usual="what the plan's profile measured",
-            names="target",
-        ),
-    ]
-    epochs: Annotated[
-        Count, Option("Passes over the data.", TRAINING, usual="5", marks=("free",))
-    ] = 1
-    steps: Annotated[
-        Count | None, Option("Mini-batches in all, instead of --epochs.", TRAINING, marks=("free",))
-    ] = None
+    task: Annotated[str, Option(TRAINING, usual="what the plan's profile measured", names="target")]
+    """Built-in task, file.py:NAME or pkg.module:NAME."""
+    epochs: Annotated[Count, Option(TRAINING, usual="5", marks=("free",))] = 1
+    """Passes over the data."""
+    steps: Annotated[Count | None, Option(TRAINING, marks=("free",))] = None
+    """Mini-batches in all, instead of --epochs."""
     optimizer: OptimizerChoice | None = None
     """None: the task's own."""
-    decay_only: Annotated[
-        Literal["matrices", "all"],
-        Option(
-            "Parameters with weight decay; matrices: biases and norms have none.",
-            OPTIMIZER,
-        ),
-    ] = "all"
-    lr_schedule: Annotated[
-        Literal["constant", "linear", "cosine"] | None,
-        Option(
-            "Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
-            OPTIMIZER,
-        ),
-    ] = None
-    warmup: Annotated[
-        Tally, Option("Updates over which the learning rate of --lr-schedule rises.", OPTIMIZER)
-    ] = 0
+    decay_only: Annotated[Literal["matrices", "all"], Option(OPTIMIZER)] = "all"
+    """Parameters with weight decay; matrices: biases and norms have none."""
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine"] | None, Option(OPTIMIZER)] = None
+    """Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end."""
+    warmup: Annotated[Tally, Option(OPTIMIZER)] = 0
+    """Updates over which the learning rate of --lr-schedule rises."""
     lr_rescheduling: Annotated[
-        Tally,
-        Option(
-            "Divide the learning rate of a stage's update t by d^(1 - min(t/T, 1)), d its version "
-            "difference (PipeMare). 0: don't. Not where the system flushes.",
-            DIFFERENCES,
-            metavar="T",
-            marks=("later", "delay"),
-        ),
+        Tally, Option(DIFFERENCES, metavar="T", marks=("later", "delay"))
     ] = 0
-    discrepancy_correction: Annotated[
-        bool,
-        Option(
-            "pipemare: correct the backward's weights by their mean change.",
-            DIFFERENCES,
-            marks=("later", "delay"),
-        ),
-    ] = True
+    """Divide the learning rate of a stage's update t by d^(1 - min(t/T, 1)), d its version
+    difference (PipeMare). 0: don't. Not where the system flushes."""
+    discrepancy_correction: Annotated[bool, Option(DIFFERENCES, marks=("later", "delay"))] = True
+    """pipemare: correct the backward's weights by their mean change."""
     discrepancy_decay: Annotated[
-        float,
-        Meta(gt=0, lt=1),
-        Option(
-            "pipemare: a change's share in that mean falls to D by the time of the backward.",
-            DIFFERENCES,
-            metavar="D",
-            marks=("later", "delay"),
-        ),
+        float, Meta(gt=0, lt=1), Option(DIFFERENCES, metavar="D", marks=("later", "delay"))
     ] = 0.135
-    stagewise_momentum: Annotated[
-        bool,
-        Option(
-            "Momentum m + d*(0.99 - m)/S on a stage with version difference d (asynchronous "
-            "Nesterov's). Not where the system flushes.",
-            DIFFERENCES,
-            marks=("later", "delay"),
-        ),
-    ] = False
-    clip_norm: Annotated[
-        Annotated[float, Meta(gt=0, le=MAX_FACTOR)] | None,
-        Option("Clip gradients of the whole model to this norm.", PRECISION),
-    ] = None
-    ragged: Annotated[
-        Literal["drop", "pad", "error"],
-        Option(
-            "Samples that don't fill an epoch's last mini-batch: leave them out, fill the "
-            "mini-batch up (the filling counts nowhere), or refuse to run.",
-            TRAINING,
-        ),
-    ] = "drop"
+    """pipemare: a change's share in that mean falls to D by the time of the backward."""
+    stagewise_momentum: Annotated[bool, Option(DIFFERENCES, marks=("later", "delay"))] = False
+    """Momentum m + d*(0.99 - m)/S on a stage with version difference d (asynchronous Nesterov's).
+    Not where the system flushes."""
+    clip_norm: Annotated[Annotated[float, Meta(gt=0, le=MAX_FACTOR)] | None, Option(PRECISION)] = (
+        None
+    )
+    """Clip gradients of the whole model to this norm."""
+    ragged: Annotated[Literal["drop", "pad", "error"], Option(TRAINING)] = "drop"
+    """Samples that don't fill an epoch's last mini-batch: leave them out, fill the mini-batch up
+    (the filling counts nowhere), or refuse to run."""
     autocast: Annotated[
         Literal["profiled", "bfloat16", "off"],
         Option(
-            "Run forwards under torch.autocast.",
             PRECISION,
             usual="as profiled",
             values=("bf16", "bfloat16", "off"),
             read=lambda dtype, name: "bfloat16" if dtype == "bf16" else dtype,
         ),
     ] = "profiled"
-    compile: Annotated[
-        bool,
-        Option(
-            "Train each stage under torch.compile, where it can be; the summary says where not.",
-            WHERE,
-            marks=("later",),
-        ),
-    ] = False
-    deterministic: Annotated[
-        bool,
-        Option(
-            "Have torch take operations that give the same numbers every time, where it has such, "
-            "and warn of those where it hasn't; on GPUs some add up in whatever sequence they "
-            "come to.",
-            WHERE,
-            marks=("later",),
-        ),
-    ] = False
-    deferred_batch_norm: Annotated[
-        bool,
-        Option("Update BatchNorm's running statistics once for each mini-batch.", PRECISION),
-    ] = False
+    """Run forwards under torch.autocast."""
+    compile: Annotated[bool, Option(WHERE, marks=("later",))] = False
+    """Train each stage under torch.compile, where it can be; the summary says where not."""
+    deterministic: Annotated[bool, Option(WHERE, marks=("later",))] = False
+    """Have torch take operations that give the same numbers every time, where it has such, and warn
+    of those where it hasn't; on GPUs some add up in whatever sequence they come to."""
+    deferred_batch_norm: Annotated[bool, Option(PRECISION)] = False
+    """Update BatchNorm's running statistics once for each mini-batch."""
     checkpoint_every: Annotated[
-        Tally | None,
-        Option(
-            "Mini-batches between two checkpoints; the pipeline drains there. 0: none.",
-            CHECKPOINTS,
-            usual="at the end of each epoch",
-        ),
+        Tally | None, Option(CHECKPOINTS, usual="at the end of each epoch")
     ] = None
-    keep_checkpoints: Annotated[
-        Count,
-        Option("How many of them are kept, the newest.", CHECKPOINTS, marks=("free", "adjustable")),
-    ] = 3
+    """Mini-batches between two checkpoints; the pipeline drains there. 0: none."""
+    keep_checkpoints: Annotated[Count, Option(CHECKPOINTS, marks=("free", "adjustable"))] = 3
+    """How many of them are kept, the newest."""
     start_from: Annotated[
-        str | None,
-        Option(
-            "Start from the weights and optimizer state of another run's newest checkpoint, of "
-            "one of its checkpoints, or from a safetensors file; its stages and system may be "
-            "others.",
-            TRAINING,
-            flags=("--from",),
-            metavar="RUN",
-            names="file",
-        ),
+        str | None, Option(TRAINING, flags=("--from",), metavar="RUN", names="file")
     ] = None
+    """Start from the weights and optimizer state of another run's newest checkpoint, of one of its
+    checkpoints, or from a safetensors file; its stages and system may be others."""
     resume_at: Tally | None = None
     """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
     resumed."""
     grown_at: tuple[Count, ...] = ()
     """Mini-batches after which the run had ended, before it was to have more `steps`."""
-    seed: Annotated[Tally, Option("Of whatever is random.", TRAINING)] = 0
+    seed: Annotated[Tally, Option(TRAINING)] = 0
+    """Of whatever is random."""
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Option(
-            "What the stages compute on; auto: what the plan was profiled on.",
-            WHERE,
-            marks=("free", "adjustable"),
-        ),
+        Literal["auto", "cpu", "cuda"], Option(WHERE, marks=("free", "adjustable"))
     ] = "auto"
+    """What the stages compute on; auto: what the plan was profiled on."""
     transport: Annotated[
         str,
         Option(
-            "How messages go; auto: on the CPU by shared memory, between hosts by gloo; on GPUs "
-            "by CUDA IPC, between hosts by NCCL.",
-            WHERE,
-            values=TRANSPORTS,
-            plugins="transports",
-            read=known_transport,
-            marks=("free",),
+            WHERE, values=TRANSPORTS, plugins="transports", read=known_transport, marks=("free",)
         ),
     ] = "auto"
-    threads: Annotated[
-        Threads, Option("Torch's threads for each stage.", WHERE, usual="as profiled")
-    ] = 1
-    evaluate: Annotated[bool, Option("Evaluate on the test data after each epoch.", TRAINING)] = (
-        True
-    )
-    eval_every: Annotated[
-        Count | None,
-        Option(
-            "Evaluate every so many mini-batches too; the pipeline drains there.",
-            TRAINING,
-            marks=("later",),
-        ),
-    ] = None
+    """How messages go; auto: on the CPU by shared memory, between hosts by gloo; on GPUs by CUDA
+    IPC, between hosts by NCCL."""
+    threads: Annotated[Threads, Option(WHERE, usual="as profiled")] = 1
+    """Torch's threads for each stage."""
+    evaluate: Annotated[bool, Option(TRAINING)] = True
+    """Evaluate on the test data after each epoch."""
+    eval_every: Annotated[Count | None, Option(TRAINING, marks=("later",))] = None
+    """Evaluate every so many mini-batches too; the pipeline drains there."""
     on_nan: Annotated[
-        Literal["stop", "warn", "skip"],
-        Option(
-            "A loss or gradients that aren't finite: end the run, count them and go on, or leave "
-            "that update out too.",
-            TRAINING,
-            marks=("free", "adjustable"),
-        ),
+        Literal["stop", "warn", "skip"], Option(TRAINING, marks=("free", "adjustable"))
     ] = "stop"
+    """A loss or gradients that aren't finite: end the run, count them and go on, or leave that
+    update out too."""
     timeout_s: Annotated[
         float,
         Meta(gt=0, le=MAX_SECONDS),
         Option(
-            "Longest wait for a message, in seconds.",
             WHERE,
             usual="25, or 100 periods; with --compile 600",
             flags=("--timeout",),
             marks=("free", "adjustable"),
         ),
     ] = 60.0
-    decay: Annotated[
-        str,
-        Option(
-            "i-timeprest: how the forward's weights fade with the version difference.",
-            DIFFERENCES,
-            values=("exponential", "inverse", "linear"),
-        ),
-    ] = "exponential"
-    decay_rate: Annotated[
-        Factor, Option("i-timeprest: how fast they fade.", DIFFERENCES, flags=("--lambda",))
-    ] = 1.0
-    distances: Annotated[
-        bool,
-        Option("Measure how far apart the weights of forwards and backwards are.", RECORDS),
-    ] = True
-    log_operations: Annotated[
-        bool,
-        Option(
-            "Write every operation with its weight version and times to RUN/operations.",
-            RECORDS,
-            marks=("free", "adjustable"),
-        ),
-    ] = False
-    record: Annotated[
-        str,
-        Option(
-            "Mini-batches whose operations are kept for tp-run report: first:K, last:K, steady:K "
-            "(once the pipeline is full), all or none.",
-            RECORDS,
-            metavar="WHICH",
-            marks=("free", "adjustable"),
-        ),
-    ] = STEADY
-    log: Annotated[
-        str,
-        Option(
-            "Metrics of every mini-batch for other programs too: csv, tensorboard, wandb, or "
-            "several with commas. They go to RUN/dashboards.",
-            RECORDS,
-            metavar="WHERE",
-            marks=("free", "adjustable", "later"),
-        ),
-    ] = ""
+    """Longest wait for a message, in seconds."""
+    decay: Annotated[str, Option(DIFFERENCES, values=("exponential", "inverse", "linear"))] = (
+        "exponential"
+    )
+    """i-timeprest: how the forward's weights fade with the version difference."""
+    decay_rate: Annotated[Factor, Option(DIFFERENCES, flags=("--lambda",))] = 1.0
+    """i-timeprest: how fast they fade."""
+    distances: Annotated[bool, Option(RECORDS)] = True
+    """Measure how far apart the weights of forwards and backwards are."""
+    log_operations: Annotated[bool, Option(RECORDS, marks=("free", "adjustable"))] = False
+    """Write every operation with its weight version and times to RUN/operations."""
+    record: Annotated[str, Option(RECORDS, metavar="WHICH", marks=("free", "adjustable"))] = STEADY
+    """Mini-batches whose operations are kept for tp-run report: first:K, last:K, steady:K (once the
+    pipeline is full), all or none."""
+    log: Annotated[str, Option(RECORDS, metavar="WHERE", marks=("free", "adjustable", "later"))] = (
+        ""
+    )
+    """Metrics of every mini-batch for other programs too: csv, tensorboard, wandb, or several with
+    commas. They go to RUN/dashboards."""
     dropout: bool = True
     """False: nothing drops out in training, and samples have the random numbers that are theirs in
     any stage and micro-batch, so that runs can be held against each other."""

@@ -62,7 +62,7 @@ def _option(field: OptionField) -> Callable[[F], F]:
         multiple=option.several,
         default=field.default if plain else None,
         metavar=option.metavar,
-        help=f"{option.help}{usual}",
+        help=f"{field.help}{usual}",
     )
 
 

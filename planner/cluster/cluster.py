@@ -260,30 +260,27 @@ class EqualDevices:
     """Equal devices and their links, as options. None, False and True are the defaults."""
 
     devices: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None,
-        Option("Number of equal devices.", DEVICES, usual="2"),
+        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None, Option(DEVICES, usual="2")
     ] = None
-    memory: Annotated[
-        str | float | None, Option("Limit of each device, like 16GiB.", DEVICES, usual="none")
-    ] = None
-    bandwidth: Annotated[
-        str | float | None, Option("Between devices.", DEVICES, usual=DEFAULT_BANDWIDTH)
-    ] = None
-    latency: Annotated[
-        str | float | None, Option("Of a message.", DEVICES, usual=DEFAULT_LATENCY)
-    ] = None
+    """Number of equal devices."""
+    memory: Annotated[str | float | None, Option(DEVICES, usual="none")] = None
+    """Limit of each device, like 16GiB."""
+    bandwidth: Annotated[str | float | None, Option(DEVICES, usual=DEFAULT_BANDWIDTH)] = None
+    """Between devices."""
+    latency: Annotated[str | float | None, Option(DEVICES, usual=DEFAULT_LATENCY)] = None
+    """Of a message."""
     per_machine: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None,
-        Option("Devices in a machine.", DEVICES, usual="all"),
+        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None, Option(DEVICES, usual="all")
     ] = None
-    between_bandwidth: Annotated[
-        str | float | None, Option("Between machines.", DEVICES, usual="--bandwidth")
-    ] = None
-    between_latency: Annotated[
-        str | float | None, Option("Between machines.", DEVICES, usual="--latency")
-    ] = None
-    half_duplex: Annotated[bool, Option("A link carries one direction at a time.", DEVICES)] = False
-    overlap: Annotated[bool, Option("Devices compute while they transfer.", DEVICES)] = True
+    """Devices in a machine."""
+    between_bandwidth: Annotated[str | float | None, Option(DEVICES, usual="--bandwidth")] = None
+    """Between machines."""
+    between_latency: Annotated[str | float | None, Option(DEVICES, usual="--latency")] = None
+    """Between machines."""
+    half_duplex: Annotated[bool, Option(DEVICES)] = False
+    """A link carries one direction at a time."""
+    overlap: Annotated[bool, Option(DEVICES)] = True
+    """Devices compute while they transfer."""
 
     @property
     def described(self) -> dict[str, Any]:

@@ -113,174 +113,98 @@ class PlanRequest(EqualDevices):
     profile: Profile | str | Path
     cluster: Annotated[
         Cluster | str | Path | None,
-        Option(
-            "Devices and links from a file.",
-            DEVICES,
-            flags=("--cluster",),
-            metavar="TOML",
-            names="file",
-        ),
+        Option(DEVICES, flags=("--cluster",), metavar="TOML", names="file"),
     ] = None
+    """Devices and links from a file."""
     _: KW_ONLY
     variant: Annotated[
         str,
         Option(
-            f"Training system: {', '.join(VARIANTS)}; or all.",
             SYSTEM,
             names="system",
             read=_one_system,
+            help=f"Training system: {', '.join(VARIANTS)}; or all.",
         ),
     ] = "timeprest"
     order: Annotated[
-        str | Path | None,
-        Option(
-            "What each device runs, in the system's weight rules and instead of its own order.",
-            SYSTEM,
-            metavar="FILE",
-            names="file",
-            read=_order,
-        ),
+        str | Path | None, Option(SYSTEM, metavar="FILE", names="file", read=_order)
     ] = None
-    mini_batch: Annotated[
-        Count | None, Option("Samples per update.", SYSTEM, usual="the profile's batch size")
-    ] = None
+    """What each device runs, in the system's weight rules and instead of its own order."""
+    mini_batch: Annotated[Count | None, Option(SYSTEM, usual="the profile's batch size")] = None
+    """Samples per update."""
     micro_batches: Annotated[
-        int | Literal["auto"] | None,
-        Option("In a mini-batch; auto: the best.", SYSTEM, metavar="N", read=auto_or_whole),
+        int | Literal["auto"] | None, Option(SYSTEM, metavar="N", read=auto_or_whole)
     ] = "auto"
-    update_every: Annotated[
-        Count,
-        Option(
-            "Update the weights after every K mini-batches: smaller version differences.",
-            SYSTEM,
-            metavar="K",
-        ),
-    ] = 1
+    """In a mini-batch; auto: the best."""
+    update_every: Annotated[Count, Option(SYSTEM, metavar="K")] = 1
+    """Update the weights after every K mini-batches: smaller version differences."""
     optimizer_state: Annotated[
         float | Literal["muon"] | None,
-        Option(
-            "Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, 2 Adam; "
-            "muon: 1 of matrices of hidden layers, 2 of others.",
-            SYSTEM,
-            usual="as profiled",
-            metavar="FACTOR",
-            read=_optimizer_state,
-        ),
+        Option(SYSTEM, usual="as profiled", metavar="FACTOR", read=_optimizer_state),
     ] = None
+    """Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, 2 Adam; muon: 1 of
+    matrices of hidden layers, 2 of others."""
     headroom: Annotated[
         str | float | None,
         Option(
-            "Of each device's memory, kept free: 8% or 4GiB. Devices of a cluster file may say it.",
             MEMORY,
             usual="8% of GPUs that weren't measured, else 0",
             metavar="SHARE|BYTES",
             read=parse_headroom,
         ),
     ] = None
+    """Of each device's memory, kept free: 8% or 4GiB. Devices of a cluster file may say it."""
     stages: Annotated[
-        int | Literal["auto"] | None,
-        Option("How many; auto: the best.", STAGES, metavar="N", read=auto_or_whole),
+        int | Literal["auto"] | None, Option(STAGES, metavar="N", read=auto_or_whole)
     ] = "auto"
+    """How many; auto: the best."""
     replicas: Annotated[
-        bool | Literal["auto", "off"],
-        Option(
-            "Stages may take several devices, or not.",
-            STAGES,
-            values=("auto", "off"),
-            read=_with_replicas,
-        ),
+        bool | Literal["auto", "off"], Option(STAGES, values=("auto", "off"), read=_with_replicas)
     ] = "auto"
+    """Stages may take several devices, or not."""
     stages_per_device: Annotated[
         int | Literal["auto"] | None,
         Option(
-            "1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.",
             STAGES,
             usual="auto where that takes a second at most, else 1",
             metavar="V",
             read=auto_or_whole,
         ),
     ] = None
-    placement: Annotated[
-        Literal["auto", "straight", "loop", "v"], Option("Which device runs which stage.", STAGES)
-    ] = "auto"
-    sequence: Annotated[
-        Literal["best", "listed"],
-        Option(
-            "Devices of several kinds, or in machines of several sizes: in the best sequence, or "
-            "as the cluster lists them.",
-            STAGES,
-        ),
-    ] = "best"
+    """1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more."""
+    placement: Annotated[Literal["auto", "straight", "loop", "v"], Option(STAGES)] = "auto"
+    """Which device runs which stage."""
+    sequence: Annotated[Literal["best", "listed"], Option(STAGES)] = "best"
+    """Devices of several kinds, or in machines of several sizes: in the best sequence, or as the
+    cluster lists them."""
     recompute: Annotated[
         Literal["off", "on", "selective", "auto"] | None,
-        Option(
-            "Stages compute activations again instead of keeping them: none, all, those of some "
-            "layers, or whatever is best.",
-            STAGES,
-            usual="off; auto where nothing fits so",
-        ),
+        Option(STAGES, usual="off; auto where nothing fits so"),
     ] = None
-    tied: Annotated[
-        TiedAsked,
-        Option(
-            "Layers that share parameters: on one device, on several with copies, or what is "
-            "faster.",
-            STAGES,
-        ),
-    ] = "auto"
+    """Stages compute activations again instead of keeping them: none, all, those of some layers, or
+    whatever is best."""
+    tied: Annotated[TiedAsked, Option(STAGES)] = "auto"
+    """Layers that share parameters: on one device, on several with copies, or what is faster."""
     pins: Annotated[
         Mapping[str, int] | Sequence[str],
-        Option(
-            "Layer NAME is on stage STAGE.",
-            STAGES,
-            flags=("--pin",),
-            metavar="NAME=STAGE",
-            several=True,
-            read=_pins,
-        ),
+        Option(STAGES, flags=("--pin",), metavar="NAME=STAGE", several=True, read=_pins),
     ] = ()
-    run_ahead: Annotated[
-        Literal["paper", "auto"],
-        Option(
-            "Without a flush: S - s mini-batches in flight on stage s, or as many as pay.",
-            STALENESS,
-        ),
-    ] = "paper"
-    max_in_flight: Annotated[
-        Count | None,
-        Option("Mini-batches in flight on a stage at most.", STALENESS, metavar="L"),
-    ] = None
-    max_difference: Annotated[
-        Tally | None,
-        Option(
-            "Updates between a mini-batch's forward and the weights of its backward at most.",
-            STALENESS,
-            metavar="D",
-        ),
-    ] = None
-    solver: Annotated[
-        Literal["auto", "dp", "ilp"],
-        Option("Dynamic programming, an integer program, or whichever.", SEARCH),
-    ] = "auto"
-    tolerance: Annotated[
-        str | float,
-        Option(
-            "Of the shortest period: what may be given away for a smaller version difference, "
-            "then for memory, then for even stages.",
-            SEARCH,
-            metavar="SHARE",
-            read=parse_share,
-        ),
-    ] = "1%"
+    """Layer NAME is on stage STAGE."""
+    run_ahead: Annotated[Literal["paper", "auto"], Option(STALENESS)] = "paper"
+    """Without a flush: S - s mini-batches in flight on stage s, or as many as pay."""
+    max_in_flight: Annotated[Count | None, Option(STALENESS, metavar="L")] = None
+    """Mini-batches in flight on a stage at most."""
+    max_difference: Annotated[Tally | None, Option(STALENESS, metavar="D")] = None
+    """Updates between a mini-batch's forward and the weights of its backward at most."""
+    solver: Annotated[Literal["auto", "dp", "ilp"], Option(SEARCH)] = "auto"
+    """Dynamic programming, an integer program, or whichever."""
+    tolerance: Annotated[str | float, Option(SEARCH, metavar="SHARE", read=parse_share)] = "1%"
+    """Of the shortest period: what may be given away for a smaller version difference, then for
+    memory, then for even stages."""
     time_limit_s: Annotated[
-        Factor | None,
-        Option(
-            "Take the best plan found by then.",
-            SEARCH,
-            flags=("--time-limit",),
-            metavar="SECONDS",
-        ),
+        Factor | None, Option(SEARCH, flags=("--time-limit",), metavar="SECONDS")
     ] = 60.0
+    """Take the best plan found by then."""
     seen: Callable[[Evaluation], None] | None = None
 
     def read(self, spelled: Spelled = str) -> Planning:

@@ -62,19 +62,12 @@ class ProfileRequest:
 
     target: object
     _: KW_ONLY
-    granularity: Annotated[
-        str,
-        Option(
-            "What makes a layer: a leaf module, an operation, or a module whose name matches "
-            "(h.*, or several with commas).",
-            MODEL,
-            metavar="layer|op|PATTERN",
-        ),
-    ] = "layer"
+    granularity: Annotated[str, Option(MODEL, metavar="layer|op|PATTERN")] = "layer"
+    """What makes a layer: a leaf module, an operation, or a module whose name matches (h.*, or
+    several with commas)."""
     front_end: Annotated[
         str | None,
         Option(
-            "How to find the graph.",
             MODEL,
             usual="the first that can",
             values=tuple(FRONT_ENDS),
@@ -82,99 +75,55 @@ class ProfileRequest:
             read=_front_end,
         ),
     ] = None
+    """How to find the graph."""
     inputs: Annotated[
-        Sequence[str],
-        Option(
-            "What a model that isn't a task takes, one sample: 3x32x32:float32, 64:int64:1000 for "
-            "integers below 1000, or by name mask=64:int64. Once for each input.",
-            MODEL,
-            flags=("--input",),
-            metavar="SHAPE:DTYPE",
-            several=True,
-        ),
+        Sequence[str], Option(MODEL, flags=("--input",), metavar="SHAPE:DTYPE", several=True)
     ] = ()
+    """What a model that isn't a task takes, one sample: 3x32x32:float32, 64:int64:1000 for integers
+    below 1000, or by name mask=64:int64. Once for each input."""
     batch_size: Annotated[
         Count | None,
-        Option(
-            "Samples in a mini-batch.",
-            MEASURED,
-            usual="its DataLoader's, or the largest of --micro-batch-sizes, or 64",
-        ),
+        Option(MEASURED, usual="its DataLoader's, or the largest of --micro-batch-sizes, or 64"),
     ] = None
+    """Samples in a mini-batch."""
     micro_batch_sizes: Annotated[
         Sequence[int] | str | None,
-        Option(
-            "Sizes to measure, like 4,8,16.",
-            MEASURED,
-            usual="the mini-batch and its halves",
-            metavar="LIST",
-            read=_sizes,
-        ),
+        Option(MEASURED, usual="the mini-batch and its halves", metavar="LIST", read=_sizes),
     ] = None
-    seconds: Annotated[
-        Factor,
-        Option("Time to spend on timing at most; 3 to 5 rounds are made in any case.", MEASURED),
-    ] = 15.0
-    relative_error: Annotated[
-        float,
-        Meta(gt=0, le=1),
-        Option("Stop when every layer with 1 % of the time is known so well.", MEASURED),
-    ] = 0.05
-    batches: Annotated[
-        Count | None,
-        Option(
-            "Mini-batches to look at where a collate_fn or a batch_sampler may make them of "
-            "different shapes: the largest is measured.",
-            MEASURED,
-            usual="32, within 5 s",
-            metavar="N",
-        ),
-    ] = None
+    """Sizes to measure, like 4,8,16."""
+    seconds: Annotated[Factor, Option(MEASURED)] = 15.0
+    """Time to spend on timing at most; 3 to 5 rounds are made in any case."""
+    relative_error: Annotated[float, Meta(gt=0, le=1), Option(MEASURED)] = 0.05
+    """Stop when every layer with 1 % of the time is known so well."""
+    batches: Annotated[Count | None, Option(MEASURED, usual="32, within 5 s", metavar="N")] = None
+    """Mini-batches to look at where a collate_fn or a batch_sampler may make them of different
+    shapes: the largest is measured."""
     together: Annotated[
-        Annotated[int, Meta(ge=2, le=MAX_COUNT)] | None,
-        Option(
-            "Measure too what stages cost besides their layers, and how N processes slow each "
-            "other down that compute at once on this machine, as stages do.",
-            MEASURED,
-            metavar="N",
-        ),
+        Annotated[int, Meta(ge=2, le=MAX_COUNT)] | None, Option(MEASURED, metavar="N")
     ] = None
+    """Measure too what stages cost besides their layers, and how N processes slow each other down
+    that compute at once on this machine, as stages do."""
     edges: Annotated[
         str | Path | None,
-        Option(
-            "With a table of costs as TARGET: a table (CSV) with the columns from, to and, if need "
-            "be, bytes.",
-            NUMBERS,
-            usual="each layer feeds the next",
-            metavar="FILE",
-            names="file",
-        ),
+        Option(NUMBERS, usual="each layer feeds the next", metavar="FILE", names="file"),
     ] = None
-    device: Annotated[
-        Literal["cpu", "cuda", "meta"],
-        Option("meta: run nothing, reckon with --spec.", DEVICE),
-    ] = "cpu"
-    spec: Annotated[
-        str | None,
-        Option(
-            "With --device meta: the device to reckon with, by its data sheet.",
-            DEVICE,
-            metavar="NAME|FILE",
-            names="file",
-        ),
-    ] = None
-    threads: Annotated[
-        Threads, Option("Torch's threads; each stage will run with as many.", DEVICE)
-    ] = 1
+    """With a table of costs as TARGET: a table (CSV) with the columns from, to and, if need be,
+    bytes."""
+    device: Annotated[Literal["cpu", "cuda", "meta"], Option(DEVICE)] = "cpu"
+    """meta: run nothing, reckon with --spec."""
+    spec: Annotated[str | None, Option(DEVICE, metavar="NAME|FILE", names="file")] = None
+    """With --device meta: the device to reckon with, by its data sheet."""
+    threads: Annotated[Threads, Option(DEVICE)] = 1
+    """Torch's threads; each stage will run with as many."""
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None,
         Option(
-            "Run forwards under torch.autocast with this dtype.",
             DEVICE,
             values=("bf16", "bfloat16", "float16"),
             read=lambda dtype, name: "bfloat16" if dtype == "bf16" else dtype,
         ),
     ] = None
+    """Run forwards under torch.autocast with this dtype."""
 
     def read(self, spelled: Spelled = str) -> dict[str, Any]:
         """What is asked, by field. Raises UserError for what can't be.

@@ -30,78 +30,39 @@ def _warmups(given: object, name: str) -> tuple[int, ...]:
 class StudyChoices:
     """What the user chooses besides plans and settings."""
 
-    seeds: Annotated[int, Meta(ge=1, le=100), Option("Trainings of each system.", TRAINING)] = 3
-    longer: Annotated[
-        float,
-        Meta(ge=1, le=1000),
-        Option(
-            "Every training is so many times as long as the steps that set the target, so that "
-            "slower systems get there too.",
-            TRAINING,
-        ),
-    ] = 1.5
-    eval_every: Annotated[
-        Tally | None,
-        Option("Mini-batches between evaluations; 0: none.", TRAINING, usual="a fifteenth of all"),
-    ] = None
-    uniform_delay: Annotated[
-        bool,
-        Option("Also train with gradients that are S - 1 updates late in all layers.", TRAINING),
-    ] = False
+    seeds: Annotated[int, Meta(ge=1, le=100), Option(TRAINING)] = 3
+    """Trainings of each system."""
+    longer: Annotated[float, Meta(ge=1, le=1000), Option(TRAINING)] = 1.5
+    """Every training is so many times as long as the steps that set the target, so that slower
+    systems get there too."""
+    eval_every: Annotated[Tally | None, Option(TRAINING, usual="a fifteenth of all")] = None
+    """Mini-batches between evaluations; 0: none."""
+    uniform_delay: Annotated[bool, Option(TRAINING)] = False
+    """Also train with gradients that are S - 1 updates late in all layers."""
     target_loss: Annotated[
-        float | None,
-        Option("", TARGET, usual="what plain training reaches after the given steps"),
+        float | None, Option(TARGET, usual="what plain training reaches after the given steps")
     ] = None
-    target_accuracy: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | None,
-        Option("From 0 to 1, on the test data.", TARGET),
-    ] = None
+    target_accuracy: Annotated[Annotated[float, Meta(ge=0, le=1)] | None, Option(TARGET)] = None
+    """From 0 to 1, on the test data."""
     metric: Annotated[
-        Metric,
-        Option(
-            "The figure that is to reach what plain training does.",
-            TARGET,
-            usual="loss, in training",
-            flags=("--target",),
-            values=tuple(RISES),
-        ),
+        Metric, Option(TARGET, usual="loss, in training", flags=("--target",), values=tuple(RISES))
     ] = "loss"
-    tune: Annotated[
-        int,
-        Meta(ge=1, le=1000),
-        Option(
-            "Trainings that each system has to find its learning rate; 1: takes --lr.",
-            RATES,
-            metavar="K",
-        ),
-    ] = 5
-    confirm: Annotated[
-        int,
-        Meta(ge=1, le=100),
-        Option("Of the rates tried, the best so many train with all seeds.", RATES),
-    ] = 2
-    factor: Annotated[
-        float,
-        Meta(gt=1, le=MAX_FACTOR),
-        Option(
-            "Between neighbours of the grid of rates around --lr.", RATES, flags=("--tune-factor",)
-        ),
-    ] = 2.0
-    tune_steps: Annotated[
-        Count | None,
-        Option("Mini-batches of these trainings.", RATES, usual="as long as the others"),
-    ] = None
+    """The figure that is to reach what plain training does."""
+    tune: Annotated[int, Meta(ge=1, le=1000), Option(RATES, metavar="K")] = 5
+    """Trainings that each system has to find its learning rate; 1: takes --lr."""
+    confirm: Annotated[int, Meta(ge=1, le=100), Option(RATES)] = 2
+    """Of the rates tried, the best so many train with all seeds."""
+    factor: Annotated[float, Meta(gt=1, le=MAX_FACTOR), Option(RATES, flags=("--tune-factor",))] = (
+        2.0
+    )
+    """Between neighbours of the grid of rates around --lr."""
+    tune_steps: Annotated[Count | None, Option(RATES, usual="as long as the others")] = None
+    """Mini-batches of these trainings."""
     warmups: Annotated[
         tuple[int, ...] | None,
-        Option(
-            "Over which the learning rate rises; of several, each system's best.",
-            OPTIMIZER,
-            usual="0",
-            flags=("--warmup",),
-            metavar="UPDATES,…",
-            read=_warmups,
-        ),
+        Option(OPTIMIZER, usual="0", flags=("--warmup",), metavar="UPDATES,…", read=_warmups),
     ] = None
+    """Over which the learning rate rises; of several, each system's best."""
 
     @property
     def target(self) -> float | None:

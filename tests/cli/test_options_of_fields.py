@@ -35,18 +35,23 @@ class Cake:
     name: str
     _: KW_ONLY
     layers: Annotated[
-        int | Literal["auto"] | None,
-        Option("How many; auto: the best.", "Shape", metavar="N", read=auto_or_whole),
+        int | Literal["auto"] | None, Option("Shape", metavar="N", read=auto_or_whole)
     ] = "auto"
-    eggs: Annotated[Count | None, Option("Of hens.", "Dough", usual="as in the book")] = None
-    sugar: Annotated[Factor, Option("In cups; see --eggs.", "Dough", marks=("sweet",))] = 1.0
-    ripe: Annotated[float, Meta(gt=0, lt=1), Option("Share of ripe fruit.", "Dough")] = 0.5
-    filling: Annotated[Literal["none", "jam"], Option("Between layers.", "Shape")] = "none"
-    icing: Annotated[bool, Option("Ice it.", "Shape")] = True
-    candles: Annotated[bool, Option("Put candles on it.", "Shape")] = False
-    guests: Annotated[
-        tuple[str, ...], Option("Who is asked.", "Party", flags=("--guest",), several=True)
-    ] = ()
+    """How many; auto: the best."""
+    eggs: Annotated[Count | None, Option("Dough", usual="as in the book")] = None
+    """Of hens."""
+    sugar: Annotated[Factor, Option("Dough", marks=("sweet",))] = 1.0
+    """In cups;
+    see --eggs."""
+    ripe: Annotated[float, Meta(gt=0, lt=1), Option("Dough")] = 0.5
+    """Share of ripe fruit."""
+    filling: Annotated[Literal["none", "jam"], Option("Shape")] = "none"
+    """Between layers."""
+    icing: Annotated[bool, Option("Shape")] = True
+    """Ice it."""
+    candles: Annotated[bool, Option("Shape", help="Put candles on it.")] = False
+    guests: Annotated[tuple[str, ...], Option("Party", flags=("--guest",), several=True)] = ()
+    """Who is asked."""
 
 
 @click.command(cls=GroupedCommand)
