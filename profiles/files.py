@@ -19,7 +19,6 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
-    Literal,
     Protocol,
     TypeVar,
     get_args,
@@ -463,8 +462,8 @@ class Kind(Enum):
     MODEL = "an exported model"
 
 
-ExportFormat = Literal["safetensors", "hf", "dcp"]
-"""What a run's model may be exported to."""
+EXPORT_FORMATS = ("safetensors", "dcp")
+"""What a run's model may be exported to; plugins have others."""
 
 RUN_FILES = (
     *("plan.json", "settings.json", "metrics.jsonl", "summary.json", "lock", "lock.workers"),

@@ -34,6 +34,7 @@ Kind = Literal[
     "front_ends",
     "engines",
     "logs",
+    "formats",
     "judges",
     "transports",
     "views",
@@ -58,6 +59,8 @@ KINDS: Mapping[Kind, str] = {
     "engines": "engine",
     # (folder, `RunBegun`) -> `MetricLog`
     "logs": "log",
+    # (`Weights`, folder, bytes of a file at most or None) -> how many files
+    "formats": "format",
     # (`Planning`, file) -> `Judge` of plans
     "judges": "judge",
     # (`Connection`) -> `PeerChannels`

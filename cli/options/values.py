@@ -76,17 +76,21 @@ class Fraction(click.FloatRange):
 
 
 class WordOrPlugin(click.Choice[str]):
-    """One of a few words, or a name of a kind of plugins (`profiles.plugins`)."""
+    """One of a few words, or a name of a kind of plugins (`profiles.plugins`), which are looked for
+    when they are asked for."""
 
     def __init__(self, words: Iterable[str], kind: plugins.Kind) -> None:
-        super().__init__(list(words))
-        self.kind = kind
+        self.words, self.kind = tuple(words), kind
+        self.case_sensitive = True
+
+    @property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All that there are."""
+        return (*self.words, *errors_as_lines(plugins.names)(self.kind))
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """As click's."""
-        if value not in self.choices and value in errors_as_lines(plugins.names)(self.kind):
-            return value
-        return super().convert(value, param, ctx)
+        return value if value in self.words else super().convert(value, param, ctx)
 
 
 class FileName(click.types.StringParamType):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from ...profiles.errors import UserError
-from ...profiles.files import ExportFormat
+from ...profiles.files import EXPORT_FORMATS
 from ...profiles.units import parse_bytes
 from ..errors import errors_as_lines, printable
 from ..options import CONTEXT, plugin_option, quiet_option, version_option
 from ..options.command import GroupedCommand, command_of, commands_of, examples
-from ..options.values import FileName, FolderName, Whole
+from ..options.values import FileName, FolderName, Whole, WordOrPlugin
 from .rank import OneRankCommand
 from .report import report
 
@@ -39,7 +39,7 @@ from .report import report
 )
 @click.option(
     "--to",
-    type=click.Choice(get_args(ExportFormat)),
+    type=WordOrPlugin(EXPORT_FORMATS, "formats"),
     default="safetensors",
     help="hf: what from_pretrained loads, of a Hugging Face model; dcp: what "
     "torch.distributed.checkpoint loads.",
@@ -60,7 +60,7 @@ from .report import report
 @version_option
 @errors_as_lines
 def export(
-    run_dir: str, output: str, to: ExportFormat, shard_size: str | None, at: int | None, quiet: bool
+    run_dir: str, output: str, to: str, shard_size: str | None, at: int | None, quiet: bool
 ) -> None:
     """Write the whole model of RUN, under its own names.
 

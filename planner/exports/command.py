@@ -9,7 +9,6 @@ from ...cli.options import common_options, plugin_option
 from ...cli.options.command import GroupedCommand, examples
 from ...cli.options.values import FileName, FolderName, WordOrPlugin
 from ...cli.tables.plan import tell_edited
-from ...profiles import plugins
 from ..plan import read_plan
 from .export import write_export
 
@@ -27,7 +26,7 @@ from .export import write_export
 @click.option(
     "--to",
     "engine",
-    type=WordOrPlugin(plugins.names("engines"), "engines"),
+    type=WordOrPlugin((), "engines"),
     required=True,
     help="torch: split points, schedule and a script for torch.distributed.pipelining. torchtitan: "
     "settings and schedule. megatron: arguments with the layout. deepspeed: a PipelineModule.",

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...planner.plan import read_plan
+from ...profiles import plugins
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import (
     MADE_BY,
-    ExportFormat,
     Kind,
     check_output,
     new_folder,
-    read_file,
     write_bytes,
 )
-from ...profiles.target import resolve
 from ...profiles.tasks.hooks import describe_error
 from ..records.run_dir import load_tied_names, load_weights, save_tensors
-from ..settings import RunSettings
 from .checkpoint import Saved
 from .start import source
 
-HF_SHARD_BYTES = 5 * 10**9
-"""Of Hugging Face's files, where the user doesn't say."""
+SHARD_BYTES = 5 * 10**9
+"""Of files with an index, where the user doesn't say: as Hugging Face has it."""
 
 
 class Exported(NamedTuple):
@@ -72,7 +68,7 @@ def export(
     run: str | Path,
     output: str | Path,
     *,
-    to: ExportFormat = "safetensors",
+    to: str = "safetensors",
     at: int | None = None,
     shard_bytes: int | None = None,
 ) -> Exported:
@@ -93,7 +89,8 @@ def export(
 
     Raises:
         FileError: there are none, or a file is broken or can't be written.
-        UserError: "hf" of a model that isn't Hugging Face's, or the library isn't there.
+        UserError: no such format; "hf" of a model that isn't Hugging Face's, or the library isn't
+            there.
         TargetError: "hf": the task can't be imported, or its model built.
     """
     run, output = Path(run), Path(output)
@@ -104,7 +101,7 @@ def export(
         return Exported(taken_from, found.tied, 1)
     with new_folder(output) as folder:
         found, taken_from = _read(run, at)
-        files = _WRITERS[to](found, folder, shard_bytes)
+        files = _writer_of(to)(found, folder, shard_bytes)
     return Exported(taken_from, {} if to == "dcp" else found.tied, files)
 
 
@@ -161,7 +158,7 @@ def shards(named: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
 def _write_safetensors(weights: Weights, folder: Path, most: int | None) -> int:
     """Files and their index are called as Hugging Face's libraries do."""
     once = weights.once
-    found = shards(once, most or HF_SHARD_BYTES)
+    found = shards(once, most or SHARD_BYTES)
     metadata, names = _metadata(weights.tied), ["model.safetensors"]
     if len(found) > 1:
         names = [f"model-{k + 1:05d}-of-{len(found):05d}.safetensors" for k in range(len(found))]
@@ -176,72 +173,6 @@ def _write_safetensors(weights: Weights, folder: Path, most: int | None) -> int:
     for file, part in zip(names, found, strict=True):
         save_tensors(folder / file, part, metadata)
     return len(found)
-
-
-# Hugging Face -------------------------------------------------------------------------------------
-
-
-def _write_hf(weights: Weights, folder: Path, most: int | None) -> int:
-    """As the model's own save_pretrained does it, which knows the names that its loader wants."""
-    try:
-        logging = importlib.import_module("transformers.utils.logging")
-    except ImportError as error:
-        raise UserError(
-            f"--to hf: needs the library transformers ({error}): in the checkout, "
-            "pip install -e '.[hf]'"
-        ) from None
-    settings = read_file(weights.run / "settings.json", RunSettings)
-    model, prefix = _pretrained(settings.task, resolve(settings.task).model(settings.seed))
-    given = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in weights.named.items()
-        if name.startswith(prefix)
-    }
-    wanted = model.state_dict()
-    lost = [name for name in wanted if name not in given]
-    other = [n for n in wanted if n in given and wanted[n].shape != given[n].shape]
-    if lost or other:
-        raise UserError(
-            f"--to hf: {settings.task}: its model isn't what the run trained: "
-            f"{[*lost, *other][0]!r} {'is new' if lost else 'has another shape'}"
-        )
-    # Buffers that the model makes anew each time aren't among what it loads.
-    model.load_state_dict({name: given[name] for name in wanted})
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(folder, max_shard_size=most or HF_SHARD_BYTES)
-    except Exception as error:  # the library has many ways to refuse
-        raise UserError(f"--to hf: save_pretrained failed: {describe_error(error)}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-    return len(list(folder.glob("*.safetensors")))
-
-
-def _pretrained(task: str, model: nn.Module) -> tuple[Any, str]:
-    """The Hugging Face model in a task's model, and what its names begin with there.
-
-    Raises UserError: there is none, or there are parameters besides.
-    """
-    base = importlib.import_module("transformers").PreTrainedModel
-    # Modules come before what is in them.
-    found = next(((n, m) for n, m in model.named_modules() if isinstance(m, base)), None)
-    if found is None:
-        raise UserError(
-            f"--to hf: the model of {task} is a {type(model).__name__}, and has no Hugging Face "
-            "model in it; take --to safetensors or dcp"
-        )
-    prefix = f"{found[0]}." if found[0] else ""
-    besides = next((name for name in model.state_dict() if not name.startswith(prefix)), None)
-    if besides is not None:
-        raise UserError(
-            f"--to hf: the model of {task} has {besides!r} beside its {type(found[1]).__name__}, "
-            "which from_pretrained couldn't load; take --to safetensors or dcp"
-        )
-    return found[1], prefix
 
 
 # torch.distributed.checkpoint ---------------------------------------------------------------------
@@ -272,8 +203,17 @@ def _silently() -> Iterator[None]:
         raise FileError(f"torch.distributed.checkpoint: {describe_error(error)}") from error
 
 
-_WRITERS: dict[ExportFormat, Callable[[Weights, Path, int | None], int]] = {
-    "safetensors": _write_safetensors,
-    "hf": _write_hf,
-    "dcp": _write_dcp,
-}
+Writer = Callable[[Weights, Path, int | None], int]
+"""Writes weights into a folder, in files of so many bytes at most, and says how many files."""
+
+_WRITERS: dict[str, Writer] = {"safetensors": _write_safetensors, "dcp": _write_dcp}
+
+
+def _writer_of(to: str) -> Writer:
+    """Raises UserError for a format that neither we nor a plugin has."""
+    if to in _WRITERS:
+        return _WRITERS[to]
+    if to not in (known := plugins.names("formats")):
+        raise UserError(f"to {to!r}: give one of {', '.join((*_WRITERS, *known))}")
+    found: Writer = plugins.load("formats", to)
+    return found

@@ -1,18 +1,17 @@
-"""A run's model exported to what other libraries load: Hugging Face, torch's own checkpoints."""
+"""A run's model exported to what other libraries load: torch's own checkpoints."""
 
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.models.small import needs_hf
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from safetensors.torch import load_file
 from timeprest.cli.run import main
+from timeprest.profiles import plugins
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -49,55 +48,6 @@ def with_run_weights(where, model):
     for file in (where / "weights").iterdir():
         model.load_state_dict(load_file(file), strict=False)
     return model.eval()
-
-
-@pytest.mark.choice("resnet")
-@needs_hf
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "size"),
-    [
-        ("hf:t5,num_layers=1,num_decoder_layers=1", 50_000),
-        ("hf:resnet", None),
-        (f"{TASKS}:WrappedTask", 4_000),
-    ],
-)
-def test_from_pretrained_gives_the_same_logits(task, size, trained, tmp_path):
-    """Tied heads, buffers of batch norms, several files, and a module of the user's around it."""
-    import transformers
-
-    where, folder = trained(task), tmp_path / "model"
-    done = export(where, folder, to="hf", shard_bytes=size)
-    assert done.files == len(list(folder.glob("*.safetensors")))
-    assert (folder / "model.safetensors.index.json").exists() == (size is not None)
-    target = resolve(task)
-    model = with_run_weights(where, target.model())
-    (inputs, _) = target.call(3)
-    wanted = model(**dict(zip(inputs.names, inputs.tensors, strict=True)))
-    inner = getattr(model, "net", model)
-    loaded, told = type(inner).from_pretrained(folder, output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    found = loaded.eval()(**dict(zip(inputs.names, inputs.tensors, strict=True)))["logits"]
-    assert torch.equal(found, wanted if inner is not model else wanted["logits"])
-    config = transformers.AutoConfig.from_pretrained(folder)
-    assert config.architectures == [type(inner).__name__]
-
-
-@needs_hf
-def test_what_isnt_hugging_faces_alone_is_refused(trained, tmp_path, monkeypatch):
-    for task, message in (
-        (TIED, "TiedTask is a Tied.*, and has no Hugging Face model in it"),
-        (f"{TASKS}:ScaledTask", "'scale' beside its GPT2LMHeadModel"),
-    ):
-        with pytest.raises(UserError, match=message):
-            export(trained(task), tmp_path / "model", to="hf")
-    for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        UserError, match=r"needs the library transformers.*pip install -e '\.\[hf\]'"
-    ):
-        export(trained(TIED), tmp_path / "model", to="hf")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("size", [None, 500])
@@ -162,3 +112,18 @@ def test_nothing_is_written_over(trained, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full"]
     done = CliRunner().invoke(main, ["export", str(where), "--shard-size", "0", "-o", "x"])
     assert (done.exit_code, "a byte at least" in done.output) == (2, True)
+
+
+@pytest.mark.usefixtures("plugins_forgotten")
+def test_plugins_have_other_formats(trained, tmp_path):
+    with pytest.raises(UserError, match="to 'mine': give one of safetensors, dcp"):
+        export(trained(TIED), tmp_path / "model", to="mine")
+    (tmp_path / "mine.py").write_text(
+        "def write(weights, folder, most):\n"
+        "    (folder / 'names').write_text(' '.join(weights.named))\n"
+        "    return 1\n\n\n"
+        "FORMATS = {'mine': write}\n"
+    )
+    plugins.load_file(str(tmp_path / "mine.py"))
+    assert export(trained(TIED), tmp_path / "model", to="mine").files == 1
+    assert "wte.weight" in (tmp_path / "model/names").read_text()
