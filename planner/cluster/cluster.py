@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, converted, read_toml
-from ...profiles.options import Option
+from ...profiles.options import Option, Spelled
 from ...profiles.units import (
     format_bytes,
     parse_bandwidth,
@@ -288,73 +288,77 @@ class EqualDevices:
         given = {f.name: (getattr(self, f.name), f.default) for f in fields(EqualDevices)}
         return {name: value for name, (value, default) in given.items() if value is not default}
 
-    def equal(self) -> Cluster:
-        """That cluster. Raises as `uniform_cluster`."""
-        return uniform_cluster(**{"devices": 2, **self.described})
+    def equal(self, spelled: Spelled = str) -> Cluster:
+        """That cluster; without `per_machine` all are in one machine, else the last has the rest.
+
+        Args:
+            spelled: what messages call a field.
+
+        Raises UserError naming what can't be read, or can't be.
+        """
+        count = self._count("devices", spelled) or 2
+        each = self._count("per_machine", spelled)
+        empty = self.memory is None or (isinstance(self.memory, str) and not self.memory)
+        memory_bytes = None if empty else parse_memory(cast("str", self.memory), spelled("memory"))
+        if memory_bytes is not None and memory_bytes < 1:
+            raise UserError(f"{spelled('memory')}: must be more than 0, not {self.memory!r}")
+        far = (self.between_bandwidth, self.between_latency) != (None, None)
+        if far and each is None:
+            raise UserError(
+                f"{spelled('per_machine')}: say how many devices a machine has, to give links "
+                "between"
+            )
+        homes = [f"machine{k // each}" if each else None for k in range(count)]
+        return Cluster(
+            devices=tuple(
+                Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
+                for k, home in enumerate(homes)
+            ),
+            network=self._network(("bandwidth", "latency"), spelled),
+            between_machines=self._network(("between_bandwidth", "between_latency"), spelled)
+            if far
+            else None,
+        )
+
+    def _count(self, name: str, spelled: Spelled) -> int | None:
+        value = getattr(self, name)
+        found = whole_number(value)
+        if value is not None and (found is None or not 1 <= found <= MAX_DEVICES):
+            what = f"give a whole number from 1 to {MAX_DEVICES}, not {shown(value)}"
+            raise UserError(f"{spelled(name)}: {what}")
+        return found
+
+    def _network(self, names: tuple[str, str], spelled: Spelled) -> Network:
+        """Links of these fields, or of those in a machine where one isn't given."""
+        usual = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY}
+
+        def amount(name: str) -> tuple[Any, str]:
+            value, near = getattr(self, name), name.removeprefix("between_")
+            if value is None and near != name:
+                return amount(near)
+            return usual[name] if value is None else value, spelled(name)
+
+        bandwidth, latency = map(amount, names)
+        return Network(
+            bandwidth_bytes_per_s=parse_bandwidth(*bandwidth),
+            latency_s=parse_seconds(*latency),
+            half_duplex=truth(self.half_duplex, spelled("half_duplex")),
+            overlap=truth(self.overlap, spelled("overlap")),
+        )
 
 
-def uniform_cluster(
-    devices: int,
-    memory: str | float | None = None,
-    bandwidth: str | float = DEFAULT_BANDWIDTH,
-    latency: str | float = DEFAULT_LATENCY,
-    *,
-    per_machine: int | None = None,
-    between_bandwidth: str | float | None = None,
-    between_latency: str | float | None = None,
-    half_duplex: bool = False,
-    overlap: bool = True,
-) -> Cluster:
-    """A cluster of equal devices, from amounts as people write them, or numbers of bytes, bytes
-    per second and seconds.
+def uniform_cluster(devices: int, *amounts: str | float | None, **links: Any) -> Cluster:
+    """A cluster of equal devices.
 
     Args:
-        per_machine: devices in each machine; the last machine has the rest. None: one machine.
-        between_bandwidth: between machines. None: `bandwidth`.
-        between_latency: between machines. None: `latency`.
-        half_duplex, overlap: of all links.
+        amounts: memory, bandwidth and latency, as far as they are given.
+        links: other fields of `EqualDevices`.
 
-    Raises UserError naming the amount that can't be read, or the number or choice that is none.
+    Raises as `EqualDevices.equal`.
     """
-    devices = _count(devices, "devices")
-    per_machine = None if per_machine is None else _count(per_machine, "per_machine")
-    if isinstance(memory, str) and not memory:
-        memory = None
-    memory_bytes = None if memory is None else parse_memory(memory)
-    if memory_bytes is not None and memory_bytes < 1:
-        raise UserError(f"memory: must be more than 0, not {memory!r}")
-    between = (between_bandwidth, between_latency) != (None, None)
-    if between and per_machine is None:
-        raise UserError("per_machine: say how many devices a machine has, to give links between")
-    network = Network(
-        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
-        latency_s=parse_seconds(latency, "latency"),
-        half_duplex=truth(half_duplex, "half_duplex"),
-        overlap=truth(overlap, "overlap"),
-    )
-    far_bandwidth = bandwidth if between_bandwidth is None else between_bandwidth
-    far_latency = latency if between_latency is None else between_latency
-    far = msgspec.structs.replace(
-        network,
-        bandwidth_bytes_per_s=parse_bandwidth(far_bandwidth, "between_bandwidth"),
-        latency_s=parse_seconds(far_latency, "between_latency"),
-    )
-    homes = [f"machine{k // per_machine}" if per_machine else None for k in range(devices)]
-    return Cluster(
-        devices=tuple(
-            Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
-            for k, home in enumerate(homes)
-        ),
-        network=network,
-        between_machines=far if between else None,
-    )
-
-
-def _count(value: object, name: str) -> int:
-    found = whole_number(value)
-    if found is None or not 1 <= found <= MAX_DEVICES:
-        raise UserError(f"{name}: give a whole number from 1 to {MAX_DEVICES}, not {shown(value)}")
-    return found
+    named = dict(zip(("memory", "bandwidth", "latency"), amounts, strict=False))
+    asked: dict[str, Any] = {"devices": devices, **named, **links}
+    return EqualDevices(**asked).equal()
 
 
 # The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------

@@ -220,17 +220,13 @@ class PlanRequest(EqualDevices):
         if self.cluster is not None and described:
             names = ", ".join(map(spelled, described))
             raise UserError(f"{spelled('cluster')}: leave out {names}; the cluster says it")
-        between = {"between_bandwidth", "between_latency"} & {*described}
-        if between and "per_machine" not in described:
-            names = ", ".join(sorted(map(spelled, between)))
-            raise UserError(f"{names}: say {spelled('per_machine')} too")
         if self.seen is not None and not callable(self.seen):
             raise UserError(f"seen: give a function of a plan, not {shown(self.seen)}")
         asked = read_record(self, spelled, without={"cluster", *EqualDevices.__annotations__})
         if self.stages_per_device is None:
             del asked["stages_per_device"]
         asked |= asked.pop("optimizer_state") or {}
-        cluster = self.equal() if self.cluster is None else self.cluster
+        cluster = self.equal(spelled) if self.cluster is None else self.cluster
         return Planning(profile, loaded(cluster, Cluster, "cluster"), {**asked, "seen": self.seen})
 
 

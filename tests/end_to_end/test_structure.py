@@ -98,7 +98,6 @@ methods 24 runtime/training/loop.py Course
 methods 21 runtime/weights/stash.py WeightVersions
 parameters 10 api.py run
 parameters 9 api.py resume
-parameters 9 planner/cluster/cluster.py uniform_cluster
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 13 planner/search/solve.py solve
 parameters 9 planner/search/solve.py question_for

@@ -87,7 +87,7 @@ def make_profile(path: Path) -> None:
 def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
     """Plan in this process; figures of the plan and of the solve, or why there is none."""
     profile = check_profile(read_file(path, Profile), path)
-    cluster = uniform_cluster(devices, "80GB", **LINKS)  # type: ignore[arg-type]
+    cluster = uniform_cluster(devices, "80GB", **LINKS)
     begin = time.perf_counter()
     case: dict[str, Any] = {"system": system, "layers": len(profile.layers), "devices": devices}
     try:

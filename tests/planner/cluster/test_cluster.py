@@ -245,7 +245,7 @@ def test_microseconds_by_every_sign(latency):
         ({"memory": 10**400}, "memory: '1000+' is too large"),
         ({"memory": -1}, "memory: can't read '-1'"),
         ({"bandwidth": 0.5}, "bandwidth: must be at least a byte per second"),
-        ({"latency": None}, "latency: can't read None; write it like 10us"),
+        ({"latency": []}, r"latency: can't read \[\]; write it like 10us"),
     ],
 )
 def test_numbers_that_are_no_amounts_are_named(amounts, why):

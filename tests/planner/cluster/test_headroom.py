@@ -33,7 +33,7 @@ def test_what_is_usual_of_a_device():
     # It is counted with what stages need.
     measured = msgspec.structs.replace(gpu, device="cuda", reserved_bytes=GIB)
     assert usual_headroom(measured) == Headroom()
-    assert usual_headroom(msgspec.structs.replace(gpu, front_end="pipedream")) == Headroom()
+    assert usual_headroom(msgspec.structs.replace(gpu, front_end="table")) == Headroom()
 
 
 def test_what_stages_may_take():
