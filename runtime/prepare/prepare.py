@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
 from .data import Segment, check_padding, run_length, segments, training_samples
-from .devices import modes_of
+from .devices import Modes, modes_of
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, check_parameters, kind_of_loss, why_apart
 from .tied_parameters import (
@@ -47,7 +47,7 @@ from .tied_parameters import (
     state_of,
     treat_alike,
 )
-from .tracing import OtherModes, TracedTask, trace_for_run
+from .tracing import ForwardLook, OtherModes, TracedTask, trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
 T = TypeVar("T")
@@ -226,27 +226,10 @@ def prepare(
     least = min(samples)
     modes = modes_of(plan, settings)
     with modes.on():
-        traced = trace_for_run(
-            settings.task,
-            plan,
-            samples,
-            evaluate=settings.evaluate,
-            seed=settings.seed,
-            threads=settings.threads,
-            tell=tell,
-            modes=modes,
-        )
-        model, task = traced.model, traced.task
-        if any(stage.recompute for stage in plan.stages) and not traced.fake:
-            traced.check_without_gradients(least)
-        looks = {n: traced.look(n) for n in traced.training}
-        result, wanted = looks[samples[-1]].result, looks[samples[-1]].target
-        loss = kind_of_loss(task, result, wanted)
-        if shares[-1].parts > 1:
-            loss = replace(loss, apart=why_apart(traced, samples[-1], result, wanted))
-    specs = {n: look.specs for n, look in looks.items()}
-    hidden = {id(p) for p in hidden_matrices(traced.training[least], model)}
-    matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
+        traced, looks = _traced(plan, settings, samples, modes, tell)
+        loss = _loss_of(traced, samples[-1], looks[samples[-1]], parts=shares[-1].parts)
+    model, specs = traced.model, {n: look.specs for n, look in looks.items()}
+    matrices = _matrices_of(traced, least)
     groups, sent = laid_on(plan, traced, least)
     random = None
     # What is compiled draws where nobody sees it.
@@ -256,49 +239,28 @@ def prepare(
     tell("cutting the model into stages")
     pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
-    pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
-    chosen = [pieces[n][s] for s, n in enumerate(samples)]
-    evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
     saved = names_in_state(model)
-    for piece in chosen:
-        _leave_out_of_state(piece.module, saved)
-        _check_state(piece)
-    stages = [
-        PreparedStage(piece, other, specs[n])
-        for piece, other, n in zip(chosen, evaluated, samples, strict=True)
-    ]
+    stages = _stages_of(traced, groups, samples, specs, saved)
     if not pipeline.variant.flushes:
         check_memory([model, *(module for stage in stages for module in stage.modules)])
     ties = give_copies([stage.modules for stage in stages], pipeline.placement)
     check_stages(ties, plan)
-    size = training_samples(plan, settings, task.data("train"))
+    # What the loss takes is looked at below, and isn't held on to.
+    kind = replace(loss, takes=())
+    cut_model = _model_of(traced, stages, ties, saved, matrices, kind, modes)
+    size = training_samples(plan, settings, traced.task.data("train"))
     course = segments(plan, settings, size)
-    check_padding(plan, settings, task, course, samples, traced, looks)
-    names = first_names(model)
+    check_padding(plan, settings, traced.task, course, samples, traced, looks)
     prepared = Prepared(
         plan=plan,
         settings=settings,
-        task=task,
+        task=traced.task,
         samples=size,
         segments=course,
         pipeline=pipeline,
         replicas=replicas,
         workers=workers,
-        model=PreparedModel(
-            stages=tuple(stages),
-            inputs=tuple(node.name for node in traced.training[least].inputs),
-            arguments=traced.arguments,
-            names=names,
-            saved=saved,
-            whole=model,
-            ties=ties,
-            unused=_unused(model, names, chosen),
-            matrices=matrices,
-            # What it takes is looked at below, and isn't held on to.
-            loss=replace(loss, takes=()),
-            autocast=modes.autocast,
-            modes=traced.modes,
-        ),
+        model=cut_model,
         distribution=distribution,
         example=traced.target.call,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
@@ -309,6 +271,108 @@ def prepare(
     few = min(3, max(segment.mini_batches for segment in course))
     check_schedule(pipeline, make_schedule(pipeline, few), few)
     return prepared
+
+
+def _traced(
+    plan: Plan,
+    settings: RunSettings,
+    samples: Sequence[int],
+    modes: Modes,
+    tell: Callable[[str], None],
+) -> tuple[TracedTask, dict[int, ForwardLook]]:
+    """The task's model, traced for each of these numbers of samples, with a look at each forward.
+
+    Raises as `trace_for_run`, and for what the forwards do.
+    """
+    traced = trace_for_run(
+        settings.task,
+        plan,
+        samples,
+        evaluate=settings.evaluate,
+        seed=settings.seed,
+        threads=settings.threads,
+        tell=tell,
+        modes=modes,
+    )
+    if any(stage.recompute for stage in plan.stages) and not traced.fake:
+        traced.check_without_gradients(min(samples))
+    return traced, {n: traced.look(n) for n in traced.training}
+
+
+def _loss_of(traced: TracedTask, samples: int, look: ForwardLook, *, parts: int) -> LossKind:
+    """What the task's loss gives.
+
+    Args:
+        samples: that it is called with.
+        look: a forward of so many.
+        parts: of a mini-batch, of which it sees one at a time.
+    """
+    loss = kind_of_loss(traced.task, look.result, look.target)
+    if parts == 1:
+        return loss
+    return replace(loss, apart=why_apart(traced, samples, look.result, look.target))
+
+
+def _stages_of(
+    traced: TracedTask,
+    groups: Sequence[Sequence[int]],
+    samples: Sequence[int],
+    specs: Mapping[int, Specs],
+    saved: Collection[str],
+) -> list[PreparedStage]:
+    """The model cut into stages.
+
+    Args:
+        groups: layers of each stage.
+        samples: of each stage's micro-batches.
+        specs: of the values between layers, by number of samples.
+        saved: names of the model's state.
+
+    Raises as `cut` and `_check_state`.
+    """
+    pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
+    chosen = [pieces[n][s] for s, n in enumerate(samples)]
+    evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
+    for piece in chosen:
+        _leave_out_of_state(piece.module, saved)
+        _check_state(piece)
+    return [
+        PreparedStage(piece, other, specs[n])
+        for piece, other, n in zip(chosen, evaluated, samples, strict=True)
+    ]
+
+
+def _model_of(
+    traced: TracedTask,
+    stages: Sequence[PreparedStage],
+    ties: Ties,
+    saved: Mapping[str, str],
+    matrices: frozenset[str],
+    loss: LossKind,
+    modes: Modes,
+) -> PreparedModel:
+    """The model with its stages; arguments as its fields."""
+    model, graph = traced.model, next(iter(traced.training.values()))
+    return PreparedModel(
+        stages=tuple(stages),
+        inputs=tuple(node.name for node in graph.inputs),
+        arguments=traced.arguments,
+        names=first_names(model),
+        saved=saved,
+        whole=model,
+        ties=ties,
+        unused=_unused(model, stages),
+        matrices=matrices,
+        loss=loss,
+        autocast=modes.autocast,
+        modes=traced.modes,
+    )
+
+
+def _matrices_of(traced: TracedTask, samples: int) -> frozenset[str]:
+    """Names of the parameters that are matrices of hidden layers."""
+    hidden = {id(p) for p in hidden_matrices(traced.training[samples], traced.model)}
+    return frozenset(name for name, p in traced.model.named_parameters() if id(p) in hidden)
 
 
 def with_own_weights(prepared: Prepared) -> list[Prepared]:
@@ -371,10 +435,9 @@ def _check_state(piece: Piece) -> None:
             )
 
 
-def _unused(
-    model: nn.Module, names: Mapping[str, str], pieces: Sequence[Piece]
-) -> dict[str, Tensor]:
-    used = {names.get(name, name) for piece in pieces for name in state_of(piece.module)}
+def _unused(model: nn.Module, stages: Iterable[PreparedStage]) -> dict[str, Tensor]:
+    names = first_names(model)
+    used = {names.get(name, name) for s in stages for name in state_of(s.piece.module)}
     return {
         name: tensor
         for name, tensor in state_of(model).items()

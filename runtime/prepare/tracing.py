@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,73 +292,30 @@ def trace_for_run(
     tell("building the model")
     model = target.model(seed)
     model.train()
-    left, left_evaluated = _in_other_mode(model), frozenset[str]()
+    left = _in_other_mode(model)
     tell("tracing the model and holding it against the plan")
     given, wanted = target.call(TRACE_SAMPLES)
-
-    def traced(n: int, *, verify: bool = False) -> TracedModel:
-        call = given if n == TRACE_SAMPLES else target.call(n)[0]
-        return trace(
-            model,
-            target.name,
-            at_profiled(call, made_from.varying),
-            front_end=made_from.front_end,
-            granularity=made_from.granularity,
-            verify=verify,
-        )
-
-    inputs = at_profiled(given, made_from.varying)
-    first_forward(model, target.name, inputs, fake=fake)
+    tracer = _Tracer(target, model, made_from, given, fake=fake)
+    first_forward(model, target.name, at_profiled(given, made_from.varying), fake=fake)
     if not fake:
         check_reads("loss", task.loss, model, given, wanted)
     # Nothing was run for a profile of a device that wasn't there.
-    first = traced(TRACE_SAMPLES, verify=not fake)
-    found = fingerprint(first)
-    if found != made_from.fingerprint:
-        profiled = replace(modes_of_profile(made_from), deterministic=False)
-        if modes is not None and modes != profiled:
-            with profiled.on(), suppress(TraceError):
-                if fingerprint(traced(TRACE_SAMPLES)) == made_from.fingerprint:
-                    raise PlanError(
-                        f"plan: the forward of {target.name} asks which modes are on, and does "
-                        f"something else under those of this run ({modes}) than under those of the "
-                        f"profile ({profiled}): run it as it was profiled, or profile it as it is "
-                        "to run"
-                    )
-        raise PlanError(
-            f"plan: was made for another model: {made_from.target} with fingerprint "
-            f"{made_from.fingerprint}; {target.name} has {found}. Profile and solve again, or "
-            "name the right task with --task"
-        )
+    first = tracer.graph(TRACE_SAMPLES, verify=not fake)
+    if fingerprint(first) != made_from.fingerprint:
+        _refuse_model(tracer, first, modes)
     training = {
-        n: first if first.only_size in (None, n) else traced(n) for n in sorted(set(samples))
+        n: first if first.only_size in (None, n) else tracer.graph(n) for n in sorted(set(samples))
     }
-    evaluation = None
+    evaluation, left_evaluated = None, frozenset[str]()
     if evaluate:
         model.eval()
         left_evaluated = _in_other_mode(model)
         figures = getattr(task, "metrics", None)
         if figures is not None and not fake:
             check_reads("metrics", figures, model, given, wanted)
-        try:
-            size = training[min(samples)].only_size or TRACE_SAMPLES
-            evaluation = traced(size, verify=not fake)
-        except TraceError as error:
-            raise TraceError(f"in evaluation mode: {error}; or train with --no-evaluate") from error
-        finally:
-            model.train()
-    same = _layers_and_values(first)
-    if any(_layers_and_values(other) != same for other in training.values()):
-        raise TraceError(
-            f"{target.name}: the model's forward has other layers for another number of samples; "
-            "it can't be cut into stages"
-        )
-    if evaluation is not None and _layers_and_values(evaluation) != same:
-        raise TraceError(
-            f"{target.name}: the model's forward has other layers in evaluation mode than in "
-            "training mode; it can't be evaluated with the pipeline it is trained with: train "
-            "with --no-evaluate"
-        )
+        size = training[min(samples)].only_size or TRACE_SAMPLES
+        evaluation = tracer.evaluation(size)
+    _check_layers(target.name, first, training.values(), evaluation)
     return TracedTask(
         target,
         task,
@@ -370,6 +327,83 @@ def trace_for_run(
         made_from.varying,
         OtherModes(left, left_evaluated),
     )
+
+
+@dataclass(frozen=True)
+class _Tracer:
+    """Traces a model as its profile says.
+
+    Attributes:
+        given: what the model is called with, for `TRACE_SAMPLES` samples.
+        fake: on fake tensors.
+    """
+
+    target: Target
+    model: nn.Module
+    made_from: ProfileReference
+    given: Call
+    fake: bool
+
+    def graph(self, samples: int, *, verify: bool = False) -> TracedModel:
+        """The model's graph in the mode that it is in. `verify`: run it beside the model."""
+        call = self.given if samples == TRACE_SAMPLES else self.target.call(samples)[0]
+        return trace(
+            self.model,
+            self.target.name,
+            at_profiled(call, self.made_from.varying),
+            front_end=self.made_from.front_end,
+            granularity=self.made_from.granularity,
+            verify=verify,
+        )
+
+    def evaluation(self, samples: int) -> TracedModel:
+        """That in evaluation mode, which the model is in; afterwards it is in training mode."""
+        try:
+            return self.graph(samples, verify=not self.fake)
+        except TraceError as error:
+            raise TraceError(f"in evaluation mode: {error}; or train with --no-evaluate") from error
+        finally:
+            self.model.train()
+
+
+def _refuse_model(tracer: _Tracer, found: TracedModel, modes: Modes | None) -> None:
+    """Raise PlanError for a model whose fingerprint isn't its profile's.
+
+    `modes`: that are on; None: as the profile was made.
+    """
+    name, made_from = tracer.target.name, tracer.made_from
+    profiled = replace(modes_of_profile(made_from), deterministic=False)
+    if modes is not None and modes != profiled:
+        with profiled.on(), suppress(TraceError):
+            if fingerprint(tracer.graph(TRACE_SAMPLES)) == made_from.fingerprint:
+                raise PlanError(
+                    f"plan: the forward of {name} asks which modes are on, and does something else "
+                    f"under those of this run ({modes}) than under those of the profile "
+                    f"({profiled}): run it as it was profiled, or profile it as it is to run"
+                )
+    raise PlanError(
+        f"plan: was made for another model: {made_from.target} with fingerprint "
+        f"{made_from.fingerprint}; {name} has {fingerprint(found)}. Profile and solve again, or "
+        "name the right task with --task"
+    )
+
+
+def _check_layers(
+    name: str, first: TracedModel, training: Iterable[TracedModel], evaluation: TracedModel | None
+) -> None:
+    """Raise TraceError where a graph has other layers than the first one."""
+    same = _layers_and_values(first)
+    if any(_layers_and_values(other) != same for other in training):
+        raise TraceError(
+            f"{name}: the model's forward has other layers for another number of samples; it can't "
+            "be cut into stages"
+        )
+    if evaluation is not None and _layers_and_values(evaluation) != same:
+        raise TraceError(
+            f"{name}: the model's forward has other layers in evaluation mode than in training "
+            "mode; it can't be evaluated with the pipeline it is trained with: train with "
+            "--no-evaluate"
+        )
 
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:

@@ -81,8 +81,6 @@ lines 62 planner/simulator/clock.py SimulatedClock.__init__
 lines 104 profiles/measuring/measure.py measure
 lines 64 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
-lines 93 runtime/prepare/prepare.py prepare
-lines 97 runtime/prepare/tracing.py trace_for_run
 lines 65 runtime/records/recording.py _recording
 lines 90 runtime/run.py _run
 lines 78 runtime/study/trainings/conduct.py prospect
