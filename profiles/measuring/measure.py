@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ from .platforms import Platform, platform_of
 from .profile_builder import assemble
 from .request import ProfileRequest, check_sizes
 from .saved_bytes import MicroBatchCase, parts_of
+
+if TYPE_CHECKING:
+    from ..tasks.shapes import LookedAt
 
 _EPOCHS = 5
 _FEW = 4
@@ -165,63 +168,30 @@ def measure(
         TraceError: no front end takes the model.
     """
     how = ProfileRequest(target.name, **asked).read()
-    batch_size, own_sizes = how["batch_size"], how["micro_batch_sizes"]
-    if batch_size is None:
-        batch_size = target.loader_batch_size or max(own_sizes or [target.batch_size])
-    check_sizes(own_sizes, batch_size)
-    platform = platform or platform_of("cpu")
+    own_sizes, platform = how["micro_batch_sizes"], platform or platform_of("cpu")
     for line in misspelt_hooks(target.task) if target.task is not None else ():
         _warn(line)
-    if (own := target.loader_batch_size) not in (None, batch_size):
-        _warn(
-            f"{target.name}: the DataLoader of data('train') makes batches of {own} samples, and "
-            f"tp-run trains on these: profile with --batch-size {own}, or plan with --mini-batch "
-            f"{own}"
-        )
+    batch_size = _batch_size(target, how["batch_size"], own_sizes)
     sizes = tuple(sorted(set(own_sizes or default_sizes(batch_size, platform))))
     torch.set_num_threads(how["threads"])
     looked = target.look_at_batches(batch_size, how["batches"])
     call_of = target.call if looked is None or looked.varying is None else looked.call
     calls = {size: call_of(size) for size in {TRACE_SAMPLES, *sizes}}
-    # An importer works on the constants' values.
-    model = platform.build(lambda: target.model(seed), first=target.front_end is not None)
-    model.train()
-    # A model alone may have none: it can be planned all the same.
-    if target.task is not None and not any(p.requires_grad for p in model.parameters()):
-        raise TargetError(f"{target.name}: the model has no parameter to train")
+    model = _model(target, platform, seed)
     with platform.working():
         placed = {size: _placed(platform, *found) for size, found in calls.items()}
         call = placed[TRACE_SAMPLES][0]
         if not platform.computed:
             _try_parts(target, model, platform)
         _try(target, lambda: settle(model, call, target.name))
-        left_out: tuple[str, ...] = ()
-        if own_sizes is None and len(sizes) > 1 and sizes[0] == 1:
-            sizes, left_out = _without_ones(target, model, placed, sizes)
+        sizes, left_out = (sizes, ()) if own_sizes else _without_ones(target, model, placed, sizes)
         _tell(progress, "finding the graph")
         if not platform.computed:
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
-        with platform.forward_context():
-            traced = trace(
-                model,
-                target.name,
-                call,
-                front_end=how["front_end"] or target.front_end,
-                granularity=how["granularity"],
-                verify=not platform.computed,
-            )
-            if looked is not None and looked.varying is not None and not platform.computed:
-                smallest = looked.call(TRACE_SAMPLES, looked.smallest)
-                check_other(model, target.name, traced, _placed(platform, *smallest)[0])
+        traced = _graph(target, model, platform, call, looked, how)
         print_of_graph = fingerprint(traced)
         try:
-            with platform.forward_context():
-                graphs = [_for_size(traced, model, target, placed[size][0]) for size in sizes]
-            parts = {id(graph): parts_of(graph) for graph in {id(g): g for g in graphs}.values()}
-            cases = [
-                MicroBatchCase(size, *placed[size], parts[id(graph)])
-                for size, graph in zip(sizes, graphs, strict=True)
-            ]
+            cases = _cases(target, model, platform, traced, {n: placed[n] for n in sizes})
             bench = Bench(target, model, platform, cases, batch_size, progress)
             if target.task is not None:
                 # Of one sample, a figure for each is a number too.
@@ -229,18 +199,7 @@ def measure(
                 _try_evaluation(bench, target.task, calls[several])
             optimizer = _optimizer(bench)
             bench.count()
-            by_values = set[tuple[int, ...]]()
-            if not platform.computed:
-                _tell(progress, "shapes that depend on values")
-                # Of a few samples hardly all have the same value.
-                case = next((case for case in cases if case.size >= _FEW), cases[-1])
-                by_values = bound_by_values(case.traced, case.inputs)
-            tried = TrialReport()
-            if trial is not None and target.task is not None and not platform.computed:
-                _tell(progress, "training two mini-batches")
-                tried = trial(_trial_case(bench, call_of, by_values))
-                for line in tried.lines:
-                    _warn(line)
+            by_values, tried = _tried(bench, trial, call_of)
             bench.run(how["seconds"], how["relative_error"])
             loading_s = _loading_s(bench, call)
         except UserError:
@@ -259,6 +218,91 @@ def measure(
             unversioned=tried.unversioned,
         )
     return check_profile(profile)
+
+
+def _batch_size(target: Target, asked: int | None, sizes: Sequence[int] | None) -> int:
+    """Of a mini-batch: as asked, or the target's own. Raises UserError."""
+    own = target.loader_batch_size
+    batch_size: int = asked or own or max(sizes or [target.batch_size])
+    check_sizes(sizes, batch_size)
+    if own not in (None, batch_size):
+        _warn(
+            f"{target.name}: the DataLoader of data('train') makes batches of {own} samples, and "
+            f"tp-run trains on these: profile with --batch-size {own}, or plan with --mini-batch "
+            f"{own}"
+        )
+    return batch_size
+
+
+def _model(target: Target, platform: Platform, seed: int) -> nn.Module:
+    """The model where it is measured, in training mode. Raises TargetError."""
+    # An importer works on the constants' values.
+    model = platform.build(lambda: target.model(seed), first=target.front_end is not None)
+    model.train()
+    # A model alone may have none: it can be planned all the same.
+    if target.task is not None and not any(p.requires_grad for p in model.parameters()):
+        raise TargetError(f"{target.name}: the model has no parameter to train")
+    return model
+
+
+def _graph(
+    target: Target,
+    model: nn.Module,
+    platform: Platform,
+    call: Call,
+    looked: LookedAt | None,
+    how: Mapping[str, Any],
+) -> TracedModel:
+    """The model's graph, which holds for the smallest batch that was looked at, too."""
+    with platform.forward_context():
+        traced = trace(
+            model,
+            target.name,
+            call,
+            front_end=how["front_end"] or target.front_end,
+            granularity=how["granularity"],
+            verify=not platform.computed,
+        )
+        if looked is not None and looked.varying is not None and not platform.computed:
+            smallest = looked.call(TRACE_SAMPLES, looked.smallest)
+            check_other(model, target.name, traced, _placed(platform, *smallest)[0])
+    return traced
+
+
+def _cases(
+    target: Target,
+    model: nn.Module,
+    platform: Platform,
+    traced: TracedModel,
+    placed: Mapping[int, tuple[Call, Any]],
+) -> list[MicroBatchCase]:
+    """What is measured at each size."""
+    with platform.forward_context():
+        graphs = [_for_size(traced, model, target, call) for call, _ in placed.values()]
+    parts = {id(graph): parts_of(graph) for graph in {id(g): g for g in graphs}.values()}
+    return [
+        MicroBatchCase(size, *placed[size], parts[id(graph)])
+        for size, graph in zip(placed, graphs, strict=True)
+    ]
+
+
+def _tried(
+    bench: Bench, trial: Trial | None, call_of: Callable[[int], tuple[Call, Any]]
+) -> tuple[set[tuple[int, ...]], TrialReport]:
+    """Layers whose shapes depend on values, and what a trial found."""
+    if bench.platform.computed:
+        return set(), TrialReport()
+    _tell(bench.progress, "shapes that depend on values")
+    # Of a few samples hardly all have the same value.
+    case = next((case for case in bench.cases if case.size >= _FEW), bench.cases[-1])
+    by_values = bound_by_values(case.traced, case.inputs)
+    if trial is None or bench.target.task is None:
+        return by_values, TrialReport()
+    _tell(bench.progress, "training two mini-batches")
+    tried = trial(_trial_case(bench, call_of, by_values))
+    for line in tried.lines:
+        _warn(line)
+    return by_values, tried
 
 
 def _tell(progress: Progress | None, what: str) -> None:
@@ -305,6 +349,8 @@ def _without_ones(
     sizes: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The sizes without 1 where the model refuses it, as BatchNorm over one value does."""
+    if len(sizes) == 1 or sizes[0] > 1:
+        return sizes, ()
     try:
         with unchanged(model):
             _try(target, lambda: placed[1][0].of(model))

@@ -78,7 +78,6 @@ lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/search/exploration.py _raise_lowest
 lines 75 planner/search/solve.py solve
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 104 profiles/measuring/measure.py measure
 lines 64 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
 lines 65 runtime/records/recording.py _recording
