@@ -126,12 +126,7 @@ class StagePiece:
         self.modes.set(module, training=False)
         try:
             with torch.no_grad(), self._precision():
-                arguments = [
-                    decode(values[name], self.specs[name].kind)
-                    if name in self.specs
-                    else values[name]
-                    for name in self.inputs
-                ]
+                arguments = [self._admit(name, values, MicroBatch()) for name in self.inputs]
                 self.evaluation_handed_over.watch(self.inputs, arguments)
                 out = module(*arguments)
                 self.evaluation_handed_over.check()

@@ -1,12 +1,13 @@
-"""Recomputation: a forward is run a second time before its backward, to the same result.
+"""Activation recomputation (checkpointing, 1604.06174): a second forward before the backward, with
+the same result.
 
-Kept until then are the piece's inputs, the states of the random generators, and what the first run
-found in those buffers that the forward changes and may read (a spectral norm's vectors). After the
-second run, buffers are what they were before it: changed once.
+Kept until then are the piece's inputs, the states of the random generators, and what the first
+forward found in those buffers that it changes and may read (a spectral norm's vectors). After the
+second forward, buffers are what they were before it: changed once.
 
-Where only some layers are computed again, their piece runs as ever, and says to a `Remade` which of
-its operations are theirs. What autograd saves there, or later of what they made, is left empty.
-Before the backward these layers alone run once more, and fill it.
+Selective recomputation: the piece runs as ever, and marks in a `Remade` which operations belong to
+the recomputed layers. Saved tensors of these, and later ones of their results, are left empty in
+autograd's graph. Before the backward these layers alone run a second time, and fill them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Recomputation:
         Raises RunError where it has changed others than the first one did.
         """
         self._changed.end()
-        found.buffers = self._changed.among(found.buffers)
+        found.buffers = self._changed.changed_of(found.buffers)
         found.nbytes += sum(copy.nbytes for _, copy in found.buffers)
         self._overwritten.end()
         found.values |= {n: v for n, v in self._given.items() if n not in self._overwritten}
@@ -211,13 +212,13 @@ class Remade:
     # Both runs ---------------------------------------------------------------------------------
 
     def begin(
-        self, run: int, taken: Iterable[Any], again: Iterable[int], own: Iterable[Any]
+        self, run: int, taken: Iterable[Any], reused: Iterable[int], own: Iterable[Any]
     ) -> None:
         """A run of these layers is about to be computed.
 
         Args:
             taken: values of other layers that no run before took.
-            again: numbers of those that it takes too.
+            reused: numbers of those that it takes too.
             own: tensors that runs before have made.
 
         Raises RunError where others have changed any of the last two in place.
@@ -230,7 +231,7 @@ class Remade:
             return
         self._random.append(generators(self._layers.device))
         self._buffers.append(self._layers.changed.copies(self._layers.buffers_of[run]))
-        kept = [self._values[number] for number in again]
+        kept = [self._values[number] for number in reused]
         changed = any(k.original is not None and k.original._version != k.expected for k in kept)
         made = set()
         for tensor in _tensors(own):
@@ -325,7 +326,7 @@ class Remade:
         Raises RunError where it has changed others than the first one did.
         """
         self._layers.changed.end()
-        self._buffers = [self._layers.changed.among(copies) for copies in self._buffers]
+        self._buffers = [self._layers.changed.changed_of(copies) for copies in self._buffers]
         for _, copy in (pair for copies in self._buffers for pair in copies):
             self.kept_bytes[storage_key(copy)] = copy.nbytes
         self._storages.clear()
@@ -354,7 +355,7 @@ class Remade:
         self._again = True
         given = self._given()
         with running(self), _left_as_they_were(self._layers.buffers, self._layers.device):
-            self._layers.again(*given)
+            self._layers.alone(*given)
         if self._filled != len(self._empty) or self._count != len(self._versions):
             raise RunError(
                 "layers that are computed again saved other tensors than in their first run; plan "
@@ -436,11 +437,11 @@ def running(remade: Remade | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def begin_run(run: int, taken: Any, again: Any, own: Any) -> None:
+def begin_run(run: int, taken: Any, reused: Any, own: Any) -> None:
     """In a piece's graph, before a run of layers that are computed again (`Remade.begin`)."""
     remade = _running.get()
     if remade is not None:
-        remade.begin(run, taken, again, own)
+        remade.begin(run, taken, reused, own)
 
 
 def end_run(values: Any) -> None:
@@ -455,7 +456,7 @@ class SelectedLayers:
 
     Attributes:
         module: the stage's, which says when it runs them.
-        again: them alone, as a module; it gives nothing.
+        alone: them alone, as a module; it gives nothing.
         buffers: those that they may change.
         buffers_of: per run of them, those that it may read or change.
         changed: those of `buffers` that the stage's forward changes.
@@ -484,12 +485,12 @@ class SelectedLayers:
         own = {node for node, name in zip(holders, piece.inputs, strict=True) if name in data}
         runs = _runs(graph, {node for node in graph.nodes if node.meta.get(LAYER) in names})
         self._data = [value in own for run in runs for value in run.takes]
-        marked, again = _graphs(graph, runs)
+        marked, alone = _graphs(graph, runs)
         self.module = GraphBody(piece.module, marked)
-        self.again = GraphBody(piece.module, again)
-        self.buffers = list(self.again.buffers())
+        self.alone = GraphBody(piece.module, alone)
+        self.buffers = list(self.alone.buffers())
         self.buffers_of = [_buffers_of(self.module, run) for run in runs]
-        self.changed = ChangedBuffers(self.again, only_updated(self.module))
+        self.changed = ChangedBuffers(self.alone, only_updated(self.module))
 
     def is_data(self, number: int) -> bool:
         """Whether a value is an input of the model, which is there anyway."""
@@ -503,14 +504,14 @@ class _Run:
     Attributes:
         nodes: of the stage's graph.
         takes: values of other layers that no run before takes.
-        takes_again: numbers of those that it takes, too.
+        takes_reused: numbers of those that it takes, too.
         own: what runs before have made, and this one takes.
         gives: what it makes and others take.
     """
 
     nodes: list[fx.Node]
     takes: list[fx.Node]
-    takes_again: list[int]
+    takes_reused: list[int]
     own: list[fx.Node]
     gives: list[fx.Node]
 
@@ -528,12 +529,12 @@ def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> list[_Run]:
         sources = dict.fromkeys(source for node in row for source in node.all_input_nodes)
         others = [s for s in sources if s not in chosen and s.op != "get_attr"]
         new = [source for source in others if source not in numbers]
-        again = [numbers[source] for source in others if source in numbers]
+        reused = [numbers[source] for source in others if source in numbers]
         numbers |= {source: len(numbers) + k for k, source in enumerate(new)}
         own = [source for source in sources if source in chosen and source not in mine]
         gives = [node for node in row if not mine.issuperset(node.users)]
         if row:
-            found.append(_Run(row, new, again, own, gives))
+            found.append(_Run(row, new, reused, own, gives))
     return found
 
 
@@ -550,25 +551,25 @@ def _buffers_of(module: GraphBody, run: _Run) -> list[Tensor]:
 
 def _graphs(graph: fx.Graph, runs: list[_Run]) -> tuple[fx.Graph, fx.Graph]:
     """The stage's graph with a mark before and behind each run, and that of the runs alone."""
-    marked, again = fx.Graph(), fx.Graph()
+    marked, alone = fx.Graph(), fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    remade = {value: again.placeholder(value.name) for run in runs for value in run.takes}
+    remade = {value: alone.placeholder(value.name) for run in runs for value in run.takes}
     first = {run.nodes[0]: number for number, run in enumerate(runs)}
     last = {run.nodes[-1]: run for run in runs}
     chosen = {node for run in runs for node in run.nodes}
     for node in graph.nodes:
         if node in first:
             run = runs[first[node]]
-            values = [copies[value] for value in run.takes], run.takes_again
+            values = [copies[value] for value in run.takes], run.takes_reused
             own = [copies[value] for value in run.own]
             marked.call_function(begin_run, (first[node], *values, own))
-            again.call_function(begin_run, (first[node], [], [], []))
+            alone.call_function(begin_run, (first[node], [], [], []))
         copies[node] = marked.node_copy(node, copies.__getitem__)
         if node in chosen or (node.op == "get_attr" and not chosen.isdisjoint(node.users)):
-            remade[node] = again.node_copy(node, remade.__getitem__)
+            remade[node] = alone.node_copy(node, remade.__getitem__)
         if node in last:
             gives = last[node].gives
             marked.call_function(end_run, ([copies[value] for value in gives],))
-            again.call_function(end_run, ([remade[value] for value in gives],))
-    again.output(None)
-    return marked, again
+            alone.call_function(end_run, ([remade[value] for value in gives],))
+    alone.output(None)
+    return marked, alone

@@ -87,11 +87,11 @@ class ChangedBuffers:
 
     def copies(self, of: Iterable[Tensor] | None = None) -> BufferCopies:
         """What they are now. `of`: of these buffers alone."""
-        among = None if of is None else {id(buffer) for buffer in of}
+        wanted = None if of is None else {id(buffer) for buffer in of}
         return [
             (buffer, buffer.detach().clone())
             for buffer in self._buffers
-            if id(buffer) in self._changed and (among is None or id(buffer) in among)
+            if id(buffer) in self._changed and (wanted is None or id(buffer) in wanted)
         ]
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class ChangedBuffers:
         self._changed.end({id(b) for b, before in self._first if not torch.equal(b, before)})
         self._first = []
 
-    def among(self, copies: BufferCopies) -> BufferCopies:
+    def changed_of(self, copies: BufferCopies) -> BufferCopies:
         """Of copies that the first forward made, those that are needed."""
         return [(buffer, copy) for buffer, copy in copies if id(buffer) in self._changed]
 

@@ -42,7 +42,7 @@ class Staleness:
     largest_distance: float = 0.0
     backwards: int = 0
     versions_held: int = 1
-    _coming: deque[SupportsFloat] = field(default_factory=deque)
+    _unread: deque[SupportsFloat] = field(default_factory=deque)
 
     def note(self, difference: int, distance: SupportsFloat) -> None:
         """Count a backward."""
@@ -51,12 +51,12 @@ class Staleness:
         # Most are 0 where nothing was to be computed.
         if distance != 0.0:
             self.noted += 1
-            self._coming.append(distance)
+            self._unread.append(distance)
 
     def read(self, count: int) -> None:
         """Read so many of the distances, which have come by now."""
-        while self.noted - len(self._coming) < count:
-            distance = float(self._coming.popleft())
+        while self.noted - len(self._unread) < count:
+            distance = float(self._unread.popleft())
             self.distance += distance
             self.largest_distance = max(self.largest_distance, distance)
 

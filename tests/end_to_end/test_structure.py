@@ -155,16 +155,12 @@ word tell runtime/records/metrics.py tell
 word among runtime/records/operation_log.py among
 word again runtime/run.py again
 word tell runtime/run.py tell
-word again runtime/stage/recompute.py again
-word again runtime/stage/recompute.py takes_again
 word tell runtime/study/trainings/conduct.py _tell
 word tell runtime/study/trainings/pool.py _tell
 word tell runtime/study/trainings/training.py tell
 word tell runtime/study/trainings/worker.py tell
 word tell runtime/training/loop.py _tell
 word tell runtime/training/worker.py tell_status
-word among runtime/weights/in_place.py among
-word coming runtime/weights/staleness.py _coming
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""
 
