@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ...profiles.errors import PlanError
@@ -15,7 +15,7 @@ from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import minimax_with_bound
 from .dp.sweep import OutOfTime
 from .ilp.search import solve_ilp
-from .problem import SAME, Answer, Cut, StageProblem
+from .problem import Answer, Cut, StageProblem
 from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000
@@ -168,66 +168,3 @@ def source_for(
         many = f"the model has more than {limit:,} downsets"
         raise PlanError(f"--solver dp: {why if late else many}; leave it out")
     return IlpSource()
-
-
-@dataclass(frozen=True)
-class CutAnswer:
-    """The best cut of one problem, and what is proven of it.
-
-    Attributes:
-        objective_s: its largest load; infinite without a cut.
-        bound_s: no cut has a smaller one.
-        gap: objective over bound, less 1.
-        optimal: proven; without a cut: proven that there is none.
-        method: "dp" or "ilp".
-        downsets: how many there are, where they were listed.
-        seconds: spent.
-        interrupted: stopped from outside.
-    """
-
-    cut: Cut | None
-    objective_s: float
-    bound_s: float
-    gap: float
-    optimal: bool
-    method: str
-    downsets: int | None
-    seconds: float
-    interrupted: bool = field(default=False)
-
-
-def solve_cut(
-    problem: StageProblem,
-    *,
-    solver: str = "auto",
-    time_limit_s: float | None = 60.0,
-    progress: Progress | None = None,
-) -> CutAnswer:
-    """Find the cut whose largest stage load is smallest.
-
-    Args:
-        solver: one of SOLVERS.
-        time_limit_s: the best cut found by then is the answer; None: no limit.
-
-    Raises PlanError as `source_for`.
-    """
-    begin = time.monotonic()
-    deadline = None if time_limit_s is None else begin + time_limit_s
-    source = source_for(problem, solver, deadline)
-    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-    found = source.best(problem, Enough(left), progress)
-    objective = found.cut.objective_s if found.cut else float("inf")
-    bound = min(found.bound_s, objective)
-    optimal = objective <= bound * SAME
-    gap = 0.0 if optimal else (objective / bound - 1 if bound > 0 else float("inf"))
-    return CutAnswer(
-        cut=found.cut,
-        objective_s=objective,
-        bound_s=bound,
-        gap=gap,
-        optimal=optimal,
-        method=source.method,
-        downsets=source.lattice.size if isinstance(source, DpSource) else None,
-        seconds=time.monotonic() - begin,
-        interrupted=found.interrupted,
-    )

@@ -23,7 +23,6 @@ from typing import Any
 
 from timeprest.planner.cluster.cluster import Cluster, uniform_cluster
 from timeprest.planner.partition.problem import StageProblem, cut_load
-from timeprest.planner.partition.solve import CutAnswer, solve_cut
 from timeprest.planner.plan import Plan
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.placement import numbered_devices, pattern_of
@@ -31,6 +30,7 @@ from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import format_bytes
 from timeprest.tests.benchmarks.published.cost_models import problem_of
+from timeprest.tests.benchmarks.published.cut import CutAnswer, solve_cut
 from timeprest.tests.benchmarks.published.reader import import_published, read_workload
 from timeprest.tests.benchmarks.published.workload import Workload
 from timeprest.tests.benchmarks.shared import head_of

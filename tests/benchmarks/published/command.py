@@ -15,12 +15,12 @@ from timeprest.cli.options.values import FileName, Number, Whole
 from timeprest.cli.progress import Bar
 from timeprest.cli.tables.layout import compact_table, counted, first_to_last
 from timeprest.planner.partition.problem import StageProblem, members, stage_bytes, stage_load
-from timeprest.planner.partition.solve import CutAnswer, solve_cut
 from timeprest.planner.search.request import PlanRequest
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.files import MAX_FACTOR
 from timeprest.profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_memory
 from timeprest.tests.benchmarks.published.cost_models import COST_MODELS, problem_of
+from timeprest.tests.benchmarks.published.cut import CutAnswer, solve_cut
 from timeprest.tests.benchmarks.published.reader import read_workload
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from helpers.published_files import (
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.partition.problem import ChosenStage, Cut, cut_load, stage_bytes, stage_load
-from timeprest.planner.partition.solve import solve_cut
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.tests.benchmarks.published.cost_models import COST_MODELS, problem_of
+from timeprest.tests.benchmarks.published.cut import solve_cut
 from timeprest.tests.benchmarks.published.reader import read_workload
 
 GIB = 2**30
