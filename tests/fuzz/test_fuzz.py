@@ -19,6 +19,7 @@ OF_EACH |= {"profile": 40, "plan": 60, "cluster": 40}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("plugins_forgotten")
 @pytest.mark.parametrize("kind", OF_EACH)
 def test_broken_input_is_refused_in_one_line(kind, tmp_path):
     found = {seed: complaint_of(kind, seed, tmp_path / str(seed)) for seed in range(OF_EACH[kind])}
