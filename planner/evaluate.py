@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -229,10 +230,22 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
 
     Raises as `lay_out`.
     """
+    found = evaluate_within(question, stages, micro_batches, inf)
+    assert found is not None
+    return found
+
+
+def evaluate_within(
+    question: Question, stages: Sequence[PlanStage], micro_batches: int, most_s: float
+) -> Evaluation | None:
+    """The same of plans whose period is no longer than that; None of others, whose memory isn't
+    looked at, which takes as long as all the rest."""
     stages = tuple(stages)
     pipeline, found, transfers, shares, size, ties = lay_out(question, stages, micro_batches)
     nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
+    if steady.period_s > most_s:
+        return None
     again, needs = [bool(stage.recompute) for stage in stages], []
     held = _holdings(pipeline, steady, again)
     idle = idle_shares(pipeline, steady.period_s)

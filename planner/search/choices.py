@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...profiles.errors import PlanError
-from ..costs.recomputation import Recompute, Selection, of_stage
+from ..costs.recomputation import Recompute, of_stage
 from ..costs.tied_parameters import gradient_links, not_behind
 from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
@@ -60,13 +60,21 @@ class PlacedBranch:
     Attributes:
         placement: per stage, which of the `devices`; empty: those that aren't looked at.
         devices: positions in the cluster's list.
-        recompute: what any of the stages computes again.
     """
 
     micro_batches: int
     placement: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
-    recompute: Selection = False
+
+    @property
+    def lying(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, its device's position in the cluster's list."""
+        return tuple((d,) for d in self.on)
+
+    @property
+    def on(self) -> tuple[int, ...]:
+        """The same without replicas."""
+        return tuple(self.devices[d] for d in self.placement)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def search_of(
     placed = PlacedSearch(search, asked, [n], order.stages, pins(relaxation))
     placement = order.placement or tuple(range(order.stages))
     devices = tuple(row.device for row in order.rows)
-    branches = [PlacedBranch(n, placement, devices, r) for r in relaxation.recompute]
+    branches = [PlacedBranch(n, placement, devices)]
 
     def run() -> str | None:
         try:

@@ -202,7 +202,7 @@ def solve(
         if apart:
             found = diagnose(search, stopped, request.pins, request.micro_batches)
         else:
-            found = lacking(search, stopped, request.pins)
+            found = lacking(search, stopped, request.pins, request.micro_batches, placed)
         if isinstance(found, InfeasibleError):
             raise found
         search.best = found

@@ -1,10 +1,9 @@
 """Plans whose devices have several stages: which placements there are, and the search over each.
 
-No program over the chain of stages knows a device's load, as its stages lie apart. So cuts are
-listed by the load of their busiest device (`partition.device_loads`), a little further each time,
-and each is evaluated by its real schedule. When the next load isn't below the best plan's period,
-that is proven best of this placement. Where there are too many cuts, the bound is the load below
-which all were tried.
+No program over the chain of stages knows a device's load, as its stages lie apart. So each branch
+is bounded by weighted sums of what its stages cost (`partition.chains`), and the cuts that come
+near to that, and even ones, are improved by local search. Where few cuts are left below the best
+period, all are tried: then it is proven.
 
 Index letters: S stages; D devices; v stages of each; N micro-batches.
 """
@@ -16,41 +15,37 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
-from ..costs.memory import room_bytes
 from ..costs.recomputation import Selection, of_stage
 from ..costs.tied_parameters import misplaced
-from ..evaluate import Evaluation
-from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds
-from ..partition.dp.lattice import Lattice, joined, lattice_of
+from ..evaluate import Evaluation, Question
+from ..partition.chains import Chains, Found
+from ..partition.dp.lattice import Lattice, joined
 from ..partition.placings import pattern
-from ..partition.problem import SAME, StageProblem, members
-from ..partition.solve import DpSource, Enough, Source, source_for
+from ..partition.problem import SAME, members
+from ..partition.solve import DpSource, source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
-from .local_search.improve import LocalSearch, improve
-from .relaxed import messages
-from .relaxed.places import Assumptions
+from .local_search.improve import LocalSearch, Standing, improve, starts_with
 from .relaxed.relaxation import Relaxation
-from .state import CLOSE, FAR, OutOfBudget, SearchState, is_late
+from .relaxed.rows import Rows
+from .state import FAR, FAR_OFF, Budget, OutOfBudget, SearchState
+
+Pins = Sequence[tuple[int, int]]
 
 _MOST_DOWNSETS = 3_000
-"""Of graphs with more, cuts are tried in one topological order alone, between so many places."""
-
-_MOST_PLACES = 128
-
-_FAR_EFFORT = 50_000
-"""What may be spent on cuts by their loads where nothing comes near to fitting."""
+"""Of graphs with more, cuts aren't listed."""
 
 _MOST_SUBSETS = 32
 """Of the ways to leave devices out, so many are looked at."""
@@ -58,17 +53,38 @@ _MOST_SUBSETS = 32
 _MOST_STATES = 100_000
 """So many times the devices there are may be gone through to find them."""
 
-_STEP, _FASTER = 1.0005, 2.0
-"""How much further loads are listed the first time, and how much faster each further time."""
+_STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
+"""Of effort and time, for first plans; and of what is left then, for a proof."""
 
-_APART_S = 1.0
-"""For a cut as if each stage had a device of its own."""
+_LOOKING_SHARE, _SPREAD = 0.5, 1.15
+"""Of that, for finding first plans; and those are improved that are within so much of the best."""
 
-_MOST_BEGUN = 3
-"""Branches whose first cuts are improved before others."""
+_DESCENTS, _WORTH_IT = 5, 2e-3
+"""So many of them, by moves that gain so much."""
 
-_IMPROVING_SHARE, _TRIES = 0.3, 20
-"""Of effort and time, for improving a plan, and times that this is tried without gain."""
+_FAR_EFFORT = 100_000
+"""What may be spent on each of them where nothing comes near to fitting."""
+
+_FITTING_EFFORT = 800_000
+"""And in all where nothing fits after first plans."""
+
+_FITTING_S = 0.4
+"""For finding out whether something would do."""
+
+_ABOUT = 2.0
+"""How much periods may be above the least."""
+
+_CUTS, _EVEN = 2, 2
+"""Of cuts that come near to a bound, and of even ones, those that are looked at."""
+
+_PER_ROUND = 1
+"""Simulated operations that take as long as a round of looking for a bound, for each stage."""
+
+_MOST_STEPS = 20_000
+"""Stages that are begun while the cuts of a branch are listed; with more, they aren't."""
+
+_TRIES = 40
+"""Times that a plan is improved from elsewhere without gain."""
 
 
 def placed_branches(
@@ -97,11 +113,10 @@ def placed_branches(
         subsets = _subsets(cluster, number)[0] if placed else ()
         for placement in placed:
             found += [
-                PlacedBranch(n, placement, devices, recompute)
+                PlacedBranch(n, placement, devices)
                 for devices in subsets
                 for n in counts
                 if relaxation.allows(len(placement), n)
-                for recompute in relaxation.recompute
             ]
     return found
 
@@ -184,36 +199,103 @@ def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) 
     )
 
 
-# The search over them ----------------------------------------------------------------------------
+# Bounds ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Course:
-    """How far one branch is.
+class PlacedBounds:
+    """Bounds the branches of a search.
 
-    Attributes:
-        whole: all places to cut at are known to it.
-        below_s: all cuts with smaller loads were looked at.
-        listed_s: all cuts with loads up to it were listed.
-        step: how much further the next time.
-        stuck: there are too many cuts.
-        open: cuts that other limits may still make better: their least periods, and choices.
+    Args:
+        relaxation: of plans with several stages on each device.
+        pins: (layer, stage).
     """
 
-    branch: PlacedBranch
-    cuts: PlacedCuts
-    whole: bool
-    below_s: float
-    listed_s: float = -1.0
-    step: float = _STEP
-    stuck: bool = False
-    open: list[tuple[float, Choice]] = field(default_factory=list)
+    def __init__(
+        self, search: SearchState, relaxation: Relaxation, micro_batches: int, pins: Pins
+    ) -> None:
+        """`micro_batches`: any N that may be looked at."""
+        self.search, self.relaxation, self._pins = search, relaxation, pins
+        self._problem = relaxation.problem(Branch(micro_batches))
+        self._rows: dict[int, Rows] = {}
+        self._bounded = set[PlacedBranch]()
 
-    @property
-    def bound_s(self) -> float:
-        """No plan of the branch has a shorter period."""
-        known_s = self.below_s if self.whole else self.cuts.least_s
-        return min([known_s, *(floor_s for floor_s, _ in self.open)])
+    def bound(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
+        """Bound a branch. Returns cuts that come near to it."""
+        search = self.search
+        self._bounded.add(branch)
+        if self.lattice is None:
+            return []
+        chains = self.rows(branch.micro_batches).chains(branch.on)
+        about_s = min(search.period_s, _ABOUT * search.bounds[branch])
+        found = self.solved(chains, about_s)
+        search.bounds[branch] = max(search.bounds[branch], found.bound_s)
+        return found.cuts[:_CUTS]
+
+    def bound_anew(self, branch: PlacedBranch) -> None:
+        """Bound it again, where the best plan's period makes it higher: what memory there is counts
+        for that."""
+        if branch not in self._bounded or self.relaxation.limited:
+            self.bound(branch)
+
+    def solved(self, chains: Chains, about_s: float) -> Found:
+        """The bound of chains for a period about this. Raises OutOfBudget."""
+        found = chains.bound(about_s)
+        self.search.budget.take(found.rounds * chains.stages * _PER_ROUND)
+        return found
+
+    @cached_property
+    def _groups(self) -> list[int]:
+        return joined(self._problem)
+
+    @cached_property
+    def lattice(self) -> Lattice | None:
+        """All places to cut at; None: they are too many."""
+        source = self.search.source
+        if self.relaxation is not self.search.relaxation:
+            source = source_for(self._problem, deadline=self.search.budget.deadline)
+        lattice = source.lattice if isinstance(source, DpSource) else None
+        complete = lattice is not None and lattice.complete and lattice.size <= _MOST_DOWNSETS
+        return lattice if complete else None
+
+    def rows(self, micro_batches: int) -> Rows:
+        """What plans with so many cost; there must be a lattice."""
+        assert self.lattice is not None
+        if micro_batches not in self._rows:
+            self._rows[micro_batches] = Rows(self.relaxation, self.lattice, micro_batches)
+        return self._rows[micro_batches]
+
+    def least_s(self, micro_batches: int, devices: Sequence[int] = ()) -> float:
+        """No plan with so many micro-batches has a shorter period, whatever the placement.
+
+        Args:
+            devices: those that it uses; empty: any.
+        """
+        relaxation, listed = self.relaxation, self.search.question.cluster.devices
+        costs = relaxation.graph.costs(relaxation.seconds.size(micro_batches, 1))
+        speeds = [listed[d].speed for d in devices or range(len(listed))]
+        each = (costs.forward_s + costs.backward_s) * micro_batches
+        alone = max(float(each[[*members(group)]].sum()) for group in self._groups)
+        least_s = max(alone / max(speeds), float(each.sum()) / sum(speeds))
+        if relaxation.variant.flushes:
+            trip, _ = relaxation.seconds.heads(costs, both=False)
+            least_s = max(least_s, float(trip.sum()))
+        return least_s
+
+    def allowed(self, branch: PlacedBranch, chains: Chains) -> list[NDArray[np.bool_]]:
+        """Per stage, where it may end: with pinned layers on their stages, and the last at the
+        end."""
+        stages, found = len(branch.placement), []
+        for s in range(stages):
+            top = np.arange(len(chains.masks)) == len(chains.masks) - 1
+            allowed = top if s == stages - 1 else ~top
+            for layer, stage in self._pins:
+                has = np.array([bool(mask >> layer & 1) for mask in chains.masks])
+                allowed = allowed & (has if stage <= s else ~has)
+            found.append(allowed)
+        return found
+
+
+# The search over them ----------------------------------------------------------------------------
 
 
 class PlacedSearch:
@@ -231,7 +313,7 @@ class PlacedSearch:
         asked: StagesAsked,
         counts: Sequence[int],
         stages: int | None,
-        pins: Sequence[tuple[int, int]],
+        pins: Pins,
     ) -> None:
         self.search, self.asked, self._pins = search, asked, pins
         self._counts, self._stages = counts, stages
@@ -244,20 +326,36 @@ class PlacedSearch:
             placed_branches(self.relaxation, asked, v, counts, stages, self._least)
             for v in asked.per_device
         ]
-        self._counted: dict[tuple[int, Selection], Counted] = {}
+        self._bounds = PlacedBounds(search, self.relaxation, counts[0], pins)
 
     def run(self) -> None:
         """Look for the best plan. Raises OutOfBudget when the budget is used up; the search's
         bounds are true then, too."""
         self.enter_bounds()
-        if self._look_at_more() and not self._left_out():
-            for n in self._counts:
-                del self.search.bounds[PlacedBranch(n)]
+        asked, known = self.asked, not self._left_out()
+        if known and (not asked.open_end or asked.patterns == ("v",)):
+            # All that was asked for is in these branches.
+            self._enter(list(chain.from_iterable(self.branches)))
+            self._forget()
+        if self._look_at_more() and known:
+            self._forget()
+
+    def _enter(self, branches: Sequence[PlacedBranch]) -> None:
+        """Give branches what bounds there are before they are looked at."""
+        bounds = self.search.bounds
+        for branch in branches:
+            least_s = self._bounds.least_s(branch.micro_batches, branch.devices)
+            bounds[branch] = max(bounds.get(branch, 0.0), least_s)
+
+    def _forget(self) -> None:
+        """There are no other branches than those that have bounds."""
+        for n in self._counts:
+            self.search.bounds.pop(PlacedBranch(n), None)
 
     def enter_bounds(self) -> None:
         """Give the search bounds that hold whatever is found here."""
         for n in self._counts:
-            self.search.bounds[PlacedBranch(n)] = self._least_s(n)
+            self.search.bounds[PlacedBranch(n)] = self._bounds.least_s(n)
 
     def _look_at_more(self) -> bool:
         """Look at 2, 3, … stages on each device while they pay. Returns whether that were all that
@@ -283,266 +381,202 @@ class PlacedSearch:
 
     def look_at(self, branches: Sequence[PlacedBranch]) -> None:
         """Look for the best plan of these branches alone. Raises as `run`."""
-        courses, left = list[_Course](), self.search.budget.seconds_left
-        until = None if left is None else time.monotonic() + left / 2
-        for branch in branches:
-            self.search.bounds[branch] = self._least_s(branch.micro_batches)
-            # Where there are so many that they take all the time, the first ones get the rest.
-            if courses and is_late(until):
-                continue
-            cuts = self._cuts(branch)
-            courses.append(_Course(branch, cuts, self._places.lattice.complete, cuts.least_s))
-            self.search.bounds[branch] = cuts.least_s
-        try:
-            self._explore(courses)
-            self._prove(courses)
-        finally:
-            for course in courses:
-                self.search.bounds[course.branch] = course.bound_s
-
-    # Problems --------------------------------------------------------------------------------
-
-    @cached_property
-    def _problem(self) -> StageProblem:
-        return self.relaxation.problem(Branch(self._counts[0]))
-
-    @cached_property
-    def _source(self) -> Source:
-        """For cuts of the graph where devices have several stages."""
-        if self.relaxation is self.search.relaxation:
-            return self.search.source
-        return source_for(self._problem, deadline=self.search.budget.deadline)
-
-    @cached_property
-    def _places(self) -> StageEnds:
-        """Where stages may end: everywhere, or, where that is too much, along one order."""
-        lattice = self._source.lattice if isinstance(self._source, DpSource) else None
-        if lattice is None or lattice.size > _MOST_DOWNSETS:
-            lattice = _along_one_order(self._problem)
-        return StageEnds(self._problem, lattice)
-
-    def _count(self, micro_batches: int, *, recompute: Selection) -> Counted:
-        key = micro_batches, recompute
-        if key not in self._counted:
-            counts = list(_counts(self.relaxation, micro_batches, recompute=recompute))
-            sent = messages.sent_on(self.relaxation.seconds, micro_batches)
-            self._counted[key] = Counted(self._places, counts, sent)
-        return self._counted[key]
-
-    def _cuts(self, branch: PlacedBranch) -> PlacedCuts:
-        cluster = self.search.question.cluster
-        devices, fastest = cluster.devices, cluster.fastest_bytes_per_s
-        speeds = [devices[d].speed for d in branch.devices]
-        counted = self._count(branch.micro_batches, recompute=branch.recompute)
-        profile = self.search.question.profile
-        room = [room_bytes(devices[d], profile) for d in branch.devices]
-
-        def pace(a: int, b: int) -> float:
-            link = cluster.link(branch.devices[a], branch.devices[b])
-            return fastest / link.bandwidth_bytes_per_s
-
-        ties = self.relaxation.graph.one_device
-        return PlacedCuts(counted, speeds, branch.placement, self._pins, room, pace, ties)
-
-    def _least_s(self, micro_batches: int) -> float:
-        """No plan with so many micro-batches has a shorter period, whatever the placement."""
-        search = self.search
-        speeds = [device.speed for device in search.question.cluster.devices]
-        return min(
-            self._count(micro_batches, recompute=recompute).least_s(speeds)
-            for recompute in self.relaxation.recompute
-        )
-
-    # Cuts ------------------------------------------------------------------------------------
-
-    def _explore(self, courses: Sequence[_Course]) -> None:
-        """Try cuts from the lowest loads on, a little further in one branch after another."""
-        search = self.search
-        for start in (lambda course: course.cuts.even(), self._apart):
-            for course in sorted(courses, key=lambda c: (c.below_s, c.cuts.stages)):
-                search.budget.check()
-                downsets = start(course) if self._may_gain(course) else None
-                if downsets is not None:
-                    self._try(course, downsets)
-            self._move(courses)
-        if self.relaxation.limited:
-            self._begin(courses)
-        if search.best is None and FAR < search.least_share < float("inf"):
-            search.budget.effort = min(search.budget.effort, _FAR_EFFORT)
-        while going := [c for c in courses if not c.stuck and self._may_gain(c)]:
-            self._go_on(min(going, key=lambda c: (c.below_s, c.cuts.stages)), len(going))
-        if any(course.stuck for course in courses):
-            self._move(courses)
-        for course in courses:
-            if not course.stuck:
-                course.below_s = max(course.below_s, search.period_s)
-
-    def _apart(self, course: _Course) -> tuple[int, ...] | None:
-        """The best cut as if each stage had a device of its own, and wires for itself; None where
-        none is found."""
-        search, branch = self.search, course.branch
-        question, stages = search.question, len(branch.placement)
-        if any(stage >= stages for _, stage in self._pins):
-            return None
-        each = max(map(branch.placement.count, branch.placement))
-        devices = []
-        for d in branch.placement:
-            device = question.cluster.devices[branch.devices[d]]
-            # One with fewer stages has time for more of each.
-            speed = device.speed * each / branch.placement.count(d)
-            devices.append(msgspec.structs.replace(device, speed=speed))
-        cluster = msgspec.structs.replace(question.cluster, devices=tuple(devices))
-        alone = Relaxation(replace(question, cluster=cluster), Freedom(), self.relaxation.graph)
-        assumed = Assumptions(guess=True, memory_share=1 / each)
-        problem = alone.problem(Branch(branch.micro_batches, stages, tuple(self._pins)), assumed)
-        left = search.budget.seconds_left
-        seconds = _APART_S if left is None else min(_APART_S, left / 4)
-        cut = self._source.best(problem, Enough(seconds, within=CLOSE)).cut
-        if cut is None:
-            return None
-        return (0, *accumulate((stage.layers for stage in cut.stages), int.__or__))
-
-    def _may_gain(self, course: _Course) -> bool:
-        return course.below_s * SAME < self.search.period_s
-
-    def _go_on(self, course: _Course, branches: int) -> None:
-        """Try the cuts of a branch with loads up to a little more than before.
-
-        Args:
-            branches: that there still are; what may be spent is for all of them.
-        """
         search, budget = self.search, self.search.budget
-        count = len(course.branch.devices)
-        search.say(f"{search.standing}; {course.cuts.stages} stages on {count} devices")
-        target_s = min(max(course.below_s, 1e-12) * course.step, search.period_s / SAME)
-        course.step = 1 + (course.step - 1) * _FASTER
-        most = budget.steps_left // branches
-        found, complete, steps = course.cuts.below(target_s, course.listed_s, budget.deadline, most)
-        budget.spend_steps(steps)
-        course.stuck = not complete
-        for cut in found:
-            if cut.load_s * SAME >= search.period_s:
-                break
-            if complete:
-                course.below_s = max(course.below_s, cut.load_s)
-            floor_s, choice = self._try(course, cut.downsets, cut.load_s)
-            if floor_s * SAME < search.period_s:
-                course.open.append((floor_s, choice))
-            budget.check()
-        if complete:
-            course.listed_s = target_s
-            course.below_s = max(course.below_s, target_s)
-            if target_s >= course.cuts.most_s:
-                course.below_s = float("inf")
-
-    def _try(
-        self, course: _Course, downsets: Sequence[int], load_s: float = 0.0
-    ) -> tuple[float, Choice]:
-        """Evaluate a cut under some limits. Returns the least period that others may lead to, and
-        the choice; infinite: to none."""
-        branch, names = course.branch, self.relaxation.graph.names
-        nodes = tuple(tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets))
-        choice = Choice(
-            nodes,
-            tuple((branch.devices[d],) for d in branch.placement),
-            tuple(of_stage(branch.recompute, mine) for mine in nodes),
-        )
-        question = self.search.question
-        apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
-        if apart or unforeseen(question, choice):
-            return float("inf"), choice
-        return self.search.try_placed(choice, branch.micro_batches, load_s), choice
-
-    def _begin(self, courses: Sequence[_Course]) -> None:
-        """Improve the best first cuts of some branches, whether they fit at first or not: of that
-        which comes nearest to fitting, where none does, and of those that may gain most."""
-        search, local = self.search, self.local_search(self.search)
-        near = search.closest.micro_batches if search.closest and search.best is None else None
-        ranked = sorted(
-            courses, key=lambda c: (c.branch.micro_batches != near, c.below_s, c.cuts.stages)
-        )
-        with suppress(OutOfBudget), search.budget.part(_IMPROVING_SHARE):
-            for course in ranked[:_MOST_BEGUN]:
-                branch = course.branch
-                lying = tuple((branch.devices[d],) for d in branch.placement)
-                found = local.starts_on(lying, branch.micro_batches)
-                for standing in sorted(found, key=lambda s: (s.over, s.period_s))[:1]:
-                    local.descend(standing)
-        search.budget.check()
-
-    def _move(self, courses: Sequence[_Course]) -> None:
-        """Improve the best plan, if it is one of these branches'."""
-        search, best = self.search, self.search.best
-        if best is not None and any(_is_of(course, best) for course in courses):
-            local = self.local_search(search)
-            with suppress(OutOfBudget), search.budget.part(_IMPROVING_SHARE):
-                improve(search, local, _TRIES)
-            search.budget.check()
+        self._enter(branches)
+        local = self.local_search(search)
+        with budget.part(_STARTING_SHARE):
+            begun = self._begin(local, branches)
+        with suppress(OutOfBudget), budget.part(_PROVING_SHARE):
+            self._prove(branches)
+        budget.check()
+        if search.best is None:
+            budget.effort = min(budget.effort, _FITTING_EFFORT)
+        improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
+        with suppress(OutOfBudget):
+            self._prove(branches)
+        if any(map(self._may_gain, branches)):
+            raise OutOfBudget("effort")
 
     def local_search(self, search: SearchState) -> LocalSearch:
         """Moves among plans with several stages on each device, of this search or one like it."""
         return LocalSearch(search, search.relaxation.with_several_stages(), self._pins)
 
-    def _prove(self, courses: Sequence[_Course]) -> None:
-        """Try all limits of the cuts that others than the usual ones may make better."""
-        search = self.search
-        left = [
-            (floor_s, number, choice, course)
-            for course in courses
-            for number, (floor_s, choice) in enumerate(course.open)
-        ]
-        for floor_s, _, choice, course in sorted(left, key=lambda item: item[:2]):
-            gone = floor_s * SAME >= search.period_s
-            if not gone:
+    def fitting(
+        self, question: Question, freedom: Freedom, counts: Sequence[int]
+    ) -> Evaluation | None:
+        """A plan for another question, where one that fits is soon found.
+
+        Args:
+            counts: N to look at.
+        """
+        relaxation = Relaxation(question, freedom)
+        problem = relaxation.problem(Branch(counts[0]))
+        deadline = time.monotonic() + _FITTING_S
+        search = SearchState(
+            relaxation=relaxation,
+            source=source_for(problem, deadline=deadline),
+            branches=[],
+            most_stages=self.search.most_stages,
+            budget=Budget(_FAR_EFFORT, deadline),
+        )
+        other = PlacedSearch(search, self.asked, counts, self._stages, self._pins)
+        for branches in other.branches:
+            with suppress(OutOfBudget):
+                other._enter(branches)
+                other._begin(other.local_search(search), branches)
+            if search.best is not None:
+                break
+        return search.best
+
+    # First plans -----------------------------------------------------------------------------
+
+    def _begin(self, local: LocalSearch, branches: Sequence[PlacedBranch]) -> list[Standing]:
+        """Bounds and first plans, some of them improved; of those, what fits best first. Raises
+        OutOfBudget when the time is over."""
+        search, found = self.search, list[Standing]()
+        with suppress(OutOfBudget), search.budget.part(_LOOKING_SHARE):
+            for branch, cuts in self._promising(branches):
+                search.say(f"{search.standing}; first cuts")
+                found += self._look(local, branch, cuts)
+        search.budget.check()
+        if not found and search.closest is None and branches:
+            # What lacks least is asked for where nothing can fit, too.
+            branch = max(branches, key=lambda b: (len(b.devices), b.micro_batches))
+            even = local.near.first_cuts(branch.micro_batches, branch.lying)[:_EVEN]
+            found += starts_with(local, branch, even)
+        # Of fast ones that don't fit as of slow ones that do better ones may come.
+        fast = sorted(found, key=lambda s: s.period_s * (1 + s.over))
+        fitting = sorted(found, key=lambda s: (s.over, s.period_s))
+        begun = list(dict.fromkeys(chain.from_iterable(zip(fast, fitting, strict=True))))
+        for left in range(_DESCENTS, 0, -1):
+            if not begun:
+                break
+            standing, share = begun.pop(0), 2 / (left + 1)
+            if self._is_far:
+                share = min(share, _FAR_EFFORT / max(search.budget.effort, 1))
+            if search.best is None or standing.period_s <= search.period_s * _SPREAD:
+                with suppress(OutOfBudget), search.budget.part(share):
+                    local.descend(standing, _WORTH_IT)
+                search.budget.check()
+        if self._is_far:
+            raise OutOfBudget(FAR_OFF)
+        return fitting
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether nothing comes near to fitting."""
+        return self.search.best is None and FAR < self.search.least_share < float("inf")
+
+    def _promising(
+        self, branches: Sequence[PlacedBranch]
+    ) -> Iterator[tuple[PlacedBranch, Sequence[tuple[int, ...]]]]:
+        """Branches that may gain, with cuts that come near to their bounds: from the lowest bound
+        on; and where nothing fits yet, those in turn that are likely to need least."""
+        bounds, bounded = self.search.bounds, dict[PlacedBranch, list[tuple[int, ...]]]()
+        left, turn = list(branches), 0
+        while left:
+            branch = min(left, key=lambda b: (bounds[b], -b.micro_batches, len(b.placement)))
+            if self.search.best is None and turn % 2:
+                branch = max(left, key=lambda b: (len(b.devices), b.micro_batches))
+            if not self._may_gain(branch):
+                left.remove(branch)
+            elif branch not in bounded:
+                bounded[branch] = self._bounds.bound(branch)
+            else:
+                left.remove(branch)
+                turn += 1
+                yield branch, bounded[branch]
+
+    def _may_gain(self, branch: PlacedBranch) -> bool:
+        return self.search.bounds[branch] * SAME < self.search.period_s
+
+    def _look(
+        self, local: LocalSearch, branch: PlacedBranch, cuts: Sequence[tuple[int, ...]]
+    ) -> Iterator[Standing]:
+        """First cuts of a branch: some that come near to its bound, even ones, and where none of
+        them fits, those that may by what they have in flight."""
+        even = local.near.first_cuts(branch.micro_batches, branch.lying)[:_EVEN]
+        found = list[Standing]()
+        for standing in starts_with(local, branch, dict.fromkeys([*cuts, *even])):
+            found.append(standing)
+            yield standing
+        if (
+            self._bounds.lattice is None
+            or not found
+            or any(not standing.over for standing in found)
+        ):
+            return
+        for standing in sorted(found, key=lambda s: s.over)[:_CUTS]:
+            rows = self._bounds.rows(branch.micro_batches)
+            chains = rows.chains_like(standing.found, standing.point.downsets)
+            for cut in self._bounds.solved(chains, standing.period_s).cuts[:_CUTS]:
+                again = local.look(replace(standing.point, downsets=cut))
+                if again is not None:
+                    yield again
+
+    # Bounds, and the proof -------------------------------------------------------------------
+
+    def _prove(self, branches: Sequence[PlacedBranch]) -> None:
+        """Try all cuts that the bounds leave, where they are few.
+
+        Raises OutOfBudget when the budget is used up; the bounds are true then, too.
+        """
+        search, bounds = self.search, self.search.bounds
+        for branch in sorted(branches, key=lambda b: (bounds[b], len(b.placement))):
+            if self._may_gain(branch) and self._bounds.lattice is not None:
                 search.say(search.standing)
-            if gone or search.try_every_limit(choice, course.branch.micro_batches, floor_s):
-                course.open.remove((floor_s, choice))
+                self._bounds.bound_anew(branch)
+            if self._may_gain(branch) and self._bounds.lattice is not None:
+                self._try_all(branch)
 
+    def _try_all(self, branch: PlacedBranch) -> None:
+        """Try all cuts of a branch, unless they are too many."""
+        search, left = self.search, [_MOST_STEPS]
+        chains = self._bounds.rows(branch.micro_batches).chains(branch.on)
 
-def _is_of(course: _Course, found: Evaluation | None) -> bool:
-    """Whether a plan is one of a branch's."""
-    branch = course.branch
-    return (
-        found is not None
-        and found.micro_batches == branch.micro_batches
-        and [stage.devices for stage in found.stages]
-        == [(branch.devices[d],) for d in branch.placement]
-        and all(x.recompute == of_stage(branch.recompute, x.nodes) for x in found.stages)
-    )
+        def go_on(places: int) -> bool:
+            search.budget.spend_steps(1)
+            left[0] -= 1
+            return left[0] >= 0
 
+        found = chains.below(search.period_s / SAME, go_on, self._bounds.allowed(branch, chains))
+        unresolved = float("inf")
+        for load_s, positions in found or ():
+            if load_s * SAME >= search.period_s:
+                break
+            downsets = [chains.masks[p] for p in positions]
+            unresolved = min(unresolved, self._try_ways(branch, downsets, load_s))
+            known_s = min(load_s, unresolved, search.period_s)
+            search.bounds[branch] = max(search.bounds[branch], known_s)
+        if found is not None:
+            known_s = min(unresolved, search.period_s)
+            search.bounds[branch] = max(search.bounds[branch], known_s)
 
-def _counts(
-    relaxation: Relaxation, micro_batches: int, *, recompute: Selection
-) -> Iterator[DeviceCount]:
-    """What layers cost at the least, whatever the schedule, by each view of `Relaxation.views`; and
-    the bytes that are always there."""
-    for view in relaxation.views:
-        if view == "return":
-            continue
-        assumed = Assumptions(view=view, unreplicated=True)
-        problem = relaxation.problem(Branch(micro_batches), assumed)
-        (option,) = [
-            o
-            for o, each in enumerate(problem.options)
-            if problem.modes[each.mode].again == recompute
-        ]
-        place = problem.place(option, problem.devices)
-        each = problem.modes[problem.options[option].mode].compute_s
-        each = each + place.speed * place.sync_s_per_byte * problem.parameter_bytes
-        if problem.serial_s is not None:
-            each = each + problem.serial_s
-        yield DeviceCount(each, problem.serial_fixed_s, problem.before_s, problem.after_s)
-    graph = relaxation.graph
-    always = (1 + relaxation.question.least_state_factor) * graph.parameter_bytes
-    yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
+    def _try_ways(self, branch: PlacedBranch, downsets: Sequence[int], load_s: float) -> float:
+        """Try a cut with each way of recomputation at all stages. Returns what others aren't below:
+        where it fits with everything kept, they are no faster."""
+        search, ways, n = self.search, self.relaxation.recompute, branch.micro_batches
+        unresolved = float("inf")
+        for way in ways:
+            choice = self._choice(branch, downsets, way)
+            if choice is None:
+                return float("inf")
+            unresolved = min(unresolved, search.try_placed(choice, n, load_s))
+            search.budget.check()
+            if len(ways) > 1 and way == ways[0] and load_s * SAME < search.period_s:
+                widest = tuple(most for _, most in search.ranges(choice))
+                found = search.look(choice, n, widest)
+                if found is not None and search.counts(found):
+                    return unresolved
+        return min(unresolved, load_s) if len(ways) > 1 else unresolved
 
-
-def _along_one_order(problem: StageProblem) -> Lattice:
-    """Some downsets, each with all before a place in a topological order."""
-    masks = list(accumulate(joined(problem), int.__or__))
-    work = problem.modes[0].compute_s
-    done = np.cumsum([sum(work[j] for j in members(group)) for group in joined(problem)])
-    if len(masks) > _MOST_PLACES:
-        wanted = np.linspace(0, done[-1], _MOST_PLACES)
-        masks = [masks[k] for k in sorted({*np.searchsorted(done, wanted[:-1]).tolist()})]
-    return lattice_of(problem, masks)
+    def _choice(
+        self, branch: PlacedBranch, downsets: Sequence[int], recompute: Selection
+    ) -> Choice | None:
+        """A cut of a branch; None where it is none that was asked for."""
+        names = self.relaxation.graph.names
+        nodes = tuple(tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets))
+        choice = Choice(nodes, branch.lying, tuple(of_stage(recompute, mine) for mine in nodes))
+        question = self.search.question
+        apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
+        return None if apart or unforeseen(question, choice) else choice

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 
 import msgspec
 
@@ -15,7 +16,7 @@ from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
 from ..costs.memory import room_bytes
 from ..costs.recomputation import fewest, of_stage
-from ..evaluate import Evaluation, Question, better, evaluate, lay_out
+from ..evaluate import Evaluation, Question, better, evaluate, evaluate_within, lay_out
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
@@ -376,8 +377,8 @@ class SearchState:
                 self._widen(found, choice, micro_batches)
 
     def try_placed(self, choice: Choice, micro_batches: int, load_s: float) -> float:
-        """Evaluate a choice whose devices have several stages, under the usual limits and the
-        widest. Returns the least period that other limits may lead to; infinite: to none.
+        """Evaluate a choice whose devices have several stages, under all limits that may matter.
+        Returns the least period that others may lead to; infinite: to none.
 
         Args:
             load_s: no schedule of it has a shorter period.
@@ -390,24 +391,14 @@ class SearchState:
             floor_s = max(floor_s, filled_and_drained_s(laid.pipeline))
         if floor_s * SAME >= self.period_s:
             return float("inf")
-        found = self._first_that_fits(choice, micro_batches)
-        if found is not None and found.prediction.period_s > floor_s * SAME:
-            self._evaluate(choice, micro_batches, widest)
-        only = all(least == most for least, most in ranges)
-        return float("inf") if only or self.period_s <= floor_s * SAME else floor_s
-
-    def try_every_limit(self, choice: Choice, micro_batches: int, floor_s: float) -> bool:
-        """Evaluate a choice under all limits, until the period is the least there can be. Returns
-        whether all were looked at; of too many, some are."""
-        vectors = all_limits(self.ranges(choice))
-        if vectors is None:
-            self.try_choice(choice, micro_batches, floor_s)
-            return self.period_s <= floor_s * SAME
+        self._first_that_fits(choice, micro_batches)
+        vectors = all_limits(ranges) or [widest]
         for limits in vectors:
-            if self.period_s <= floor_s * SAME:
-                break
-            self._evaluate(choice, micro_batches, limits)
-        return True
+            if self.period_s > floor_s * SAME:
+                self._evaluate(choice, micro_batches, limits)
+        if self.period_s <= floor_s * SAME or all_limits(ranges) is not None:
+            return float("inf")
+        return floor_s
 
     def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
         """With a mini-batch in flight for each stage behind, or as many as memory allows."""
@@ -444,10 +435,15 @@ class SearchState:
         return None if found is None or not self.counts(found) else found
 
     def look(
-        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
+        self,
+        choice: Choice,
+        micro_batches: int,
+        limits: tuple[int, ...],
+        most_s: float = inf,
     ) -> Evaluation | None:
         """The plan, whether it fits the devices or not; the best one that does is kept. None where
-        its stages wait for each other. Raises OutOfBudget when the budget is used up."""
+        its stages wait for each other, or the period is longer than `most_s`. Raises OutOfBudget
+        when the budget is used up."""
         used = pattern([d for mine in choice.devices for d in mine], *self.device_kinds)
         each = tuple(map(len, choice.devices))
         shared = numbered_devices(choice.devices)
@@ -457,8 +453,11 @@ class SearchState:
             operations = count(self.relaxation.variant, choice.stages, micro_batches)
             self.budget.spend(operations, needed=self.best is None)
             begin = time.monotonic()
-            self._tried[key] = self._simulated(choice, micro_batches, limits)
+            found = self._simulated(choice, micro_batches, limits, most_s)
             self.budget.took(operations, time.monotonic() - begin)
+            if found is None and most_s < inf:
+                return None
+            self._tried[key] = found
         found = self._tried[key]
         if found is None:
             return None
@@ -476,10 +475,11 @@ class SearchState:
         return found
 
     def _simulated(
-        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
+        self, choice: Choice, micro_batches: int, limits: tuple[int, ...], most_s: float
     ) -> Evaluation | None:
+        stages = choice.with_limits(limits)
         try:
-            return evaluate(self.question, choice.with_limits(limits), micro_batches)
+            return evaluate_within(self.question, stages, micro_batches, most_s)
         except ScheduleError:
             # Where a graph's parts have nothing to do with each other, stages of one device that
             # may keep only so much together can wait for each other.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from ..systems.operations import FORWARDS, UPDATE, UPDATES, Op, Schedule
@@ -209,24 +210,38 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
     one's way back there, where gradients come back. Weight parts may run beside that. Of pipelines
     without replicas.
     """
-    n, most = pipeline.micro_batches, 0.0
-    stages = range(pipeline.stages)
-    for first in stages:
-        # To and from this stage: from the begin of its forward, until the end of its backward.
-        there, back = {first: 0.0}, {first: 0.0}
-        for link in sorted(pipeline.links, key=lambda k: (k.target, k.source)):
-            a, b = link.source, link.target
-            if a in there:
-                route_s = link.latency_s + link.forward_s
-                there[b] = max(there.get(b, 0.0), there[a] + pipeline.forward_s[a] + route_s)
-            if a in back and link.has_gradient:
-                route_s = link.latency_s + link.backward_s
-                back[b] = max(back.get(b, 0.0), back[a] + pipeline.backward_op_s(a) + route_s)
+    n, stages, most = pipeline.micro_batches, pipeline.stages, 0.0
+    backward_s = [pipeline.backward_op_s(s) for s in range(stages)]
+    work_s = [n * (f + b) for f, b in zip(pipeline.forward_s, backward_s, strict=True)]
+    # Per link: its ends, and what a micro-batch and its gradient take from one to the other.
+    ways = [
+        (
+            link.source,
+            link.target,
+            pipeline.forward_s[link.source] + link.latency_s + link.forward_s,
+            backward_s[link.source] + link.latency_s + link.backward_s,
+            link.has_gradient,
+        )
+        for link in sorted(pipeline.links, key=lambda k: (k.target, k.source))
+    ]
+    for first in range(stages):
+        # To and from this stage: from the begin of its forward, until the end of its backward;
+        # below 0: there is no way.
+        there, back = [-1.0] * stages, [-1.0] * stages
+        there[first] = back[first] = 0.0
+        for a, b, there_s, back_s, returns in ways:
+            if there[a] >= 0 and there[a] + there_s > there[b]:
+                there[b] = there[a] + there_s
+            if returns and back[a] >= 0 and back[a] + back_s > back[b]:
+                back[b] = back[a] + back_s
         for mine in pipeline.stages_of:
-            waits = [s for s in mine if s in there and s in back]
-            work_s = sum(n * (pipeline.forward_s[s] + pipeline.backward_op_s(s)) for s in waits)
-            ways_s = (min((way[s] for s in waits), default=0.0) for way in (there, back))
-            most = max(most, work_s + sum(ways_s))
+            busy_s, soonest_s, latest_s = 0.0, inf, inf
+            for s in mine:
+                if there[s] >= 0 and back[s] >= 0:
+                    busy_s += work_s[s]
+                    soonest_s, latest_s = min(soonest_s, there[s]), min(latest_s, back[s])
+            if soonest_s < inf:
+                most = max(most, busy_s + soonest_s + latest_s)
     return most
 
 

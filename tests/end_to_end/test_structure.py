@@ -54,7 +54,7 @@ imports 17 planner/search/defaults.py
 imports 16 planner/search/device_sequences.py
 imports 16 planner/search/first_plans.py
 imports 25 planner/search/solve.py
-imports 20 planner/search/stages_per_device.py
+imports 18 planner/search/stages_per_device.py
 imports 16 planner/search/state.py
 imports 20 profiles/measuring/measure.py
 imports 17 runtime/calibration/link_worker.py
@@ -87,8 +87,7 @@ lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
 methods 27 planner/search/local_search/neighbours.py Neighbours
-methods 21 planner/search/stages_per_device.py PlacedSearch
-methods 28 planner/search/state.py SearchState
+methods 27 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
 methods 24 runtime/training/loop.py Course
@@ -129,7 +128,6 @@ word again planner/search/local_search/memory_about.py again
 word again planner/search/local_search/neighbours.py again
 word among planner/search/relaxed/places.py among
 word tell planner/search/solve.py tell
-word listed planner/search/stages_per_device.py listed_s
 word again planner/search/state.py again
 word again planner/systems/orders.py again
 word scores profiles/hugging_face/task.py scores

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, chain, islice, product
+from typing import Protocol
 
 import msgspec
 
@@ -410,11 +411,27 @@ def diagnose(
     )
 
 
-def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> InfeasibleError:
+class Finder(Protocol):
+    """Soon finds a plan that fits for another question, as the one that was asked for is placed."""
+
+    def fitting(
+        self, question: Question, freedom: Freedom, counts: Sequence[int]
+    ) -> Evaluation | None:
+        """`counts`: N to look at."""
+
+
+def lacking(
+    search: SearchState,
+    stopped: str | None,
+    pins: Pins = (),
+    micro_batches: int | None = None,
+    finder: Finder | None = None,
+) -> InfeasibleError:
     """Why no plan with several stages on each device fits: what the closest one lacks.
 
     Args:
-        stopped, pins: as of `diagnose`.
+        stopped, pins, micro_batches: as of `diagnose`.
+        finder: for what would do; None: it isn't looked for.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     closest, cluster = search.closest, search.question.cluster
@@ -437,10 +454,45 @@ def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> Infeas
         f"{nothing}: the closest ({_sizes(closest)}) lacks {missing} bytes "
         f"({format_bytes(missing)}) on device {device!r}: its stages need "
         f"{format_bytes(needed)} of {format_bytes(needed - missing)}"
-        f"{_free(closest, stage, cluster)}{_help(search)}",
+        f"{_free(closest, stage, cluster)}"
+        f"{_doing(search, closest, micro_batches, finder)}",
         stage=stage,
         missing_bytes=missing,
     )
+
+
+def _doing(
+    search: SearchState, closest: Evaluation, micro_batches: int | None, finder: Finder | None
+) -> str:
+    """What would do: memory, and each option by itself that a plan was found for."""
+    if finder is None or search.question.order:
+        return _help(search)
+    question, freedom = search.question, search.relaxation.freedom
+    most = _device_bytes(closest)
+    memory = max(device.memory_for(most) for device in question.cluster.devices)
+    found = [f"{memory} bytes ({format_bytes(memory)}) on every device"]
+    again = replace(freedom, recompute="auto")
+    ways = [("--recompute auto", question, again)]
+    ways += [(f"--mini-batch {q.mini_batch}", q, freedom) for q in _smaller(question)]
+    if freedom.recompute != "off" or question.system.recompute_refusal:
+        del ways[0]
+    until = time.monotonic() + _SECONDS
+    for words, other, allowed in ways:
+        if time.monotonic() > until:
+            break
+        with suppress(PlanError):
+            plan = finder.fitting(other, allowed, micro_batch_counts(other, micro_batches))
+            if plan is not None:
+                found.append(f"{words} ({format_bytes(_device_bytes(plan))})")
+                if other is not question:
+                    # The largest of mini-batches will do.
+                    break
+    return f". What would do: {', or '.join(found)}"
+
+
+def _device_bytes(plan: Evaluation) -> int:
+    held = plan.prediction.devices or plan.prediction.stages
+    return max(one.memory_bytes for one in held)
 
 
 def _sizes(plan: Evaluation) -> str:

@@ -16,9 +16,10 @@ Index letters: S stages; D devices; N micro-batches; n layers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
+from math import inf
 from typing import NamedTuple
 
 from ....profiles.errors import PlanError, ScheduleError
@@ -27,11 +28,11 @@ from ...partition.problem import SAME, members
 from ...schedules.together import periods_s, simulates_together
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
-from ..choices import Branch, Choice
+from ..choices import Branch, Choice, PlacedBranch
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState, operations_of
 from .memory_about import over_about
-from .neighbours import Neighbours, Point
+from .neighbours import Neighbours, Point, layings_of
 
 _LAID_OUT = 200
 """Simulated operations that take as long as laying out a plan, about."""
@@ -66,8 +67,15 @@ _FEW = 20
 _MAY_FIT = 0.01
 """Those are simulated that are estimated to need so much more than there is, or less."""
 
+_NEARLY = 0.2
+"""First cuts are looked at under limits that are estimated to need so much more."""
+
 _MOST_FITTING = 20
 """Of moves to less memory, those that are simulated at a plan that doesn't fit."""
+
+_BUSY, _CHUNK = 0.8, 16
+"""Of the period, what the busiest device has to do where that sets the period; and moves that are
+laid out at once, where they aren't simulated together."""
 
 _SHARP, _WORTH_IT = 64, 1e-3
 """A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one; and so much must
@@ -158,6 +166,8 @@ class LocalSearch:
         self.near = Neighbours(search, self.relaxation, pins, moves_devices=moves_devices)
         self._standings: dict[Point, Standing | None] = {}
         self._seen: dict[Point, Foreseen | None] = {}
+        # Periods that points are known to be longer than.
+        self._longer_s: dict[Point, float] = {}
         self._layers_s: dict[tuple[int, int], float] = {}
 
     def look(self, point: Point, than: Standing | None = None) -> Standing | None:
@@ -170,7 +180,14 @@ class LocalSearch:
         seen = self.foreseen(point)
         if seen is None or (than is not None and self._useless(seen, than)):
             return None
-        found = self.search.look(self.near.choice(point), point.micro_batches, point.limits)
+        most_s = inf if than is None or than.over else than.period_s * SAME
+        if self._longer_s.get(point, 0.0) >= most_s:
+            return None
+        choice = self.near.choice(point)
+        found = self.search.look(choice, point.micro_batches, point.limits, most_s)
+        if found is None and most_s < inf:
+            self._longer_s[point] = most_s
+            return None
         standing = None if found is None else self._standing(point, found)
         self._standings[point] = standing
         return standing
@@ -195,7 +212,7 @@ class LocalSearch:
             self._seen[point] = seen
         return self._seen[point]
 
-    def _work_s(self, point: Point) -> float:
+    def work_s(self, point: Point) -> float:
         """What its layers keep the busiest device busy at the least, per mini-batch."""
         devices, n = self.question.cluster.devices, point.micro_batches
         work = dict[tuple[int, ...], float]()
@@ -239,25 +256,25 @@ class LocalSearch:
 
     # Starts ------------------------------------------------------------------------------------
 
-    def hoped_s(self, branch: Branch) -> float:
+    def hoped_s(self, branch: Branch | PlacedBranch) -> float:
         """What no plan from first cuts of a branch is below, under the widest limits."""
         near, n = self.near, branch.micro_batches
-        stages, *_ = near.stage_counts(branch)
-        found = [float("inf")]
-        for lying in near.layings(stages, n, len(self.question.cluster.devices)):
+        stages, found = None, [float("inf")]
+        for lying in layings_of(near, branch):
+            stages = stages or len(lying)
+            if len(lying) != stages:
+                break
             limits, ways = next(near.usual_limits(stages, lying)), (self.relaxation.recompute[0],)
             for cut in near.first_cuts(n, lying)[:_HOPED]:
                 seen = self.foreseen(Point(cut, lying, ways * stages, n, limits))
                 found.append(float("inf") if seen is None else seen.least_s)
         return min(found)
 
-    def starts(self, branch: Branch) -> list[Standing]:
+    def starts(self, branch: Branch | PlacedBranch) -> list[Standing]:
         """The best of first cuts under the widest limits; where none fits, under less."""
-        near, devices, n = self.near, len(self.question.cluster.devices), branch.micro_batches
         found = list[Standing]()
-        for stages in near.stage_counts(branch):
-            for lying in near.layings(stages, n, devices):
-                found += self.starts_on(lying, n)
+        for lying in layings_of(self.near, branch):
+            found += self.starts_on(lying, branch.micro_batches)
         return found
 
     def starts_on(self, lying: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Standing]:
@@ -301,10 +318,14 @@ class LocalSearch:
 
     # Descents ----------------------------------------------------------------------------------
 
-    def descend(self, here: Standing) -> Standing:
-        """Take moves until none makes it better. Raises OutOfBudget when the budget is used up."""
+    def descend(self, here: Standing, worth: float = 0.0) -> Standing:
+        """Take moves until none makes it better. Raises OutOfBudget when the budget is used up.
+
+        Args:
+            worth: share of the period that a move must gain.
+        """
         while not self._done(here):
-            found = self._bettered(here) or self._elsewhere(here)
+            found = self._bettered(here, worth=worth) or self._elsewhere(here)
             if found is None:
                 break
             here = found
@@ -336,7 +357,9 @@ class LocalSearch:
         """Whether no plan can be faster."""
         return not here.over and here.period_s <= self.search.bound_s * SAME
 
-    def _bettered(self, here: Standing, most: int | None = None) -> Standing | None:
+    def _bettered(
+        self, here: Standing, most: int | None = None, worth: float = 0.0
+    ) -> Standing | None:
         """What the first move that makes it better leads to; None where none does.
 
         Those that leave the busiest device least to do are tried first: where nothing else holds
@@ -344,6 +367,7 @@ class LocalSearch:
 
         Args:
             most: kinds of moves that are tried, borders first; None: all.
+            worth: as of `descend`.
         """
         near, busiest = self.near, self._busiest(here)
         borders = (near.border_moves,)
@@ -355,10 +379,15 @@ class LocalSearch:
             points = dict.fromkeys(
                 point for kind in together for point in kind(here.point, busiest)
             )
-            ranked = self._fitting if here.over else self._ranked
-            for point in ranked(list(points), here):
+            ranked: Callable[..., Iterable[Point]] = self._fitting if here.over else self._ranked
+            some = (
+                _chunks(self, list(points), here) if here.found.pipeline.placement else [[*points]]
+            )
+            for point in chain.from_iterable(ranked(each, here) for each in some):
                 found = self.look(point, here)
-                if found is not None and found.better(here):
+                if found is None or not found.better(here):
+                    continue
+                if here.over or not worth or found.period_s < here.period_s * (1 - worth):
                     return found
         return None
 
@@ -377,7 +406,7 @@ class LocalSearch:
         """Those that may be better, by what they are expected to be."""
         found, alike = list[_Ranked](), dict[Hashable, list[_Ranked]]()
         for point in points:
-            if point in self._standings or self._work_s(point) > here.period_s * SAME:
+            if point in self._standings or self.work_s(point) > here.period_s * SAME:
                 continue
             seen = self.foreseen(point)
             if seen is None or self._useless(seen, here):
@@ -443,13 +472,69 @@ def _bottlenecks(loads: Sequence[float], period_s: float) -> float:
     return sum((each / period_s) ** _SHARP for each in loads) if period_s else 0.0
 
 
-def start(search: SearchState, local: LocalSearch) -> None:
-    """First plans, improved. Raises OutOfBudget when the budget is used up."""
+def _chunks(local: LocalSearch, points: list[Point], here: Standing) -> Iterator[list[Point]]:
+    """A few points at a time: where they aren't simulated together, laying out all of them takes
+    longer than the simulations of a few. Those first that leave the busiest device least to do,
+    unless it is idle for long."""
+    if not here.over and local.work_s(here.point) > _BUSY * here.period_s:
+        points.sort(key=local.work_s)
+    elif not here.over:
+        local.near.random.shuffle(points)
+    for first in range(0, len(points), _CHUNK):
+        yield points[first : first + _CHUNK]
+
+
+def starts_with(
+    local: LocalSearch, branch: PlacedBranch, cuts: Iterable[tuple[int, ...]]
+) -> Iterator[Standing]:
+    """These cuts of a branch, each under the widest limits that fit, and where none do with all
+    computed again; where that doesn't fit either, what comes nearest."""
+    lying, n = branch.lying, branch.micro_batches
+    every = list(local.near.usual_limits(len(lying), lying))
+    ways = dict.fromkeys((local.relaxation.recompute[0], local.relaxation.recompute[-1]))
+    for cut in cuts:
+        for again in ways:
+            point = Point(cut, lying, (again,) * len(lying), n, every[0])
+            found = list(_under_less(local, point, every[1:]))
+            yield from found
+            if any(not standing.over for standing in found):
+                break
+
+
+def _under_less(
+    local: LocalSearch, point: Point, less: Sequence[tuple[int, ...]]
+) -> Iterator[Standing]:
+    """A point; where it doesn't fit, under fewer in flight that are likely to, up to the first that
+    does, and the last."""
+    widest = local.look(point)
+    if widest is None:
+        return
+    yield widest
+    for limits in less if widest.over else ():
+        narrow = replace(point, limits=limits)
+        seen = local.foreseen(narrow)
+        if seen is None:
+            continue
+        over = over_about(seen.laid, narrow, widest, local.question)
+        standing = local.look(narrow) if over <= _NEARLY or limits == less[-1] else None
+        if standing is not None:
+            yield standing
+            if not standing.over:
+                return
+
+
+def start(
+    search: SearchState,
+    local: LocalSearch,
+    branches: Sequence[Branch | PlacedBranch] | None = None,
+) -> None:
+    """First plans of branches, by default of all, improved. Raises OutOfBudget when the budget is
+    used up."""
     found = list[Standing]()
     # Where simulations are dear there may be time for few: the most promising branches first.
-    branches = sorted(search.branches, key=local.hoped_s)
-    for done, branch in enumerate(branches):
-        search.say(f"{search.standing}; first cuts", done, len(branches))
+    ranked = sorted(search.branches if branches is None else branches, key=local.hoped_s)
+    for done, branch in enumerate(ranked):
+        search.say(f"{search.standing}; first cuts", done, len(ranked))
         found += local.starts(branch)
     found.sort(key=lambda s: (s.over, s.period_s))
     for standing in found[:_MOST_STARTS]:
@@ -457,19 +542,24 @@ def start(search: SearchState, local: LocalSearch) -> None:
             local.descend(standing)
 
 
-def improve(search: SearchState, local: LocalSearch, tries: int) -> None:
+def improve(
+    search: SearchState, local: LocalSearch, tries: int, begun: Standing | None = None
+) -> None:
     """Improve the best plan; kick it and descend again, so often without gain.
 
     Raises OutOfBudget when the budget is used up.
+
+    Args:
+        begun: what to improve in its place.
     """
-    if search.best is None:
-        return
-    here = local.look(local.near.point_of(search.best))
+    here = begun
+    if begun is None and search.best is not None:
+        here = local.look(local.near.point_of(search.best))
     if here is None:
         return
     here = local.descend(here)
     failed = 0
-    while failed < tries and not here.over and here.period_s > search.bound_s * SAME:
+    while failed < tries and here.period_s > search.bound_s * SAME:
         search.say(search.standing)
         begun = local.look(local.near.kicked(here.point))
         there = None if begun is None else local.descend(begun)

@@ -20,7 +20,7 @@ from ...partition.dp.lattice import joined
 from ...partition.placings import pattern
 from ...partition.problem import members
 from ...systems.placement import numbered_devices
-from ..choices import Branch, Choice, capped, caps, unforeseen
+from ..choices import Branch, Choice, PlacedBranch, capped, caps, unforeseen
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .first_cuts import first_cuts
@@ -83,7 +83,7 @@ class Neighbours:
         self._nodes: dict[int, tuple[str, ...]] = {}
         self._ways: dict[int, list[float]] = {}
         self._first_cuts: dict[Hashable, list[tuple[int, ...]]] = {}
-        self._random = random.Random(0)
+        self.random = random.Random(0)
 
     @cached_property
     def _groups(self) -> list[int]:
@@ -387,12 +387,12 @@ class Neighbours:
 
     def kicked(self, point: Point) -> Point:
         """The point with some borders elsewhere."""
-        for _ in range(self._random.randint(1, _KICKED)):
+        for _ in range(self.random.randint(1, _KICKED)):
             if point.stages < 2:
                 break
-            first = self._random.randrange(1, point.stages)
-            last = self._random.randrange(first, point.stages)
-            by = self._random.choice((-1, 1)) * self._random.choice(_STEPS)
+            first = self.random.randrange(1, point.stages)
+            last = self.random.randrange(first, point.stages)
+            by = self.random.choice((-1, 1)) * self.random.choice(_STEPS)
             point = self.shifted(point, first, last, by) or point
         return point
 
@@ -401,3 +401,15 @@ def _in_a_row(each: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
     """So many devices for each stage, the last ones of those listed."""
     at = [*accumulate(each, initial=devices - sum(each))]
     return tuple(tuple(range(a, b)) for a, b in pairwise(at))
+
+
+def layings_of(
+    near: Neighbours, branch: Branch | PlacedBranch
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Devices of stages to begin with."""
+    if isinstance(branch, PlacedBranch):
+        yield branch.lying
+        return
+    devices = len(near.question.cluster.devices)
+    for stages in near.stage_counts(branch):
+        yield from near.layings(stages, branch.micro_batches, devices)

@@ -9,7 +9,6 @@ import numpy as np
 
 from ...costs.layer_graph import LayerVectors, capped, forward_share
 from ...costs.stage_costs import RECEIVES_AHEAD, sized
-from ...partition.device_loads import SentOn
 from ...partition.problem import CutTensor
 from ...partition.waits import Waits, Ways
 from .costs import LeastSeconds
@@ -105,18 +104,3 @@ def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
             kept_bytes=nbytes if limited else 0.0,
             remade_bytes=nbytes if read.guess and edge.storage in kept.remade else 0.0,
         )
-
-
-def sent_on(seconds: LeastSeconds, micro_batches: int) -> list[SentOn]:
-    """What layers send to others in a period, over the fastest wires that there are."""
-    size, fastest = seconds.size(micro_batches, 1), seconds.question.cluster.fastest_bytes_per_s
-    found = []
-    for tensor in seconds.graph.tensors:
-        edge, maker = tensor.edge, tensor.ends & -tensor.ends
-        nbytes = micro_batches * sized(edge.fixed_bytes, edge.bytes_per_sample, size)
-        there_s = nbytes / fastest
-        # The result leaves no stage.
-        users = tensor.ends & ~maker & ((1 << len(seconds.graph.names)) - 1)
-        back_s = there_s if edge.needs_grad else 0.0
-        found.append(SentOn(maker.bit_length() - 1, users, there_s, back_s))
-    return found

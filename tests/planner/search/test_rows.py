@@ -1,0 +1,48 @@
+"""Bounds of plans with a given device for each stage, and the cuts below a period."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from helpers.drawn.questions import drawn_placed
+from timeprest.planner.partition.dp.lattice import find_downsets
+from timeprest.planner.search.choices import Branch, Freedom
+from timeprest.planner.search.relaxed.relaxation import Relaxation
+from timeprest.planner.search.relaxed.rows import Rows
+
+
+@pytest.mark.choice(2)
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_no_plan_is_below_its_bound(first):
+    """All plans of drawn questions, in all placements; and each is among the cuts below its
+    period."""
+    seen = 0
+    for seed in range(first, first + 50):
+        drawn = drawn_placed(seed)
+        if drawn is None:
+            continue
+        question, n = drawn.question, drawn.asked
+        relaxation = Relaxation(question, Freedom(recompute=drawn.recompute)).with_several_stages()
+        lattice = find_downsets(relaxation.problem(Branch(n)), 10_000, None)
+        rows, position = Rows(relaxation, lattice, n), relaxation.graph.position
+        placed = {}
+        for plan in drawn.plans:
+            devices = tuple(stage.devices[0] for stage in plan.stages)
+            if len(set(devices)) < len(devices) and not plan.over_limit(question.cluster):
+                placed.setdefault(devices, []).append(plan)
+        for devices, plans in placed.items():
+            chains = rows.chains(devices)
+            best_s = min(plan.prediction.period_s for plan in plans)
+            for about_s in (best_s, 0.5 * best_s, 3 * best_s):
+                assert chains.bound(about_s, 60).bound_s <= best_s * (1 + 1e-9), (seed, devices)
+            most_s = max(plan.prediction.period_s for plan in plans)
+            allowed = [[True] * len(chains.masks)] * len(devices)
+            listed = chains.below(most_s, lambda _: True, allowed)
+            cuts = {tuple(chains.masks[p] for p in each): load_s for load_s, each in listed}
+            for plan in plans:
+                masks = (sum(1 << position[name] for name in x.nodes) for x in plan.stages)
+                cut = (0, *accumulate(masks, int.__or__))
+                assert cuts[cut] <= plan.prediction.period_s * (1 + 1e-9), (seed, devices)
+            seen += 1
+    assert seen > 3
