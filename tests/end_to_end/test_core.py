@@ -40,7 +40,7 @@ def core(tmp_path_factory):
         here = os.path.relpath(at, ROOT)
         return {n for n in names if n == "__pycache__" or os.path.normpath(f"{here}/{n}") in out}
 
-    for name in ("profiles", "planner", "runtime", "cli", "tests"):
+    for name in ("profiles", "planner", "runtime", "cli", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
     for name in ("__init__.py", "api.py", "pyproject.toml"):
         if (ROOT / name).exists():
