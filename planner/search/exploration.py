@@ -25,6 +25,7 @@ from ..partition.placings import Placings
 from ..partition.problem import SAME, Answer, Cut, StageProblem
 from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
+from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
 from .local_search.improve import LocalSearch, improve, start
 from .relaxed.places import Assumptions, fixed_in_flight
@@ -57,6 +58,9 @@ _STARTING_SHARE = 0.3
 """Of effort and time, for first plans, before there are bounds, and for improving the best plan
 after that."""
 
+_DESCENDED = 3
+"""Of plans of the branches' best cuts by critical cycles, those that are improved at once."""
+
 _CLOSE, _NEARLY, _FAR = 1.1, 0.5, 0.15
 """How far the best plan may be above the bound, for so much of what is left to be spent on a proof;
 and what is spent where it is further."""
@@ -68,20 +72,29 @@ _FEW_TRIES, _TRIES = 6, 40
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
     search.forget_bounds()
-    budget, local = search.budget, LocalSearch(search)
+    budget, local, cycles = search.budget, LocalSearch(search), CycleSearch(search)
     try:
+        with suppress(OutOfBudget), budget.part(_NEARLY):
+            _bound_by_cycles(search, local, cycles)
         # Bounds are still worth looking for where more of these plans would take too long.
-        with suppress(OutOfBudget):
-            try_blocks(search)
+        if search.best is None:
+            with suppress(OutOfBudget):
+                try_blocks(search)
+        if not any(search.promising()):
+            return None
         _start(search, local)
-        with budget.part(_NEARLY):
-            _bound_all(search)
-            _try_guesses(search)
+        search.by_cycles = all(map(cycles.covers, search.promising()))
+        if not search.by_cycles:
+            with budget.part(_NEARLY):
+                _bound_all(search)
+                _try_guesses(search)
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             improve(search, local, _FEW_TRIES)
         close = search.period_s <= search.bound_s * _CLOSE
         with budget.part(_NEARLY if close else _FAR):
-            _prove(search)
+            cycles.prove()
+            if not search.by_cycles:
+                _prove(search)
     except OutOfBudget as why:
         stopped = str(why)
     else:
@@ -93,6 +106,15 @@ def run(search: SearchState) -> str | None:
     else:
         stopped = stopped if budget.is_late else "effort"
     return stopped if search.bound_s * SAME < search.period_s else None
+
+
+def _bound_by_cycles(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
+    """Bounds by critical cycles, and those plans of the cuts that they are from improved that
+    fit."""
+    found = [x for each in cycles.bound() if (x := local.look(local.near.point_of(each)))]
+    found = sorted((s for s in found if not s.over), key=lambda s: s.period_s)
+    for standing in found[:_DESCENDED]:
+        local.descend(standing)
 
 
 def _start(search: SearchState, local: LocalSearch) -> None:

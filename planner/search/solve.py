@@ -401,7 +401,7 @@ def _run_and_bound(search: SearchState) -> str | None:
     deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
     budget.deadline = None if left is None else time.monotonic() + left * (1 - WAITS_SHARE / 2)
     stopped = run(search)
-    if search.bound_s * SAME < search.period_s:
+    if search.bound_s * SAME < search.period_s and not search.by_cycles:
         known, budget.effort = search.bounds, effort
         if left is not None and deadline is not None:
             budget.deadline = min(deadline, time.monotonic() + left * WAITS_SHARE)

@@ -218,6 +218,7 @@ class SearchState:
             so far.
         shortest_s: per choice, its shortest period so far, whether it fits or not.
         blocks: of layers, by their number, for first plans.
+        by_cycles: all that may be better than the best plan is bounded by critical cycles.
         closest: of all plans, the one that needs the smallest share of some device's memory.
         least_share: that share.
     """
@@ -237,6 +238,7 @@ class SearchState:
     shortest_s: dict[Choice, float] = field(default_factory=dict)
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
+    by_cycles: bool = False
     least_difference: int | None = None
     least_share: float = float("inf")
     _tried: dict[Hashable, Evaluation | None] = field(default_factory=dict)

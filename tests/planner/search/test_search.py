@@ -17,7 +17,7 @@ from helpers.plans import lone_stages
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import Question, evaluate, evaluate_within
 from timeprest.planner.partition.problem import Answer, members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, limit_ranges
 from timeprest.planner.search import exploration, first_plans, state
@@ -34,6 +34,7 @@ from timeprest.planner.search.choices import (
     choice_of,
     micro_batch_counts,
 )
+from timeprest.planner.search.critical_cycles import CycleSearch
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation
@@ -326,6 +327,10 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
         clock[0] += 0.15
         return evaluate(*given)
 
+    def slow_within(*given):
+        clock[0] += 0.15
+        return evaluate_within(*given)
+
     def limits_after(deadline):
         met = Candidates(cluster, 0.0)
         search = explore(asked, SearchRequest(run_ahead="auto"), lambda *_: None, met.add)
@@ -334,6 +339,7 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
         return sum(chosen.limits), clock[0] - 100.0
 
     monkeypatch.setattr(state, "evaluate", slow)
+    monkeypatch.setattr(state, "evaluate_within", slow_within)
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     all_of_it, took_s = limits_after(None)
     assert took_s > 2
@@ -371,6 +377,7 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
                 patch.setattr(exploration, name, lambda *_: None)
             patch.setattr(solving, "signed_plan", lambda search, *_: search.best)
             patch.setattr(solving, "bound_sequences", lambda _: None)
+            patch.setattr(CycleSearch, "bound", lambda _: [])
             before = solve(*asked, **more)
         assert plan.predicted.period_s < before.predicted.period_s
 

@@ -1,0 +1,422 @@
+"""Cuts into so many stages by the critical cycles of their schedule, exactly, by bisection.
+
+Stages in a row, a device each. A schedule that repeats has a period no shorter than the work along
+any cycle of operations, over the mini-batches that the cycle comes round later (its maximum cycle
+mean, as of a max-plus matrix). Those that count go from a stage to one behind it and back:
+
+- *turns*: in 1F1B stage t runs the forward of a micro-batch, then the backward of the one u(t) - 1
+  before it. So from stage s to t and back, with u in flight,
+
+      (u(s) - u(t) + 1) · T  ≥  f + b of s … t, and the messages between them, there and back.
+
+- *room*: in whatever sequence, a stage begins a mini-batch when the one u(s) before it is back, so
+  u(s) · T is at least what a mini-batch stays: all its forwards at s, one at each stage behind, all
+  backwards, and messages.
+
+- *flush*: N micro-batches, P one's way to the stage, W that from it on, both there and back. In
+  GPipe T ≥ P + W + N·(f + b); in 1F1B with u < N in flight, for 1 ≤ m ≤ (N - 1) / u,
+
+      T ≥ P + (m + 1)·W + (N - m·(u - 1))·(f + b)   and   T ≥ P + W + N·(f + b) - (u - 1)·f.
+
+For a period to keep to, stages are laid from the last one on. Of all rows of stages that begin at a
+downset only the one that what comes before it waits least for matters: a stage then has the fewest
+in flight that the period allows, which takes the least memory, too. So a table with one number for
+each downset and number of stages tells whether any cut keeps to a period, and which.
+
+Index letters: S stages; N micro-batches; D downsets; M modes; p pairs of downsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problem import FITS, Vector
+from .cycle_stages import CycleProblem, CycleStage, Flight, Stages
+from .cycle_tables import (
+    FORGIVEN,
+    NEVER,
+    ROUNDING,
+    CycleTable,
+    CycleTables,
+    Timed,
+    Waits,
+    any_class,
+    check_time,
+)
+from .lattice import Lattice, Positions
+from .program import Program
+from .sweep import OutOfTime
+
+_MOST_PAIRS = 8_000_000
+"""Pairs of downsets × modes: with more, tables take too long."""
+
+_CLOSE = 1e-10
+"""Bisection ends there, relative."""
+
+_VAGUE = 1e-5
+"""The same where cycles are known from below only."""
+
+_STEP = 0.01
+"""The first step below a cut that was found, relative."""
+
+_NEAR = 1.0005
+"""Where bound and best cut are so close, whether any other cut is better is asked."""
+
+_SHARES, _SHARES_EACH, _CHEAPEST = 48, 4, 2
+"""Thinned: of so many equal shares of the work, and at least so many for each stage, so many places
+that are cheapest to cut at."""
+
+
+class CycleStep(NamedTuple):
+    """A stage of a cut: positions of its downsets and of its mode, and what it has in flight."""
+
+    below: int
+    above: int
+    mode: int
+    flight: Flight
+
+
+class CycleCut(NamedTuple):
+    """A cut, and the longest of its cycles, in s."""
+
+    steps: tuple[CycleStep, ...]
+    period_s: float
+
+
+class CycleAnswer(NamedTuple):
+    """Of all cuts.
+
+    Attributes:
+        bound_s: no cut has a shorter period.
+        cut: the best one; None: none below what was asked for.
+    """
+
+    bound_s: float
+    cut: CycleCut | None
+
+
+class _Move(NamedTuple):
+    """A stage of a cut that is being laid.
+
+    Attributes:
+        most: what stages before it may wait for from the next one on, at the most, [K].
+        ways: to the next one, [K], and past it; where the pipeline flushes.
+    """
+
+    step: CycleStep
+    most: tuple[Vector, Vector]
+    ways: tuple[Vector, float]
+
+
+class CriticalCycles(CycleTables):
+    """Cuts of one problem on one lattice."""
+
+    @classmethod
+    def of(cls, problem: CycleProblem, lattice: Lattice) -> CriticalCycles | None:
+        """None where there is too much to look at."""
+        if lattice.size**2 * len(problem.loads.modes) > _MOST_PAIRS:
+            return None
+        return cls(problem, lattice)
+
+    @classmethod
+    def thinned(cls, problem: CycleProblem, lattice: Lattice) -> CriticalCycles:
+        """With fewer places to cut, the cheapest ones."""
+        shares = max(_SHARES, len(problem.stages) * _SHARES_EACH)
+        return cls(problem, Program(problem.loads, lattice).thinned(shares, _CHEAPEST))
+
+    @property
+    def size(self) -> int:
+        """What making one table takes, S · K · p."""
+        return len(self.problem.stages) * self.all.classes * self.all.stages.count
+
+    @property
+    def slow_s(self) -> float:
+        """More than any cut needs whose stages take turns."""
+        return self.all.slow_s
+
+    # The best cut ------------------------------------------------------------------------------
+
+    def best(
+        self,
+        low_s: float,
+        below_s: float,
+        deadline: float | None = None,
+        *,
+        within: float = 0.0,
+    ) -> CycleAnswer:
+        """The cut whose longest cycle is shortest, of those below a period, by bisection.
+
+        Args:
+            low_s: no cut has a shorter one.
+            within: of it, relative, bound and cut may differ by.
+        """
+        found: CycleCut | None = None
+        within = max(within, _CLOSE)
+        high = below_s * (1 - FORGIVEN) if math.isfinite(below_s) else self.slow_s
+        # The best cut so far may be about the best of all: ever larger steps below it, until there
+        # is a period that none keeps to.
+        if high <= 0:
+            return CycleAnswer(0.0, None)
+        low, target, step = low_s, high, _STEP
+        try:
+            while low < high * (1 - within):
+                cut = self.keeps(target, deadline)
+                if cut is None:
+                    low, step = target, 0.0
+                else:
+                    found, high = cut, min(target, cut.period_s)
+                    if cut.period_s > target * (1 + FORGIVEN):
+                        # What is known of cuts together doesn't tell it from one that does.
+                        within = max(within, _VAGUE)
+                if step:
+                    target, step = max(high / (1 + step), low), step * 3
+                elif found is not None and high <= low * _NEAR and within < _VAGUE:
+                    target = high * (1 - within / 2)
+                else:
+                    target = math.sqrt(max(low, high / 4) * high)
+        except OutOfTime:
+            pass
+        if found is None and low >= high:
+            # Not even where there is time for everything: memory is too small.
+            return CycleAnswer(below_s, None)
+        return CycleAnswer(min(low, below_s), found)
+
+    def keeps(self, target: float, deadline: float | None = None) -> CycleCut | None:
+        """A cut whose cycles keep to a period; None: none does. Raises OutOfTime."""
+        table = self.table(target, deadline)
+        if table is None:
+            return None
+        steps, at, kind = list[CycleStep](), 0, int(table.waits[0].linked[:, 0].argmin())
+        for stage, picks in zip(self.problem.stages, table.picks, strict=True):
+            p = int(picks.best[kind, at])
+            flight = stage.flights[int(picks.flight[p])]
+            step = CycleStep(at, int(picks.stages.above[p]), int(picks.stages.mode[p]), flight)
+            steps.append(step)
+            at, kind = step.above, int(picks.next_kind[p])
+        return CycleCut(tuple(steps), self.period_s(steps))
+
+    # A cut's own period ------------------------------------------------------------------------
+
+    def period_s(self, steps: Sequence[CycleStep]) -> float:
+        """The longest cycle of a cut, with what it has in flight."""
+        chain = [self._stage(step) for step in steps]
+        timed = [self.timed(one, s) for s, one in enumerate(chain)]
+        units = [step.flight.units for step in steps]
+        own = [float(times.own[0]) for times in timed]
+        on_path = [bool(one.on_path[0]) for one in chain]
+        sent, wires = list[float](), [float(times.busy[0]) for times in timed]
+        for one, after in pairwise(chain):
+            sent.append(float(one.sent_s[int(after.kind[0]), 0]))
+            wires.append(float(one.wire_s[int(after.kind[0]), 0]) if sent[-1] > NEVER else 0.0)
+        # From each stage on the path, the next one there, if there are others between them.
+        around = dict[int, tuple[int, float]]()
+        along = [s for s, there in enumerate(on_path) if there]
+        for s, t in pairwise(along):
+            if t > s + 1:
+                around[s] = t, float(chain[s].passed_s[0])
+        if self.problem.flushes:
+            return max(*wires, self._flushed_s(chain, timed, units, sent, around))
+        return max(*wires, self._turned_s(timed, units, own, sent, around))
+
+    def _turned_s(
+        self,
+        timed: Sequence[Timed],
+        units: Sequence[int],
+        own: Sequence[float],
+        sent: Sequence[float],
+        around: Mapping[int, tuple[int, float]],
+    ) -> float:
+        """The longest cycle where the pipeline never drains."""
+        n, longest, turns = self.problem.micro_batches, 0.0, self.problem.rule == "turns"
+        # Per stage, by what the last stage of a row has in flight, what the longest row takes.
+        rows: list[dict[int, float]] = [{} for _ in own]
+        for s in range(len(own) - 1, -1, -1):
+            nexts = [(s + 1, sent[s])] if s + 1 < len(own) else []
+            nexts += [around[s]] if s in around else []
+            mine, base = rows[s], own[s]
+            if not turns:
+                base = float(timed[s].forward[0] + n * timed[s].backward[0])
+            for t, message_s in nexts:
+                for u, row_s in rows[t].items() if message_s > NEVER else ():
+                    mine[u] = max(mine.get(u, 0.0), base + message_s + row_s)
+            extra = float(timed[s].update[0]) if n == 1 or not turns else 0.0
+            for u, row_s in mine.items():
+                if turns:
+                    longest = max(longest, n * (row_s + extra) / max(units[s] - u + 1, 1))
+                else:
+                    whole_s = row_s - base + n * own[s] + extra
+                    longest = max(longest, whole_s / units[s])
+            if not turns:
+                longest = max(longest, (n * own[s] + extra) / units[s])
+            last = units[s] if turns else 0
+            mine[last] = max(mine.get(last, 0.0), base)
+        return longest
+
+    def _flushed_s(
+        self,
+        chain: Sequence[Stages],
+        timed: Sequence[Timed],
+        units: Sequence[int],
+        sent: Sequence[float],
+        around: Mapping[int, tuple[int, float]],
+    ) -> float:
+        """What a pipeline that flushes takes at the least."""
+        count, longest = len(chain), 0.0
+        before, behind = [0.0] * count, [0.0] * count
+        for s in range(count - 1):
+            way_s = before[s] + float(timed[s].own[0])
+            before[s + 1] = max(before[s + 1], way_s + sent[s])
+            if s in around:
+                t, message_s = around[s]
+                before[t] = max(before[t], way_s + message_s)
+        for s in range(count - 1, -1, -1):
+            beyond = max(sent[s] + behind[s + 1], 0.0) if s + 1 < count else 0.0
+            if s in around:
+                t, message_s = around[s]
+                beyond = max(beyond, message_s + behind[t])
+            needs = self.drained(np.array([before[s]]), np.array([beyond]), timed[s], units[s])
+            longest = max(longest, float(needs[0]))
+            behind[s] = float(timed[s].own[0]) + beyond
+        return longest
+
+    def _stage(self, step: CycleStep) -> Stages:
+        """One stage, [1]."""
+        some = self.all.stages.from_downset(step.below)
+        hit = (some.above == step.above) & (some.mode == step.mode)
+        return some.those(np.flatnonzero(hit)[:1])
+
+    # All cuts ----------------------------------------------------------------------------------
+
+    def each_below(
+        self, shorter: Callable[[], float], deadline: float | None = None
+    ) -> Iterator[tuple[CycleStep, ...]]:
+        """Every cut that may keep to a shorter period, depth first; with the most in flight that
+        memory has room for.
+
+        Args:
+            shorter: than that, in s; what it gives may fall meanwhile.
+
+        Raises OutOfTime.
+        """
+
+        def below() -> float:
+            return min(shorter(), self.slow_s)
+
+        table = self.table(below() * (1 - FORGIVEN), deadline)
+        if table is None:
+            return
+        chain, ahead = list[_Move](), [iter(self._moves(table, None, 0, below()))]
+        while ahead:
+            check_time(deadline)
+            move = next(ahead[-1], None)
+            if move is None:
+                ahead.pop()
+                if chain:
+                    chain.pop()
+                continue
+            chain.append(move)
+            if len(chain) < len(self.problem.stages):
+                ahead.append(iter(self._moves(table, move, len(chain), below())))
+                continue
+            yield tuple(each.step for each in chain)
+            chain.pop()
+
+    def _moves(self, table: CycleTable, last: _Move | None, s: int, below_s: float) -> list[_Move]:
+        """The stages that may come next, those first that are waited for least."""
+        stage, n, target = self.problem.stages[s], self.problem.micro_batches, below_s
+        target *= 1 - FORGIVEN
+        room, low = target * (1 + ROUNDING), 0 if last is None else last.step.above
+        stages, waits = table.stages.from_downset(low), table.waits[s + 1]
+        if self.problem.rule == "turns":
+            # What is in flight takes that much less time; nothing else takes more.
+            share = min(target / table.target, 1.0)
+            waits = Waits(waits.linked * share, waits.passed * share)
+        stages = stages.those(np.flatnonzero(any_class(waits.linked)[stages.above]))
+        most, past = np.full((2, stages.count), math.inf)
+        if last is not None:
+            most, past = last.most[0][stages.kind], last.most[1][stages.kind]
+        timed = self.timed(stages, s)
+        beyond, passed, _ = self.beyond(stages, waits)
+        top = self._most_in_flight(stages, stage)
+        units = np.array([flight.units for flight in stage.flights])[top]
+        fine = (timed.busy <= room) & (top >= 0) & (past >= 0)
+        ways = np.zeros((self.all.classes, stages.count)), np.full(stages.count, NEVER)
+        rest = most - timed.own
+        if self.problem.flushes:
+            before, around = np.zeros(stages.count), np.full(stages.count, NEVER)
+            if last is not None:
+                before = last.ways[0][stages.kind]
+                around = np.full(stages.count, last.ways[1])
+            fine &= self.drained(before, beyond, timed, int(stage.flights[0].units)) <= room
+            ways = self.onward(stages, before + timed.own, around)
+        elif self.problem.rule == "turns":
+            each, extra = room / n, timed.update if n == 1 else 0.0
+            # No more in flight than what comes before it can wait for.
+            ahead = np.minimum(rest / each * (1 + FORGIVEN), 1e9)
+            units = np.minimum(units, np.floor(ahead))
+            fine &= units >= stage.flights[0].units
+            rest = np.minimum(rest, (units + 1) * each - timed.own - extra)
+        else:
+            rest = most - timed.forward - n * timed.backward
+            rest = np.minimum(rest, units * room - timed.update - n * timed.own)
+        fine &= beyond <= rest * (1 + FORGIVEN) + _TINY
+        fine &= np.where(stages.on_path, NEVER, passed) <= past * (1 + FORGIVEN) + _TINY
+        nexts, around = self._allowed(stages, waits, rest, past)
+        fine &= (nexts >= 0).any(axis=0)
+        found = np.flatnonzero(fine)
+        value = self.behind(timed, beyond, np.zeros(1))
+        found = found[np.argsort(value[found], kind="stable")]
+        return [
+            _Move(
+                CycleStep(
+                    low, int(stages.above[p]), int(stages.mode[p]), stage.flights[int(top[p])]
+                ),
+                (nexts[:, p], around[:, p]),
+                (ways[0][:, p], float(ways[1][p])),
+            )
+            for p in found.tolist()
+        ]
+
+    def _allowed(
+        self, stages: Stages, waits: Waits, rest: Vector, past: Vector
+    ) -> tuple[Vector, Vector]:
+        """What may be waited for from the next stage on, if it is linked, and past it, per class,
+        [K, p]; negative where the next stage can't be of that class.
+
+        Args:
+            rest: beyond stages, at the most, [p].
+            past: past them, at the most, [p].
+        """
+        above, off = stages.above, self.all.off_path[:, stages.above]
+        sent = stages.sent_s
+        linked = np.where(sent == NEVER, math.inf, rest - sent)
+        around = np.where(off & (stages.passed_s > NEVER), rest - stages.passed_s, math.inf)
+        # What passes this stage goes to the next one on the path.
+        mine = np.where(stages.on_path, math.inf, past)
+        linked = np.where(off, linked, np.minimum(linked, mine))
+        around = np.where(off, np.minimum(around, mine), around)
+        least, least_past = waits.linked[:, above], waits.passed[:, above]
+        fine = np.isfinite(least) & (least <= linked * (1 + FORGIVEN) + _TINY)
+        fine &= ~off | (least_past <= around * (1 + FORGIVEN) + _TINY)
+        return np.where(fine, linked, -1.0), np.where(fine, around, -1.0)
+
+    def _most_in_flight(self, stages: Stages, stage: CycleStage) -> Positions:
+        """Position of the most that stages may have in flight by their memory, [p]; -1: none."""
+        found = np.full(stages.count, len(stage.flights) - 1)
+        if not math.isfinite(stage.memory_bytes):
+            return found
+        for position in range(len(stage.flights) - 1, -1, -1):
+            flight = stage.flights[position]
+            held = stages.once_bytes + (stage.copies + flight.versions) * stages.parameters
+            over = held + flight.kept * stages.kept_bytes > stage.memory_bytes * FITS
+            found -= over & (found == position)
+        return found
+
+
+_TINY = 1e-15
+"""Seconds that make no difference."""

@@ -1,0 +1,366 @@
+"""Stages between two downsets, with what they cost and what they send to the next ones.
+
+What a stage sends to the next one depends on both. Of the tensors that cross a downset a stage that
+begins there takes some, by how far it reaches; so such stages fall into a few classes, by what they
+take and by whether they have layers of one path through the graph, along which gradients come back
+all the way. A stage and the class of the next one say what goes between them. A stage without
+layers of the path is passed by the path's message.
+
+Index letters: D downsets; K classes; M modes; p stages; n layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import FITS, StageProblem, Vector, closures, members
+from .cost_tables import Flags, PairCosts
+from .lattice import Lattice, Positions
+
+CycleRule = Literal["turns", "room", "flush", "forwards-first"]
+"""Which cycles of operations count (`critical_cycles`)."""
+
+_MOST_GROUPS = 3
+"""Of tensors that cross a downset and are used by the same layers behind it, those that stages are
+told apart by, the heaviest ones."""
+
+
+class Flight(NamedTuple):
+    """So much in flight at a stage.
+
+    Attributes:
+        limit: of a plan, mini-batches.
+        units: micro-batches, or mini-batches where a backward takes them whole.
+        versions, kept: weight versions, and micro-batches whose activations are kept, when
+            a backward runs, at the least.
+    """
+
+    limit: int
+    units: int
+    versions: float
+    kept: float
+
+
+@dataclass(frozen=True)
+class CycleStage:
+    """A stage's device and what may be in flight there.
+
+    Attributes:
+        copies: of the parameters, besides versions: gradients and optimizer state.
+        per_byte_s: of parameters, what the system's weight rules take in a period.
+        flights: by rising units.
+    """
+
+    speed: float
+    memory_bytes: float
+    copies: float
+    per_byte_s: float
+    flights: tuple[Flight, ...]
+
+
+@dataclass(frozen=True)
+class CycleMessage:
+    """A tensor of a micro-batch that layers exchange.
+
+    Attributes:
+        maker, users: a layer's position, and a bit mask of layers.
+        wire_s, back_s: on the fastest wire; `back_s` is of what a backward sends.
+        returns: a gradient comes back.
+    """
+
+    maker: int
+    users: int
+    wire_s: float
+    back_s: float
+    returns: bool
+
+
+@dataclass(frozen=True)
+class CycleProblem:
+    """What decides.
+
+    Attributes:
+        loads: what stages cost alone, one option for each mode.
+        forward_s, backward_s: per mode and layer, [M, n], of a micro-batch, at speed 1: what others
+            wait for.
+        path: layers' positions, each of which sends a gradient back to the one before it.
+        path_s: between neighbours on it, messages both ways, latency left out.
+        latency_s: of a message.
+        every_user: messages count whichever stages they go to; cycles are a guess then.
+        every_mode: stages in slower modes than some that they seem to fit all places in, too: bytes
+            are known from below, so that they may be needed.
+    """
+
+    loads: StageProblem
+    rule: CycleRule
+    micro_batches: int
+    stages: tuple[CycleStage, ...]
+    forward_s: Vector
+    backward_s: Vector
+    messages: tuple[CycleMessage, ...]
+    path: tuple[int, ...]
+    path_s: tuple[float, ...]
+    latency_s: float
+    every_user: bool = False
+    every_mode: bool = False
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the pipeline drains after each mini-batch."""
+        return self.rule in ("flush", "forwards-first")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages in one mode each, ascending by their lower downset and their class there, [p].
+
+    Attributes:
+        below, above: positions of downsets.
+        kind: class, of those of the lower downset.
+        on_path: they have layers of the path.
+        busy_s: compute and updates in a period at speed 1, the system's weight rules left out.
+        sent_s: per class of the next stage, messages to it both ways with their latency, [K, p];
+            minus infinity where no gradient comes back from there.
+        wire_s: of these the busier way in a period, [K, p].
+        passed_s: the path's message that passes the next stage, if that isn't on it; minus infinity
+            where the path ends.
+        once_bytes, kept_bytes: held in any case, and for each micro-batch in flight.
+    """
+
+    below: Positions
+    above: Positions
+    kind: Positions
+    mode: Positions
+    on_path: Flags
+    forward_s: Vector
+    backward_s: Vector
+    busy_s: Vector
+    sent_s: Vector
+    wire_s: Vector
+    passed_s: Vector
+    parameters: Vector
+    once_bytes: Vector
+    kept_bytes: Vector
+
+    @property
+    def count(self) -> int:
+        """p."""
+        return len(self.below)
+
+    def those(self, which: Positions | slice) -> Stages:
+        """Some of them."""
+        return Stages(*(getattr(self, field.name)[..., which] for field in fields(self)))
+
+    def begins(self) -> Positions:
+        """Where those of each lower downset and class begin."""
+        change = np.diff(self.below, prepend=-1) | np.diff(self.kind, prepend=-1)
+        return np.flatnonzero(change)
+
+    def from_downset(self, below: int) -> Stages:
+        """Those that begin there."""
+        low, high = np.searchsorted(self.below, [below, below + 1]).tolist()
+        return self.those(slice(low, high))
+
+
+class StageTable:
+    """All stages of a problem on a lattice.
+
+    Attributes:
+        stages: those that fit some device, in modes that may be worth it.
+        classes, classes_at: how many there are at the most, K, and at each downset, [D].
+        off_path: per class and downset, whether stages of that class there have no layers of the
+            path, [K, D].
+        work_s: of a downset's layers, at the least, [D].
+    """
+
+    def __init__(self, problem: CycleProblem, lattice: Lattice) -> None:
+        self.problem, self.lattice = problem, lattice
+        limited = any(math.isfinite(stage.memory_bytes) for stage in problem.stages)
+        self._costs = costs = PairCosts(problem.loads, lattice, limited=limited)
+        self.work_s = costs.work
+        marks = np.zeros(problem.loads.layers)
+        marks[list(problem.path)] = 1.0
+        # Of the path's layers, how many are in a downset.
+        self._passed = np.rint(costs.summed(marks)).astype(np.intp)
+        self._needed = closures(problem.loads.needs, problem.loads.together)
+        crossing = [-math.inf, *(s + 2 * problem.latency_s for s in problem.path_s), -math.inf]
+        self._path_s = np.array(crossing)[self._passed]
+        borders = [self._border(b) for b in range(lattice.size)]
+        self.classes_at = np.array([len(border.sent_s) for border in borders])
+        self.classes = int(self.classes_at.max())
+        self.off_path = np.zeros((self.classes, lattice.size), dtype=np.bool_)
+        for b, border in enumerate(borders):
+            self.off_path[: len(border.off_path), b] = border.off_path
+        self.stages = self._all_stages(borders)
+
+    # What goes over a border -------------------------------------------------------------------
+
+    def _border(self, b: int) -> _Border:
+        """What is known of a downset as the border between two stages."""
+        problem, lattice, size = self.problem, self.lattice, self.lattice.size
+        above = self._costs.above(b)
+        if not above.any():
+            nothing = np.full((1, size), -math.inf)
+            return _Border(np.zeros(size, dtype=np.intp), [True], nothing, np.zeros((1, size)))
+        mask, n = lattice.masks[b], problem.micro_batches
+        crossing = [m for m in problem.messages if mask >> m.maker & 1 and m.users & ~mask]
+        groups: dict[int, list[CycleMessage]] = {}
+        for message in crossing:
+            groups.setdefault(message.users & ~mask, []).append(message)
+        ranked = sorted(groups, key=lambda users: -sum(m.wire_s + m.back_s for m in groups[users]))
+        told = [] if problem.every_user else ranked[:_MOST_GROUPS]
+        on_path = self._passed > self._passed[b]
+        code = on_path.astype(np.intp)
+        for k, users in enumerate(told):
+            takes = np.zeros(size, dtype=np.bool_)
+            for layer in members(users):
+                takes |= lattice.column(layer)
+            code += takes.astype(np.intp) << (k + 1)
+        codes = np.unique(code[above])
+        kinds = np.searchsorted(codes, code)
+        per_period = 1 if problem.rule == "room" else n
+        sent, wires, off = [], [], []
+        # Of the others, what the path's next layer needs goes to all stages that have it.
+        sure = 0
+        if self._passed[b] < len(problem.path):
+            sure = self._needed[problem.path[self._passed[b]]] & ~mask
+        for each in codes.tolist():
+            mine = [m for k, users in enumerate(told) if each >> (k + 1) & 1 for m in groups[users]]
+            if problem.every_user:
+                mine = crossing
+            elif each & 1:
+                rest = [m for users in ranked[_MOST_GROUPS:] if users & sure for m in groups[users]]
+                mine = mine + rest
+            there, back = np.zeros((2, size))
+            linked = np.zeros(size, dtype=np.bool_)
+            for message in mine:
+                outside = ~lattice.column(message.maker)
+                linked |= outside & message.returns
+                there += message.wire_s * outside
+                back += message.back_s * outside
+            sent.append(np.where(linked, there + back + 2 * problem.latency_s, -math.inf))
+            wires.append(np.maximum(n * there, per_period * back))
+            off.append(not each & 1)
+        return _Border(kinds, off, np.array(sent), np.array(wires))
+
+    # Stages ------------------------------------------------------------------------------------
+
+    def _all_stages(self, borders: list[_Border]) -> Stages:
+        problem, costs = self.problem, self._costs
+        forward = np.array([costs.summed(row) for row in problem.forward_s])
+        backward = np.array([costs.summed(row) for row in problem.backward_s])
+        found: list[tuple[NDArray[Any], ...]] = []
+        for below in range(self.lattice.size - 1):
+            above = np.flatnonzero(costs.above(below))
+            kinds = borders[below].kinds[above]
+            order = np.argsort(kinds, kind="stable")
+            above, kinds = above[order], kinds[order]
+            serial = np.zeros(len(above))
+            if costs.serial is not None:
+                serial = costs.serial[above] - costs.serial[below]
+            holds = costs.holders[above] > costs.holders[below]
+            serial = serial + problem.loads.serial_fixed_s * holds
+            once = kept = np.zeros((len(problem.loads.modes), len(above)))
+            if costs.limited:
+                once, kept = costs.bytes_between(below, above)
+            parameters = costs.parameters[above] - costs.parameters[below]
+            ahead = forward[:, above] - forward[:, below, None]
+            back = backward[:, above] - backward[:, below, None]
+            m, some = self._worth_it(ahead + back, once, kept, parameters)
+            order = np.lexsort((m, kinds[some]))
+            m, some = m[order], some[order]
+            b = above[some]
+            found.append(
+                (
+                    np.full(len(b), below),
+                    b,
+                    kinds[some],
+                    m,
+                    self._passed[b] > self._passed[below],
+                    ahead[m, some],
+                    back[m, some],
+                    costs.compute[m, b] - costs.compute[m, below] + serial[some],
+                    parameters[some],
+                    once[m, some],
+                    kept[m, some],
+                )
+            )
+        columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+        lows, highs, on_path = columns[0], columns[1], columns[4]
+        sent_s = np.full((self.classes, len(lows)), -math.inf)
+        wire_s = np.zeros((self.classes, len(lows)))
+        by_border = np.argsort(highs, kind="stable")
+        ends = np.searchsorted(highs[by_border], np.arange(len(borders) + 1))
+        for at, border in enumerate(borders):
+            which = by_border[ends[at] : ends[at + 1]]
+            rows = slice(0, len(border.sent_s))
+            sent_s[rows, which] = border.sent_s[:, lows[which]]
+            wire_s[rows, which] = border.wire_s[:, lows[which]]
+        passed_s = np.where(on_path, self._path_s[highs], -math.inf)
+        columns[8:8] = [sent_s, wire_s, passed_s]
+        return Stages(*columns)
+
+    def _worth_it(
+        self, own: Vector, once: Vector, kept: Vector, parameters: Vector
+    ) -> tuple[Positions, Positions]:
+        """Of stages in all modes, [M, B], mode and number of those that fit some place, and are
+        faster than in any mode in which they fit every place."""
+        stages, n = self.problem.stages, self.problem.micro_batches
+        flights = [flight for stage in stages for flight in stage.flights]
+        if not self._costs.limited:
+            some = own if self.problem.every_mode else own[:1]
+            mode, number = np.nonzero(np.isfinite(some))
+            return mode, number
+
+        def fits(versions: float, units: float, copies: float, room: float) -> Flags:
+            held: Flags = once + (copies + versions) * parameters + units * kept <= room * FITS
+            return held
+
+        anywhere = fits(
+            max(f.versions for f in flights),
+            max(max(f.kept, float(f.limit * n)) for f in flights),
+            max(stage.copies for stage in stages),
+            min(stage.memory_bytes for stage in stages),
+        )
+        somewhere = fits(
+            min(f.versions for f in flights),
+            min(f.kept for f in flights),
+            min(stage.copies for stage in stages),
+            max(stage.memory_bytes for stage in stages),
+        )
+        fastest = np.where(anywhere, own, math.inf)
+        worth = own < fastest.min(axis=0)
+        worth |= np.arange(len(own))[:, None] == fastest.argmin(axis=0)
+        worth |= self.problem.every_mode
+        mode, number = np.nonzero(somewhere & worth)
+        return mode, number
+
+    @property
+    def slow_s(self) -> float:
+        """More than any cut needs whose stages take turns."""
+        problem, stages = self.problem, self.stages
+        slowest = min(stage.speed for stage in problem.stages)
+        rules = max(stage.per_byte_s for stage in problem.stages) * stages.parameters
+        busy = float((stages.busy_s / slowest + rules).max(initial=0.0))
+        sent = float(np.maximum(stages.sent_s, stages.passed_s).max(initial=0.0))
+        return len(problem.stages) * (busy + sent * problem.micro_batches) * 2
+
+
+class _Border(NamedTuple):
+    """A downset as a border.
+
+    Attributes:
+        kinds: per upper downset of a stage that begins here, its class, [D].
+        off_path: per class.
+        sent_s, wire_s: per class and lower downset of the stage before, [K, D].
+    """
+
+    kinds: Positions
+    off_path: list[bool]
+    sent_s: Vector
+    wire_s: Vector

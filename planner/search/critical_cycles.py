@@ -1,0 +1,329 @@
+"""Bounds, first plans and proofs by the critical cycles of plans with a stage for each device.
+
+Where no stage has replicas, what a plan waits for is known from its cut (`partition.dp
+.critical_cycles`): the least period that any cut keeps to bounds all plans, and that cut, with what
+the period has in flight, is a plan to begin with. Where bounds and the best plan are close, all
+cuts between them are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from ...profiles.errors import PlanError, ScheduleError
+from ..costs.recomputation import of_stage
+from ..evaluate import Evaluation, lay_out
+from ..partition.dp.critical_cycles import CriticalCycles, CycleAnswer, CycleCut, CycleStep
+from ..partition.dp.cycle_stages import Flight
+from ..partition.dp.sweep import OutOfTime
+from ..partition.problem import SAME, members
+from ..partition.solve import DpSource
+from ..simulator.pipeline import Pipeline
+from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
+from .choices import Branch, Choice
+from .relaxed.cycles import cycle_problem
+from .state import OutOfBudget, SearchState
+
+_MOST_COUNTS = 16
+"""Where any number of stages was asked for, so many are looked at; with more none."""
+
+_PER_OPERATION = 200
+"""Entries of tables that take as long as a simulated operation, about."""
+
+_HALVINGS = 10
+"""Tables of a branch, about."""
+
+_ROOMIER = (1.0, 0.97, 0.93)
+"""Of the memory, what first plans may use by what is known of them: less, where they need more."""
+
+_PER_CUT = 200
+"""Simulated operations that take as long as laying a cut out, about."""
+
+_COARSE, _COARSER, _WORTH_IT = 2e-3, 5, 1.01
+"""Bounds are first found so closely, guesses so many times less, and bounds to the end where the
+best plan is that near."""
+
+_THINNED_SHARE = 0.4
+"""Of the budget, for first plans with fewer places to cut, before there are bounds."""
+
+_CLOSE = 1e-12
+"""Bisection of a cut's least period ends there, relative."""
+
+
+class _Way(NamedTuple):
+    """How a branch's cuts are looked at.
+
+    Attributes:
+        every_user, every_mode, share: as of `cycle_problem`.
+        thinned: with fewer places to cut.
+    """
+
+    branch: Branch
+    every_user: bool = False
+    every_mode: bool = False
+    share: float = 1.0
+    thinned: bool = False
+
+
+class CycleSearch:
+    """The cycles of one search's branches."""
+
+    def __init__(self, search: SearchState) -> None:
+        self.search = search
+        self._programs: dict[_Way, CriticalCycles | None] = {}
+
+    def covers(self, branch: Branch) -> bool:
+        """Whether all plans of a branch are looked at."""
+        parts = list(self._parts(branch))
+        return bool(parts) and all(self._program(part) is not None for part in parts)
+
+    def _parts(self, branch: Branch) -> Iterator[Branch]:
+        """The branch by numbers of stages; none where they are too many."""
+        if branch.stages is not None:
+            yield branch
+        elif self.search.most_stages <= _MOST_COUNTS:
+            most = range(1, self.search.most_stages + 1)
+            yield from (replace(branch, stages=stages) for stages in most)
+
+    def _program(self, branch: Branch, way: _Way | None = None) -> CriticalCycles | None:
+        search, way = self.search, way or _Way(branch)
+        if way not in self._programs:
+            self._programs[way] = None
+            problem = cycle_problem(
+                search.relaxation,
+                branch,
+                every_user=way.every_user,
+                every_mode=way.every_mode,
+                share=way.share,
+            )
+            if problem is not None and isinstance(search.source, DpSource):
+                make = CriticalCycles.thinned if way.thinned else CriticalCycles.of
+                self._programs[way] = make(problem, search.source.lattice)
+        return self._programs[way]
+
+    # Bounds and first plans --------------------------------------------------------------------
+
+    def bound(self) -> list[Evaluation]:
+        """Bound all branches that this can be done for; plans from their best cuts.
+
+        Raises OutOfBudget when the budget is used up.
+        """
+        search, found = self.search, list[Evaluation]()
+        branches = [branch for branch in search.branches if self.covers(branch)]
+        branches.sort(key=self._hoped_s)
+        seconds = search.relaxation.seconds
+        for branch in branches:
+            n = branch.micro_batches
+            least_s = max(seconds.shared_out_s(n), seconds.way_and_back_s(n))
+            search.bounds[branch] = max(search.bounds[branch], least_s)
+        with suppress(OutOfBudget), search.budget.part(_THINNED_SHARE):
+            self._bound_each(branches, found, thinned=True)
+        self._bound_each(branches, found, thinned=False)
+        return found
+
+    def _bound_each(
+        self, branches: Iterable[Branch], found: list[Evaluation], *, thinned: bool
+    ) -> None:
+        search, todo = self.search, list(branches)
+        for done, branch in enumerate(todo):
+            search.say(f"{search.standing}; critical cycles", done, len(todo))
+            bounds_s = list[float]()
+            for part in self._parts(branch):
+                bound_s, plans = self._bounded(_Way(part, thinned=thinned))
+                bounds_s.append(bound_s)
+                found += plans
+            if not thinned:
+                search.bounds[branch] = max(search.bounds[branch], min(bounds_s))
+
+    def _hoped_s(self, branch: Branch) -> tuple[float, int]:
+        """What a branch's best plan takes, about: to begin with the most promising one."""
+        seconds, n = self.search.relaxation.seconds, branch.micro_batches
+        whole_s = seconds.shared_out_s(n)
+        if self.search.relaxation.variant.flushes:
+            whole_s += seconds.way_and_back_s(n)
+        return whole_s, n
+
+    def _bounded(self, way: _Way) -> tuple[float, list[Evaluation]]:
+        """What no plan is below, and plans of the cut that comes to that, where there is any that
+        is better than the best plan."""
+        search, n = self.search, way.branch.micro_batches
+        within = _COARSE * (_COARSER if way.thinned else 1)
+        answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
+        if answer.cut is None:
+            return answer.bound_s, []
+        found = list(self._plans(way, answer.cut))
+        if not way.thinned and search.period_s < answer.bound_s * _WORTH_IT:
+            answer = self._best(way, answer.bound_s)
+            if answer.cut is not None and (plan := self._plan(way, answer.cut)) is not None:
+                found.append(plan)
+        return answer.bound_s, found
+
+    def _best(self, way: _Way, low_s: float, within: float = 0.0) -> CycleAnswer:
+        """The best cut below the best plan's period, and what no plan is below."""
+        search, program = self.search, self._program(way.branch, way)
+        assert program is not None
+        search.budget.take(_HALVINGS * program.size // _PER_OPERATION)
+        return program.best(low_s, search.period_s, search.budget.deadline, within=within)
+
+    def _plans(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
+        """The cut's plan; and where it takes longer, or more memory, than was known, those of cuts
+        that reckon with all that may be sent, and less memory."""
+        found = self._plan(way, cut)
+        if found is not None:
+            yield found
+        for share in _ROOMIER:
+            if found is not None and not found.over_limit(self.search.question.cluster):
+                near = found.prediction.period_s <= cut.period_s * _WORTH_IT
+                if near or share < 1.0:
+                    return
+            guess = way._replace(every_user=True, share=share)
+            other = self._best(guess, cut.period_s, _COARSE * _COARSER).cut
+            if other is None:
+                return
+            found = self._plan(guess, other)
+            if found is not None:
+                yield found
+
+    def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:
+        program = self._program(way.branch, way)
+        assert program is not None
+        limits = [step.flight.limit for step in cut.steps]
+        limits = [*accumulate(reversed(limits), max)][::-1]
+        choice = self._choice(program, cut.steps)
+        return self.search.look(choice, way.branch.micro_batches, tuple(limits))
+
+    def _choice(self, program: CriticalCycles, steps: Sequence[CycleStep]) -> Choice:
+        loads, masks = program.problem.loads, program.lattice.masks
+        nodes, recompute = list[tuple[str, ...]](), []
+        for step in steps:
+            inside = masks[step.above] & ~masks[step.below]
+            nodes.append(tuple(loads.names[j] for j in members(inside)))
+            recompute.append(of_stage(loads.modes[step.mode].again, nodes[-1]))
+        devices, stages = len(self.search.question.cluster.devices), len(nodes)
+        mine = tuple((d,) for d in range(devices - stages, devices))
+        return Choice(tuple(nodes), mine, tuple(recompute))
+
+    # Proofs ------------------------------------------------------------------------------------
+
+    def prove(self) -> None:
+        """Try all cuts whose cycles are shorter than the best plan, branch by branch.
+
+        Raises OutOfBudget when the budget is used up.
+        """
+        for branch in self.search.promising():
+            if not self.search.hopeless(branch) and self.covers(branch):
+                self._prove(branch)
+
+    def _prove(self, branch: Branch) -> None:
+        search, unresolved = self.search, float("inf")
+        for part in self._parts(branch):
+            several = len(search.relaxation.recompute) > 1
+            program = self._program(part, _Way(part, every_mode=several))
+            if program is None:
+                # With all ways of recomputation there is too much to look at.
+                return
+            search.budget.take(program.size // _PER_OPERATION)
+            cuts = program.each_below(lambda: search.period_s, search.budget.deadline)
+            try:
+                for steps in cuts:
+                    search.say(search.standing)
+                    search.budget.take(_PER_CUT)
+                    unresolved = min(unresolved, self._resolved(program, branch, steps))
+            except OutOfTime:
+                raise OutOfBudget("time limit") from None
+        search.bounds[branch] = max(search.bounds[branch], min(unresolved, search.period_s))
+
+    def _resolved(
+        self, program: CriticalCycles, branch: Branch, steps: Sequence[CycleStep]
+    ) -> float:
+        """Try a cut under the limits that suit it. Returns what no other plan of it is below;
+        infinite: there is no other that is better."""
+        search, n = self.search, branch.micro_batches
+        choice = self._choice(program, steps)
+        # What each stage's memory has room for at the most.
+        limits = tuple(accumulate((step.flight.limit for step in steps), min))
+        try:
+            pipeline = lay_out(search.question, choice.with_limits(limits), n).pipeline
+        except (PlanError, ScheduleError):
+            return float("inf")
+        least_s, below_s = least_period_s(pipeline), min(search.period_s, program.slow_s)
+        if program.problem.rule == "turns":
+            flights = [
+                [each for each in stage.flights if each.limit <= limit]
+                for stage, limit in zip(program.problem.stages, limits, strict=True)
+            ]
+            turning_s, limits = least_turning(pipeline, flights, below_s)
+            least_s = max(least_s, turning_s)
+        elif search.relaxation.variant.flushes:
+            least_s = max(least_s, filled_and_drained_s(pipeline))
+        else:
+            least_s = max(least_s, round_trip_s(pipeline))
+        if least_s * SAME >= search.period_s:
+            return float("inf")
+        if program.problem.rule == "room":
+            done = search.try_some(choice, n, least_s, every_limit=True)
+            return float("inf") if done else least_s
+        found = search.look(choice, n, limits)
+        only = all(len(stage.flights) == 1 for stage in program.problem.stages)
+        if only or (
+            found is not None
+            and search.counts(found)
+            and found.prediction.period_s <= least_s * SAME
+        ):
+            return float("inf")
+        search.try_some(choice, n, least_s)
+        return float("inf") if least_s * SAME >= search.period_s else least_s
+
+
+def least_turning(
+    pipeline: Pipeline, flights: Sequence[Sequence[Flight]], below_s: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least period that the turns of 1F1B leave a cut, whatever it has in flight, and the
+    limits that go with it: by bisection, as `CriticalCycles` does for all cuts.
+
+    Args:
+        flights: per stage, what it may have in flight.
+        below_s: longer ones don't matter.
+    """
+    low, high = 0.0, below_s
+    limits = _turning(pipeline, flights, high)
+    if limits is None:
+        return below_s, tuple(each[-1].limit for each in flights)
+    while high > low * (1 + _CLOSE) and high > 0:
+        middle = (low + high) / 2
+        found = _turning(pipeline, flights, middle)
+        low, high = (low, middle) if found else (middle, high)
+        limits = found or limits
+    return low, limits
+
+
+def _turning(
+    pipeline: Pipeline, flights: Sequence[Sequence[Flight]], period_s: float
+) -> tuple[int, ...] | None:
+    """Limits that keep to a period; None: none do."""
+    n = pipeline.micro_batches
+    each, stages = period_s / n, pipeline.stages
+    after: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+    for link in pipeline.links:
+        if link.has_gradient:
+            back_s = link.backward_s * pipeline.micro_batches_per_share(link.target)
+            sent_s = link.forward_s + back_s + 2 * link.latency_s
+            after[link.source].append((link.target, sent_s))
+    waits, limits, least = [0.0] * stages, [0] * stages, 0
+    for s in range(stages - 1, -1, -1):
+        own = pipeline.forward_s[s] + pipeline.backward_op_s(s)
+        beyond = max((sent_s + waits[t] for t, sent_s in after[s]), default=0.0)
+        update = pipeline.update_op_s(s) if n == 1 else 0.0
+        needed = (own + update + beyond) / each - 1 if each else float("inf")
+        mine = next(
+            (f for f in flights[s] if f.units >= needed * (1 - 1e-12) and f.limit >= least), None
+        )
+        if mine is None:
+            return None
+        waits[s], limits[s] = own + max(mine.units * each, beyond), mine.limit
+        least = mine.limit
+    return tuple(limits)

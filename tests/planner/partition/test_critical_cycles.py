@@ -1,0 +1,276 @@
+"""Critical cycles of cuts: no plan is below the bound, and no cut that is better is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.drawn.cases import examples
+from helpers.drawn.lone_devices import INF, all_alone, borders, drawn_alone, parts
+from helpers.drawn.questions import Drawn
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.evaluate import Question
+from timeprest.planner.partition.problem import SAME
+from timeprest.planner.search.choices import Freedom
+from timeprest.planner.systems.variants import VARIANTS
+
+MOST_TARGETS = 3
+MOST_TABLES = 200
+"""Of a bound, to the last digits."""
+
+ROUNDING = 1e-9
+
+MINI_BATCHES = tuple(
+    name for name, variant in VARIANTS.items() if variant.schedule == "1f1b" and name != "given"
+)
+"""Systems of 1F1B over mini-batches."""
+
+ONE_BY_ONE = (*MINI_BATCHES, "pipedream-2bw", "pipemare")
+
+seeds = st.integers(0, 10**5)
+
+
+def above(bound_s: float, period_s: float) -> bool:
+    """Whether a bound is above a period that some plan has."""
+    return bound_s > period_s * SAME
+
+
+def check_best(drawn: Drawn) -> None:
+    """No plan that fits is below the bound; where it is infinite, none fits."""
+    for _, program, _, fitting in parts(drawn):
+        best_s = min((found.prediction.period_s for found in fitting), default=INF)
+        tables = counted(program)
+        answer = program.best(0.0, INF)
+        assert not above(answer.bound_s, best_s)
+        assert len(tables) < MOST_TABLES
+        if answer.cut is not None:
+            # Where pipelines flush, a cut's ways before its stages are the least of any cut's.
+            if not drawn.question.system.flushes:
+                assert answer.cut.period_s <= answer.bound_s * (1 + 1e-6)
+            assert program.period_s(answer.cut.steps) == pytest.approx(answer.cut.period_s)
+        if not fitting:
+            continue
+        for below_s in (best_s * 0.8, best_s * 1.05, best_s * 1.4):
+            # What is known of plans below a period that is known.
+            answer = program.best(best_s / 2, below_s)
+            assert not above(answer.bound_s, min(best_s, below_s))
+
+
+def counted(program) -> list[float]:
+    """The periods that it is asked for a cut of, from now on."""
+    asked, keeps = list[float](), program.keeps
+
+    def counting(target, deadline=None):
+        asked.append(target)
+        return keeps(target, deadline)
+
+    program.keeps = counting
+    return asked
+
+
+def check_cuts(drawn: Drawn) -> None:
+    """Of plans below a period all cuts are listed, once for each way to compute again."""
+    for _, program, _, fitting in parts(drawn):
+        periods = sorted({found.prediction.period_s for found in fitting})
+        step = max(len(periods) // MOST_TARGETS, 1)
+        for period_s in [s * f for s in periods[::step] for f in (1.001, 1.3)]:
+            check_cuts_below(program, fitting, period_s)
+
+
+def check_cuts_below(program, fitting, target) -> None:
+    found = set()
+    for steps in program.each_below(lambda: target):
+        key = tuple((step.above, step.mode) for step in steps)
+        assert key not in found
+        found.add(key)
+        assert steps[0].below == 0
+        assert all(a.above == b.below for a, b in pairwise(steps))
+    cuts = {tuple(place for place, _ in key) for key in found}
+    masks, problem = program.lattice.masks, program.problem.loads
+    wanted = {
+        borders(problem, masks, plan)
+        for plan in fitting
+        if plan.prediction.period_s * SAME < target
+    }
+    assert wanted <= cuts
+    kept = program.keeps(target)
+    if kept is None:
+        assert not wanted
+    elif program.problem.rule in ("turns", "room"):
+        assert kept.period_s <= target * (1 + ROUNDING)
+
+
+def check_falling(drawn: Drawn) -> None:
+    """The best plan is of a listed cut, too, where only what is better than all so far is asked
+    for."""
+    for part in parts(drawn):
+        masks, problem, best = part.program.lattice.masks, part.program.problem.loads, {}
+        for plan in part.fitting:
+            cut = borders(problem, masks, plan)
+            best[cut] = min(best.get(cut, INF), plan.prediction.period_s)
+        below = [1.3 * max(best.values(), default=1.0)]
+        for steps in part.program.each_below(lambda below=below: below[-1]):
+            period_s = best.get(tuple(step.above for step in steps), INF)
+            below.append(min(below[-1], period_s))
+        if best:
+            assert below[-1] <= part.best_s * SAME
+
+
+# Drawn questions --------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(60))
+@given(seeds)
+@example(45)
+@example(62)
+@example(165)
+@example(185)
+@example(200)
+def test_no_plan_that_fits_is_below_the_bound(seed):
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    check_best(drawn)
+
+
+@settings(max_examples=examples(60))
+@given(seeds)
+@example(45)
+@example(57)
+@example(62)
+@example(165)
+@example(185)
+def test_every_cut_of_plans_below_a_period_is_listed(seed):
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    check_cuts(drawn)
+
+
+@settings(max_examples=examples(60))
+@given(seeds)
+@example(189)
+@example(1157)
+@example(45)
+def test_the_best_cut_is_listed_while_what_is_asked_for_falls(seed):
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    check_falling(drawn)
+
+
+@settings(max_examples=examples(36))
+@given(seeds)
+def test_what_takes_turns_is_bound_and_listed(seed):
+    """More of the systems of 1F1B without a flush."""
+    drawn = drawn_alone(seed, systems=ONE_BY_ONE)
+    assume(drawn is not None)
+    check_best(drawn)
+    check_cuts(drawn)
+    check_falling(drawn)
+
+
+@st.composite
+def chains(draw):
+    """A question with a chain of layers on equal devices, which messages have wires to both ways,
+    and without memory limits. Some layers take no time."""
+    count, seconds = draw(st.integers(2, 7)), st.integers(0, 9).map(lambda k: k * 1e-3)
+    times = [(draw(seconds), draw(seconds)) for _ in range(count)]
+    assume(any(forward + backward for forward, backward in times))
+    parameters = st.sampled_from([0, 10**6])
+    layers = [(f"n{k}", draw(parameters), *each, 0, []) for k, each in enumerate(times)]
+    sent = [draw(st.sampled_from([0, 0, 1000, 4000, 20_000])) for _ in range(count)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", sent[k]) for k in range(count - 1)]
+    edges.append((f"n{count - 1}", "output", "y", 8))
+    profile = profile_by_hand(layers, edges, sizes=(1,))
+    optimizer = msgspec.structs.replace(
+        profile.optimizer, update_fixed_s=draw(st.sampled_from([0.0, 1e-3]))
+    )
+    network = Network(bandwidth_bytes_per_s=1e6, latency_s=draw(st.sampled_from([0.0, 1e-4, 3e-3])))
+    devices = tuple(Device(name=f"d{k}") for k in range(draw(st.integers(1, 4))))
+    cluster = Cluster(devices=devices, network=network)
+    profile = msgspec.structs.replace(profile, optimizer=optimizer)
+    return Question(profile, cluster, draw(st.sampled_from(MINI_BATCHES)), 1, 1.0)
+
+
+@settings(max_examples=examples(36))
+@given(chains())
+def test_of_chains_the_bound_is_the_best_period(question):
+    drawn = all_alone(question, Freedom(), 1)
+    for part in parts(drawn):
+        answer = part.program.best(0.0, INF)
+        assert answer.bound_s == pytest.approx(part.best_s, rel=1e-6)
+        assert answer.cut is not None
+        cut = tuple(step.above for step in answer.cut.steps)
+        masks, problem = part.program.lattice.masks, part.program.problem.loads
+        of_cut = [
+            plan.prediction.period_s for plan in part.plans if borders(problem, masks, plan) == cut
+        ]
+        assert min(of_cut) == pytest.approx(part.best_s, rel=1e-6)
+
+
+# Causes -----------------------------------------------------------------------------------------
+
+
+def check_all(drawn: Drawn) -> None:
+    check_best(drawn)
+    check_cuts(drawn)
+    check_falling(drawn)
+
+
+def without_gradients(profile, *names):
+    """No gradient for what these layers make."""
+    edges = (msgspec.structs.replace(e, needs_grad=e.producer not in names) for e in profile.edges)
+    return msgspec.structs.replace(profile, edges=tuple(edges))
+
+
+def just_fits(question: Question, n: int) -> list[Drawn]:
+    """The question, and the same with the memory that its best plan needs."""
+    drawn = all_alone(question, Freedom(), n)
+    by_period = sorted((plan for _, plan in drawn.plans), key=lambda p: p.prediction.period_s)
+    found = [drawn]
+    for plan in by_period[:1]:
+        most = max(stage.memory_bytes for stage in plan.prediction.stages)
+        devices = (
+            msgspec.structs.replace(device, memory_bytes=most)
+            for device in question.cluster.devices
+        )
+        cluster = msgspec.structs.replace(question.cluster, devices=tuple(devices))
+        found.append(replace(drawn, question=replace(question, cluster=cluster)))
+    return found
+
+
+SYSTEMS = ("pipedream", "pipedream-2bw", "timeprest", "pipedream-flush", "gpipe", "zb-h1")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("dead", [("n0",), ("n2",), ("n0", "n2")])
+def test_stages_wait_for_no_gradient_that_does_not_come(system, dead):
+    """What is behind a cut that no gradient crosses holds nothing up before it, and in memory there
+    is no more than the schedule has."""
+    profile = without_gradients(chain(4, saved=1000), *dead)
+    n = 1 if VARIANTS[system].whole_mini_batches else 4
+    question = Question(profile, uniform_cluster(3), system, 4, 1.0)
+    for drawn in just_fits(question, n):
+        check_all(drawn)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("beside_s", [5e-4, 4e-3])
+def test_stages_wait_for_nothing_beside_them(system, beside_s):
+    """A stage between others, of a layer that has nothing to do with them."""
+    times = {"first": 3e-3, "beside": beside_s, "middle": 3e-3, "last": 3e-3}
+    layers = [(name, 100, each / 4, each / 2, 100, []) for name, each in times.items()]
+    edges = [
+        ("first", "middle", "x", 8),
+        ("middle", "last", "y", 8),
+        ("last", "output", "z", 8),
+        ("beside", "output", "b", 8),
+    ]
+    profile = profile_by_hand(layers, edges)
+    n = 1 if VARIANTS[system].whole_mini_batches else 4
+    question = Question(profile, uniform_cluster(4), system, 4, 1.0)
+    for drawn in just_fits(question, n):
+        check_all(drawn)

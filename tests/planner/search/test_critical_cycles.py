@@ -1,0 +1,173 @@
+"""What is proven by critical cycles is so: against all plans, on drawn questions by number."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from helpers.by_hand.profiles import profile_by_hand
+from helpers.drawn.cases import examples
+from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts
+from helpers.drawn.questions import Drawn
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.evaluate import Question
+from timeprest.planner.partition.problem import SAME
+from timeprest.planner.search.choices import Freedom
+from timeprest.planner.search.critical_cycles import CycleSearch, least_turning
+from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.state import SearchState
+from timeprest.planner.simulator.timeline import least_period_s
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import InfeasibleError
+
+ONE_BY_ONE = tuple(
+    name
+    for name, variant in VARIANTS.items()
+    if variant.schedule in ("1f1b", "1f1b-micro", "1f1b-deep")
+)
+
+seeds = st.integers(0, 10**5)
+
+
+def asked_of(drawn: Drawn) -> dict:
+    """What is asked for, as a request has it."""
+    whole = drawn.question.system.whole_mini_batches
+    return {
+        "micro_batches": None if whole else drawn.asked,
+        "recompute": drawn.freedom.recompute,
+        "run_ahead": drawn.freedom.staleness.run_ahead,
+        "time_limit_s": None,
+    }
+
+
+def search_of(drawn: Drawn) -> SearchState:
+    """One that nothing was tried in."""
+    request = SearchRequest(**asked_of(drawn), effort=10**9)
+    search = explore(drawn.question, request, lambda *_: None, None)
+    search.forget_bounds()
+    return search
+
+
+def check_proofs(drawn: Drawn) -> None:
+    """Bounds and proofs by cycles alone, from plans that are far from the best or near it."""
+    search = search_of(drawn)
+    CycleSearch(search).bound()
+    for branch in search.branches:
+        stages = branch.stages
+        periods = [
+            found.prediction.period_s
+            for found in drawn.fitting
+            if stages in (None, len(found.stages))
+        ]
+        assert all(search.bounds[branch] <= period_s * SAME for period_s in periods)
+    by_period = sorted(drawn.fitting, key=lambda found: found.prediction.period_s)
+    for start in by_period[:: max(len(by_period) // 3, 1)][1:] + by_period[-1:]:
+        search = search_of(drawn)
+        search.best = start
+        CycleSearch(search).prove()
+        assert search.bound_s <= drawn.best_s * SAME
+        assert not search.best.over_limit(drawn.question.cluster)
+
+
+@settings(max_examples=examples(90))
+@given(seeds)
+@example(27)
+@example(53)
+@example(90)
+@example(125)
+@example(347)
+@example(1209)
+@example(4261)
+def test_no_plan_is_below_what_cycles_prove(seed):
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    assume(drawn.fitting)
+    check_proofs(drawn)
+
+
+@settings(max_examples=examples(60))
+@given(seeds, st.sampled_from([500, 20_000]))
+def test_a_plan_called_optimal_is_so(seed, effort):
+    """With little effort, so that it is the bounds that prove."""
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    question = drawn.question
+    try:
+        plan = solve(
+            question.profile,
+            question.cluster,
+            question.variant,
+            mini_batch=question.mini_batch,
+            optimizer_state_factor=question.optimizer_state_factor,
+            tied=question.tied,
+            effort=effort,
+            **asked_of(drawn),
+        )
+    except InfeasibleError:
+        assert drawn.best_s is None or effort < 1000
+        return
+    # It may look at more ways to compute again.
+    if drawn.best_s is not None:
+        assert plan.solver.bound_s <= drawn.best_s * SAME
+        if plan.solver.optimal:
+            assert plan.predicted.period_s <= drawn.best_s * SAME
+
+
+@settings(max_examples=examples(60))
+@given(seeds)
+def test_the_turns_of_a_cut_leave_no_limits_a_shorter_period(seed):
+    drawn = drawn_alone(seed, systems=ONE_BY_ONE)
+    assume(drawn is not None)
+    cluster = drawn.question.cluster
+    exact = cluster.flat and not cluster.network.half_duplex and cluster.network.overlap
+    for part in parts(drawn):
+        problem, masks = part.program.problem, part.program.lattice.masks
+        flights = [stage.flights for stage in problem.stages]
+        cuts = {}
+        for plan in part.plans:
+            key = borders(problem.loads, masks, plan), plan.stages[0].devices
+            again = tuple(stage.recompute for stage in plan.stages)
+            cuts.setdefault((key, again), []).append(plan)
+        for plans in cuts.values():
+            check_turns(plans, flights, exact=exact)
+
+
+def check_turns(plans, flights, *, exact: bool) -> None:
+    """`plans`: of one cut, under all limits; `exact`: messages have wires of their own."""
+    best_s = min(plan.prediction.period_s for plan in plans)
+    pipeline = plans[0].pipeline
+    least_s, limits = least_turning(pipeline, flights, 10 * best_s)
+    assert least_s <= best_s * SAME
+    assert all(a >= b for a, b in pairwise(limits))
+    assert all(
+        limit in [each.limit for each in mine] for limit, mine in zip(limits, flights, strict=True)
+    )
+    # Below any period that it may have, nothing is known but that.
+    below_s = best_s * 0.9
+    assert least_turning(pipeline, flights, below_s)[0] <= below_s
+    chain = {(link.source, link.target) for link in pipeline.links if link.has_gradient}
+    links = {(link.source, link.target) for link in pipeline.links}
+    neighbours = {(s, s + 1) for s in range(pipeline.stages - 1)}
+    if exact and pipeline.micro_batches == 1 and chain == links == neighbours:
+        mine = next(plan for plan in plans if plan.limits == limits)
+        exact_s = max(least_s, least_period_s(pipeline))
+        assert mine.prediction.period_s == pytest.approx(exact_s, rel=1e-6)
+
+
+# Causes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("homes", ["aab", "abb", "aba", "aaa"])
+@pytest.mark.parametrize("system", ["pipedream", "timeprest", "pipedream-flush", "gpipe"])
+def test_the_same_cut_on_other_devices_is_another_plan(system, homes):
+    """Where devices are alike, but not what is between them."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 0, []) for k in range(2)]
+    edges = [("n0", "n1", "x", 1000), ("n1", "output", "y", 8)]
+    near, far = (Network(bandwidth_bytes_per_s=each, latency_s=0.0) for each in (1e9, 4e5))
+    devices = tuple(Device(name=f"d{k}", machine=home) for k, home in enumerate(homes))
+    cluster = Cluster(devices=devices, network=near, between_machines=far)
+    question = Question(profile_by_hand(layers, edges, sizes=(1, 2, 4)), cluster, system, 4, 1.0)
+    n = 1 if question.system.whole_mini_batches else 4
+    check_proofs(all_alone(question, Freedom(), n))
