@@ -190,12 +190,18 @@ class Pattern(NamedTuple):
 
 def is_patterned(pipeline: Pipeline) -> bool:
     """Whether the schedule repeats with every mini-batch."""
-    variant = pipeline.variant
-    if variant.order is not None:
+    return has_pattern(pipeline.variant, several=bool(pipeline.placement))
+
+
+def has_pattern(variant: Variant, *, several: bool = False) -> bool:
+    """Whether a system's schedules repeat with every mini-batch; else a list schedule makes them.
+
+    Args:
+        several: devices have several stages.
+    """
+    if variant.order is not None or (several and variant.flushes):
         return True
-    if not pipeline.placement:
-        return variant.schedule in PATTERNS or variant.schedule in ROWS
-    return variant.flushes
+    return not several and (variant.schedule in PATTERNS or variant.schedule in ROWS)
 
 
 def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:

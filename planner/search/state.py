@@ -22,6 +22,7 @@ from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..plan import PlanStage
+from ..schedules.schedules import has_pattern
 from ..simulator.timeline import filled_and_drained_s, least_period_s
 from ..systems.placement import numbered_devices
 from ..systems.variants import Variant
@@ -166,14 +167,14 @@ def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
     operations = stages * (each * micro_batches + 1)
     if variant.flushes:
         return operations * _FLUSHED
-    return operations * (_LISTED if variant.schedule == "nf1b" else _MINI_BATCHES)
+    return operations * (_MINI_BATCHES if has_pattern(variant) else _LISTED)
 
 
 def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
     """The same where devices have several stages: making the schedule takes as long, more where
     several ways to place weight parts are tried."""
     each = 5 if variant.split_backward else 2
-    if not variant.flushes and variant.schedule != "nf1b":
+    if has_pattern(variant) and not has_pattern(variant, several=True):
         # A list schedule makes it then.
         each *= _LISTED // _MINI_BATCHES
     return each * operations_of(variant, stages, micro_batches) + _PER_PLACED

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ....profiles.errors import PlanError, ScheduleError
 from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
-from ...schedules.together import periods_s, simulates_together
+from ...schedules.together import periods_s, simulates_together, stand_in
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
 from ..choices import Branch, Choice, PlacedBranch
@@ -303,9 +303,9 @@ class LocalSearch:
         if not seen:
             return []
         expected = [found.least_s for found, _ in seen]
-        if simulates_together(_stand_in(seen[0][0].pipeline)):
+        if simulates_together(stand_in(seen[0][0].pipeline)):
             self.search.budget.take(_TOGETHER * len(seen) + _TOGETHER_AT_ALL)
-            expected = periods_s([_stand_in(found.pipeline) for found, _ in seen]).tolist()
+            expected = periods_s([stand_in(found.pipeline) for found, _ in seen]).tolist()
         best_s, most = self.search.period_s, _MOST_STARTS
         operations = operations_of(
             self.relaxation.variant, points[0].stages, points[0].micro_batches
@@ -413,7 +413,7 @@ class LocalSearch:
                 continue
             if over_about(seen.laid, point, here, self.question) > _MAY_FIT:
                 continue
-            if simulates_together(_stand_in(seen.pipeline)):
+            if simulates_together(stand_in(seen.pipeline)):
                 alike.setdefault(_alike(point), []).append((seen, point))
             else:
                 found.append((seen, point))
@@ -429,10 +429,10 @@ class LocalSearch:
     def _together(self, some: Sequence[_Ranked], here: Standing) -> Iterator[_Ranked]:
         """Those of one schedule that may be better, with what is expected of them."""
         self.search.budget.take(_TOGETHER * len(some) + _TOGETHER_AT_ALL)
-        pipelines = [_stand_in(seen.pipeline) for seen, _ in some]
+        pipelines = [stand_in(seen.pipeline) for seen, _ in some]
         alike = _alike(here.point) == _alike(some[0][1])
         # What doesn't settle in time is as far off for both.
-        mine = _stand_in(here.found.pipeline) if alike else pipelines[0]
+        mine = stand_in(here.found.pipeline) if alike else pipelines[0]
         *periods, mine_s = periods_s([*pipelines, mine])
         limit_s = float(mine_s) if alike else here.period_s * _ABOUT
         if self.relaxation.variant.split_backward:
@@ -456,15 +456,6 @@ class LocalSearch:
 def _alike(point: Point) -> Hashable:
     """Points with the same are simulated together."""
     return point.stages, point.micro_batches, point.limits
-
-
-def _stand_in(pipeline: Pipeline) -> Pipeline:
-    """What a pipeline is ranked by: where backwards are split, the same with whole ones, whose
-    schedule doesn't depend on times."""
-    if not pipeline.variant.split_backward or pipeline.placement:
-        return pipeline
-    whole = replace(pipeline.variant, schedule="1f1b-flush", split_backward=False)
-    return replace(pipeline, variant=whole, weight_s=())
 
 
 def _bottlenecks(loads: Sequence[float], period_s: float) -> float:
