@@ -22,10 +22,8 @@ from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..plan import PlanStage
-from ..schedules.schedules import has_pattern
 from ..simulator.timeline import filled_and_drained_s, least_period_s
 from ..systems.placement import numbered_devices
-from ..systems.variants import Variant
 from .choices import (
     Branch,
     Choice,
@@ -38,6 +36,7 @@ from .choices import (
     choice_of,
     in_flight_under,
 )
+from .effort import operations_of, placed_operations
 from .relaxed.relaxation import Relaxation
 
 # What a search may spend: simulated operations, and time -----------------------------------------
@@ -50,16 +49,6 @@ _LEAST_TRIED = 24
 
 _PER_STEP = 3
 """Simulated operations that take as long as a step of listing cuts, about."""
-
-_PER_PLACED = 250
-"""What it takes to lay out a plan whose devices have several stages, and to look at its memory."""
-
-_MINI_BATCHES, _LISTED = 8, 32
-"""What it takes a simulation to become steady, about; where a list schedule makes it, which takes
-longer for each operation, too."""
-
-_FLUSHED = 3
-"""The same where the pipeline runs empty after each."""
 
 CLOSE = 1.001
 """Of a large model, cuts and bounds of the relaxed problem are found up to this factor."""
@@ -158,26 +147,6 @@ class Budget:
     def is_late(self) -> bool:
         """Whether the deadline has passed."""
         return is_late(self.deadline)
-
-
-def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
-    """What simulating a plan takes, about."""
-    # Split backwards have a third operation, and three schedules are tried for them.
-    each = 3 * 3 if variant.split_backward else 2
-    operations = stages * (each * micro_batches + 1)
-    if variant.flushes:
-        return operations * _FLUSHED
-    return operations * (_MINI_BATCHES if has_pattern(variant) else _LISTED)
-
-
-def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
-    """The same where devices have several stages: making the schedule takes as long, more where
-    several ways to place weight parts are tried."""
-    each = 5 if variant.split_backward else 2
-    if has_pattern(variant) and not has_pattern(variant, several=True):
-        # A list schedule makes it then.
-        each *= _LISTED // _MINI_BATCHES
-    return each * operations_of(variant, stages, micro_batches) + _PER_PLACED
 
 
 def is_late(until: float | None) -> bool:

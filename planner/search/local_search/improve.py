@@ -29,8 +29,9 @@ from ...schedules.together import periods_s, simulates_together, stand_in
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
 from ..choices import Branch, Choice, PlacedBranch
+from ..effort import operations_of
 from ..relaxed.relaxation import Relaxation
-from ..state import SearchState, operations_of
+from ..state import SearchState
 from .memory_about import over_about
 from .neighbours import Neighbours, Point, layings_of
 
