@@ -64,14 +64,16 @@ def command_named(name: str) -> click.Command:
 
 
 @contextmanager
-def bounded(box: Path) -> Iterator[None]:
-    """Raises Hang in code that takes too long, and MemoryError where it wants too much."""
-    looks = 0
+def bounded(box: Path) -> Iterator[list[str]]:
+    """Raises Hang in code that takes too long, and MemoryError where it wants too much. Yields what
+    was stopped as it trained: what it was in then may make an error of its own of that."""
+    looks, stopped = 0, list[str]()
 
     def look(number: int, frame: Any) -> None:
         nonlocal looks
         looks += 1
         if any(path.stat().st_size for path in box.rglob("metrics.jsonl")):
+            stopped.append("training")
             raise StillTraining
         if looks * _LOOK_S >= LONGEST_S:
             raise Hang("".join(traceback.format_stack(frame)[-6:]))
@@ -81,7 +83,7 @@ def bounded(box: Path) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, hard))
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     try:
-        yield
+        yield stopped
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -108,7 +110,7 @@ def complaint_about(box: Path, calls: Sequence[Call], broken: str | None = None)
     for call in calls:
         with inside(box):
             try:
-                with bounded(box):
+                with bounded(box) as stopped:
                     result = CliRunner().invoke(
                         command_named(call.command), list(call.words), prog_name=call.command
                     )
@@ -116,6 +118,8 @@ def complaint_about(box: Path, calls: Sequence[Call], broken: str | None = None)
                 return None
             except Hang as hang:
                 return f"{_shown(call)}\nhangs:\n{hang}"
+            if stopped:
+                return None
             wrong = _judge(result, call, broken) or _left_behind(box, call)
             if wrong:
                 return f"{_shown(call)}\n{wrong}"
