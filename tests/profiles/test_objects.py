@@ -20,7 +20,6 @@ from timeprest.profiles.measuring import process_settings
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.objects import as_bytes, give, give_bytes, name_of
 from timeprest.profiles.zoo.digits import Digits
-from timeprest.runtime.calibration import overhead
 from timeprest.runtime.communication.signed_store import ForeignEntryError, Secret, SignedStore
 from timeprest.runtime.processes.rendezvous import Rendezvous
 from timeprest.runtime.records.progress import read_losses
@@ -200,7 +199,8 @@ def test_processes_at_once_are_measured_as_the_model_was(monkeypatch):
     monkeypatch.setattr(process_settings, "_kept_for_good", False)
     monkeypatch.setattr(process_settings, "_set", lambda given: done.append(given) or True)
     monkeypatch.setattr(
-        overhead, "with_processes", lambda profile, *_, **__: done.append("at once") or profile
+        "timeprest.runtime.profile.with_processes",
+        lambda profile, *_, **__: done.append("at once") or profile,
     )
     timeprest.profile("mlp:width=16,depth=1", batch_size=4, seconds=0, together=2)
     assert done == [process_settings._KEPT, "at once", process_settings._GIVEN_BACK]
