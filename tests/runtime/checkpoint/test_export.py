@@ -7,47 +7,22 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.trained_runs import TIED, runs_of_tasks, with_run_weights
 from safetensors.torch import load_file
 from timeprest.cli.run import main
 from timeprest.profiles import plugins
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.checkpoint.export import export
-from timeprest.runtime.run import run
-from timeprest.runtime.settings import RunSettings
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-TASKS = TESTS / "tasks/variety_tasks.py"
-TIED = f"{TASKS}:TiedTask"
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The run of a task, made once: two mini-batches on two stages."""
-    made = {}
-
-    def run_of(task):
-        if task not in made:
-            where = made[task] = tmp_path_factory.mktemp("run") / "run"
-            found = measure(resolve(task), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
-            plan = plan_by_hand(with_times(found), "gpipe", 2, 2, mini_batch=4, tied="split")
-            run(plan, RunSettings(task=task, steps=2, evaluate=False), where, inline=True)
-        return made[task]
-
-    return run_of
-
-
-def with_run_weights(where, model):
-    """The model with the run's final weights, by plain PyTorch."""
-    for file in (where / "weights").iterdir():
-        model.load_state_dict(load_file(file), strict=False)
-    return model.eval()
+    return runs_of_tasks(tmp_path_factory)
 
 
 @pytest.mark.parametrize("size", [None, 500])
