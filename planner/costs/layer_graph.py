@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ...profiles.profile import Edge, Measurement, Profile
 from ..partition.problem import Vector, closures, members, needs_of
 from ..systems.variants import VARIANTS, Variant
-from .stage_costs import input_part_s, layer_costs
+from .stage_costs import input_part_s, layer_costs, sized
 from .tied_parameters import Tied, bound_groups, on_one_stage
 
 
@@ -258,6 +259,16 @@ class LayerGraph:
             at = best[at][1]
             path.append(at)
         return path[::-1]
+
+    def sent_along(self, path: Sequence[int], size: int) -> list[int]:
+        """What layers of such a path send to the next one for a micro-batch of so many samples, and
+        get the gradient of, in bytes: of several tensors the largest; others may go elsewhere."""
+        found = []
+        for a, b in pairwise(path):
+            tensors = self.graph.edges[self.names[a], self.names[b]]["tensors"]
+            sent = (sized(e.fixed_bytes, e.bytes_per_sample, size) for e in tensors if e.needs_grad)
+            found.append(max(sent))
+        return found
 
     @cached_property
     def drained(self) -> Drained:

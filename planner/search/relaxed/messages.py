@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
@@ -46,11 +45,8 @@ def ways(seconds: LeastSeconds, micro_batches: int) -> Ways | None:
     work = costs.forward_s + costs.backward_s
     path = graph.heaviest_path(work)
     latency_s = min(link.latency_s for link in cluster.links)
-    messages = []
-    for a, b in pairwise(path):
-        tensors = graph.graph.edges[graph.names[a], graph.names[b]]["tensors"]
-        sent = (sized(e.fixed_bytes, e.bytes_per_sample, size) for e in tensors if e.needs_grad)
-        messages.append(2 * (latency_s + max(sent) / cluster.fastest_bytes_per_s))
+    sent = graph.sent_along(path, size)
+    messages = [2 * (latency_s + nbytes / cluster.fastest_bytes_per_s) for nbytes in sent]
     return Ways(
         micro_batches,
         variant.flushes,

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from ...costs.layer_graph import LayerVectors
 from ...costs.memory import room_bytes
-from ...costs.stage_costs import sized
 from ...evaluate import Evaluation
 from ...partition.chains import Chains, Term
 from ...partition.dp.lattice import Lattice
@@ -104,16 +103,12 @@ class Rows:
     @cached_property
     def _messages(self) -> Vector:
         """What the path sends over each place, [2, P]."""
-        graph, size = self.relaxation.graph, self.relaxation.seconds.size(self._n, 1)
-        path, found = self._path, np.zeros((2, len(self.masks)))
+        size = self.relaxation.seconds.size(self._n, 1)
+        sent = self.relaxation.graph.sent_along(self._path, size)
+        found = np.zeros((2, len(self.masks)))
         for p, count in enumerate(self.gaps.tolist()):
-            if 0 < count < len(path):
-                a, b = (graph.names[path[k]] for k in (count - 1, count))
-                edges = graph.graph.edges[a, b]["tensors"]
-                sent = (
-                    sized(e.fixed_bytes, e.bytes_per_sample, size) for e in edges if e.needs_grad
-                )
-                found[:, p] = max(sent), 1.0
+            if 0 < count < len(self._path):
+                found[:, p] = sent[count - 1], 1.0
         return found
 
     def chains(self, devices: Sequence[int]) -> Chains:
