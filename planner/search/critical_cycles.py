@@ -17,15 +17,22 @@ from typing import NamedTuple
 from ...profiles.errors import PlanError, ScheduleError
 from ..costs.recomputation import of_stage
 from ..evaluate import Evaluation, lay_out
-from ..partition.dp.critical_cycles import CriticalCycles, CycleAnswer, CycleCut, CycleStep
-from ..partition.dp.cycle_stages import Flight
+from ..partition.dp.critical_cycles import (
+    CriticalCycles,
+    CycleAnswer,
+    CycleCut,
+    CycleStep,
+    quick,
+    thinned,
+)
+from ..partition.dp.cycle_stages import CycleProblem, Flight, StageTable
 from ..partition.dp.sweep import OutOfTime
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
 from .choices import Branch, Choice
-from .relaxed.cycles import cycle_problem
+from .relaxed.cycles import cycle_problem, has_cycles
 from .state import OutOfBudget, SearchState
 
 _MOST_COUNTS = 16
@@ -70,40 +77,66 @@ class _Way(NamedTuple):
 
 
 class CycleSearch:
-    """The cycles of one search's branches."""
+    """The cycles of one search's branches.
+
+    Attributes:
+        tables: of stages, by how they are looked at, the largest numbers of stages alone.
+    """
 
     def __init__(self, search: SearchState) -> None:
         self.search = search
-        self._programs: dict[_Way, CriticalCycles | None] = {}
+        self._programs: dict[_Way, CriticalCycles] = {}
+        self.tables: dict[_Way, StageTable] = {}
 
     def covers(self, branch: Branch) -> bool:
         """Whether all plans of a branch are looked at."""
+        source, relaxation = self.search.source, self.search.relaxation
+        if not isinstance(source, DpSource) or not quick(source.lattice, len(relaxation.recompute)):
+            return False
         parts = list(self._parts(branch))
-        return bool(parts) and all(self._program(part) is not None for part in parts)
+        return bool(parts) and all(has_cycles(relaxation, part) for part in parts)
 
     def _parts(self, branch: Branch) -> Iterator[Branch]:
-        """The branch by numbers of stages; none where they are too many."""
+        """The branch by numbers of stages that the system runs; none where they are too many."""
         if branch.stages is not None:
             yield branch
         elif self.search.most_stages <= _MOST_COUNTS:
-            most = range(1, self.search.most_stages + 1)
+            n, allows = branch.micro_batches, self.search.relaxation.allows
+            most = (k for k in range(1, self.search.most_stages + 1) if allows(k, n))
             yield from (replace(branch, stages=stages) for stages in most)
 
-    def _program(self, branch: Branch, way: _Way | None = None) -> CriticalCycles | None:
-        search, way = self.search, way or _Way(branch)
+    def _program(self, way: _Way) -> CriticalCycles:
+        """Of a branch that is covered. Raises OutOfBudget when the time is over."""
         if way not in self._programs:
-            self._programs[way] = None
-            problem = cycle_problem(
-                search.relaxation,
-                branch,
-                every_user=way.every_user,
-                every_mode=way.every_mode,
-                share=way.share,
-            )
-            if problem is not None and isinstance(search.source, DpSource):
-                make = CriticalCycles.thinned if way.thinned else CriticalCycles.of
-                self._programs[way] = make(problem, search.source.lattice)
+            problem = self._problem(way)
+            assert problem is not None
+            self._programs[way] = CriticalCycles(problem, self._table(way))
         return self._programs[way]
+
+    def _problem(self, way: _Way) -> CycleProblem | None:
+        return cycle_problem(
+            self.search.relaxation,
+            way.branch,
+            every_user=way.every_user,
+            every_mode=way.every_mode,
+            share=way.share,
+        )
+
+    def _table(self, way: _Way) -> StageTable:
+        """One for all numbers of stages, from the largest on."""
+        search = self.search
+        whole = next(b for b in search.branches if way.branch in self._parts(b))
+        way = way._replace(branch=[*self._parts(whole)][-1])
+        if way not in self.tables:
+            problem, source = self._problem(way), search.source
+            assert problem is not None
+            assert isinstance(source, DpSource)
+            lattice = thinned(problem, source.lattice) if way.thinned else source.lattice
+            try:
+                self.tables[way] = StageTable(problem, lattice, search.budget.deadline)
+            except OutOfTime:
+                raise OutOfBudget("time limit") from None
+        return self.tables[way]
 
     # Bounds and first plans --------------------------------------------------------------------
 
@@ -164,8 +197,7 @@ class CycleSearch:
 
     def _best(self, way: _Way, low_s: float, within: float = 0.0) -> CycleAnswer:
         """The best cut below the best plan's period, and what no plan is below."""
-        search, program = self.search, self._program(way.branch, way)
-        assert program is not None
+        search, program = self.search, self._program(way)
         search.budget.take(_HALVINGS * program.size // _PER_OPERATION)
         return program.best(low_s, search.period_s, search.budget.deadline, within=within)
 
@@ -189,8 +221,7 @@ class CycleSearch:
                 yield found
 
     def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:
-        program = self._program(way.branch, way)
-        assert program is not None
+        program = self._program(way)
         limits = [step.flight.limit for step in cut.steps]
         limits = [*accumulate(reversed(limits), max)][::-1]
         choice = self._choice(program, cut.steps)
@@ -221,11 +252,7 @@ class CycleSearch:
     def _prove(self, branch: Branch) -> None:
         search, unresolved = self.search, float("inf")
         for part in self._parts(branch):
-            several = len(search.relaxation.recompute) > 1
-            program = self._program(part, _Way(part, every_mode=several))
-            if program is None:
-                # With all ways of recomputation there is too much to look at.
-                return
+            program = self._program(_Way(part, every_mode=len(search.relaxation.recompute) > 1))
             search.budget.take(program.size // _PER_OPERATION)
             cuts = program.each_below(lambda: search.period_s, search.budget.deadline)
             try:

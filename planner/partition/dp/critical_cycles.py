@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import FITS, Vector
-from .cycle_stages import CycleProblem, CycleStage, Flight, Stages
+from .cycle_stages import CycleProblem, CycleStage, Flight, Stages, StageTable, check_time
 from .cycle_tables import (
     FORGIVEN,
     NEVER,
@@ -46,14 +46,13 @@ from .cycle_tables import (
     Timed,
     Waits,
     any_class,
-    check_time,
 )
 from .lattice import Lattice, Positions
 from .program import Program
 from .sweep import OutOfTime
 
 _MOST_PAIRS = 8_000_000
-"""Pairs of downsets × modes: with more, tables take too long."""
+"""Pairs of downsets × ways to run a stage: with more, tables take too long."""
 
 _CLOSE = 1e-10
 """Bisection ends there, relative."""
@@ -70,6 +69,17 @@ _NEAR = 1.0005
 _SHARES, _SHARES_EACH, _CHEAPEST = 48, 4, 2
 """Thinned: of so many equal shares of the work, and at least so many for each stage, so many places
 that are cheapest to cut at."""
+
+
+def quick(lattice: Lattice, modes: int) -> bool:
+    """Whether all stages between two downsets, in so many modes, are few enough for tables."""
+    return lattice.size**2 * modes <= _MOST_PAIRS
+
+
+def thinned(problem: CycleProblem, lattice: Lattice) -> Lattice:
+    """Fewer places to cut, the cheapest ones."""
+    shares = max(_SHARES, len(problem.stages) * _SHARES_EACH)
+    return Program(problem.loads, lattice).thinned(shares, _CHEAPEST)
 
 
 class CycleStep(NamedTuple):
@@ -117,17 +127,11 @@ class CriticalCycles(CycleTables):
     """Cuts of one problem on one lattice."""
 
     @classmethod
-    def of(cls, problem: CycleProblem, lattice: Lattice) -> CriticalCycles | None:
-        """None where there is too much to look at."""
-        if lattice.size**2 * len(problem.loads.modes) > _MOST_PAIRS:
-            return None
-        return cls(problem, lattice)
-
-    @classmethod
-    def thinned(cls, problem: CycleProblem, lattice: Lattice) -> CriticalCycles:
-        """With fewer places to cut, the cheapest ones."""
-        shares = max(_SHARES, len(problem.stages) * _SHARES_EACH)
-        return cls(problem, Program(problem.loads, lattice).thinned(shares, _CHEAPEST))
+    def of(
+        cls, problem: CycleProblem, lattice: Lattice, deadline: float | None = None
+    ) -> CriticalCycles:
+        """On all places to cut. Raises OutOfTime."""
+        return cls(problem, StageTable(problem, lattice, deadline))
 
     @property
     def size(self) -> int:
@@ -137,7 +141,12 @@ class CriticalCycles(CycleTables):
     @property
     def slow_s(self) -> float:
         """More than any cut needs whose stages take turns."""
-        return self.all.slow_s
+        problem, stages = self.problem, self.all.stages
+        slowest = min(stage.speed for stage in problem.stages)
+        rules = max(stage.per_byte_s for stage in problem.stages) * stages.parameters
+        busy = float((stages.busy_s / slowest + rules).max(initial=0.0))
+        sent = float(np.maximum(stages.sent_s, stages.passed_s).max(initial=0.0))
+        return len(problem.stages) * (busy + sent * problem.micro_batches) * 2
 
     # The best cut ------------------------------------------------------------------------------
 
@@ -160,6 +169,8 @@ class CriticalCycles(CycleTables):
         high = below_s * (1 - FORGIVEN) if math.isfinite(below_s) else self.slow_s
         # The best cut so far may be about the best of all: ever larger steps below it, until there
         # is a period that none keeps to.
+        if not self.all.stages.count:
+            return CycleAnswer(below_s, None)
         if high <= 0:
             return CycleAnswer(0.0, None)
         low, target, step = low_s, high, _STEP

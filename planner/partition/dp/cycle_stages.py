@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from ..problem import FITS, StageProblem, Vector, closures, members
 from .cost_tables import Flags, PairCosts
 from .lattice import Lattice, Positions
+from .sweep import OutOfTime
 
 CycleRule = Literal["turns", "room", "flush", "forwards-first"]
 """Which cycles of operations count (`critical_cycles`)."""
@@ -168,7 +170,7 @@ class Stages:
 
 
 class StageTable:
-    """All stages of a problem on a lattice.
+    """All stages of a problem on a lattice; those of the same problem with fewer stages, too.
 
     Attributes:
         stages: those that fit some device, in modes that may be worth it.
@@ -178,8 +180,11 @@ class StageTable:
         work_s: of a downset's layers, at the least, [D].
     """
 
-    def __init__(self, problem: CycleProblem, lattice: Lattice) -> None:
-        self.problem, self.lattice = problem, lattice
+    def __init__(
+        self, problem: CycleProblem, lattice: Lattice, deadline: float | None = None
+    ) -> None:
+        """Raises OutOfTime when the deadline, by `time.monotonic`, passed."""
+        self.problem, self.lattice, self._deadline = problem, lattice, deadline
         limited = any(math.isfinite(stage.memory_bytes) for stage in problem.stages)
         self._costs = costs = PairCosts(problem.loads, lattice, limited=limited)
         self.work_s = costs.work
@@ -202,6 +207,7 @@ class StageTable:
 
     def _border(self, b: int) -> _Border:
         """What is known of a downset as the border between two stages."""
+        check_time(self._deadline)
         problem, lattice, size = self.problem, self.lattice, self.lattice.size
         above = self._costs.above(b)
         if not above.any():
@@ -256,6 +262,7 @@ class StageTable:
         backward = np.array([costs.summed(row) for row in problem.backward_s])
         found: list[tuple[NDArray[Any], ...]] = []
         for below in range(self.lattice.size - 1):
+            check_time(self._deadline)
             above = np.flatnonzero(costs.above(below))
             kinds = borders[below].kinds[above]
             order = np.argsort(kinds, kind="stable")
@@ -340,16 +347,6 @@ class StageTable:
         mode, number = np.nonzero(somewhere & worth)
         return mode, number
 
-    @property
-    def slow_s(self) -> float:
-        """More than any cut needs whose stages take turns."""
-        problem, stages = self.problem, self.stages
-        slowest = min(stage.speed for stage in problem.stages)
-        rules = max(stage.per_byte_s for stage in problem.stages) * stages.parameters
-        busy = float((stages.busy_s / slowest + rules).max(initial=0.0))
-        sent = float(np.maximum(stages.sent_s, stages.passed_s).max(initial=0.0))
-        return len(problem.stages) * (busy + sent * problem.micro_batches) * 2
-
 
 class _Border(NamedTuple):
     """A downset as a border.
@@ -364,3 +361,9 @@ class _Border(NamedTuple):
     off_path: list[bool]
     sent_s: Vector
     wire_s: Vector
+
+
+def check_time(deadline: float | None) -> None:
+    """Raises OutOfTime when a deadline, by `time.monotonic`, passed; None never does."""
+    if deadline is not None and monotonic() > deadline:
+        raise OutOfTime

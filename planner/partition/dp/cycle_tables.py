@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 
 from ..problem import FITS, Vector
 from .cost_tables import Flags
-from .cycle_stages import CycleProblem, Stages, StageTable
-from .lattice import Lattice, Positions
-from .sweep import OutOfTime
+from .cycle_stages import CycleProblem, Stages, StageTable, check_time
+from .lattice import Positions
 
 ROUNDING = 1e-12
 """Of a period."""
@@ -97,9 +95,9 @@ class CycleTable(NamedTuple):
 class CycleTables:
     """Makes the tables of one problem on one lattice."""
 
-    def __init__(self, problem: CycleProblem, lattice: Lattice) -> None:
-        self.problem, self.lattice = problem, lattice
-        self.all = StageTable(problem, lattice)
+    def __init__(self, problem: CycleProblem, stages: StageTable) -> None:
+        """`stages`: of the same problem, with as many stages or more."""
+        self.problem, self.lattice, self.all = problem, stages.lattice, stages
 
     # Tables ------------------------------------------------------------------------------------
 
@@ -290,8 +288,3 @@ def any_class(waits: Vector) -> Flags:
     """Downsets with something, [D], of classes, [K, D]."""
     found: Flags = np.isfinite(waits.min(axis=0))
     return found
-
-
-def check_time(deadline: float | None) -> None:
-    if deadline is not None and monotonic() > deadline:
-        raise OutOfTime

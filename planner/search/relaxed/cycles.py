@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -41,6 +39,18 @@ _REPEATS = 2
 """Mini-batches, after the pipeline has filled up, until a stage has held what it holds at most."""
 
 
+def has_cycles(relaxation: Relaxation, branch: Branch) -> bool:
+    """Whether plans of so many stages, each with a device of its own, are all plans of a branch,
+    and their schedule says which cycles it has."""
+    question, n, stages = relaxation.question, branch.micro_batches, branch.stages
+    cluster = question.cluster
+    if relaxation.variant.schedule not in _RULES or stages is None or branch.pins:
+        return False
+    listed = len(cluster.devices) == stages or (cluster.uniform and cluster.flat)
+    alone = relaxation.replica_counts(n) == [1] and relaxation.allows(stages, n)
+    return alone and listed and cluster.overlap and question.update_every == 1
+
+
 def cycle_problem(
     relaxation: Relaxation,
     branch: Branch,
@@ -56,21 +66,16 @@ def cycle_problem(
         every_mode: as of `CycleProblem`.
         share: of each device's memory, that a guess may use.
 
-    None where these aren't all plans of the branch, or nothing is known of its schedule.
+    None where there are none (`has_cycles`).
     """
     variant, question, stages = relaxation.variant, relaxation.question, branch.stages
-    rule, cluster = _RULES.get(variant.schedule), question.cluster
-    n = branch.micro_batches
-    if rule is None or stages is None or branch.pins or question.update_every > 1:
+    if stages is None or not has_cycles(relaxation, branch):
         return None
-    listed = len(cluster.devices) == stages or (cluster.uniform and cluster.flat)
-    if relaxation.replica_counts(n) != [1] or not listed or not cluster.overlap:
-        return None
-    if not relaxation.allows(stages, n):
-        return None
+    rule, cluster, n = _RULES[variant.schedule], question.cluster, branch.micro_batches
     loads = relaxation.problem(branch, Assumptions(view="cycle", unreplicated=True))
     size = relaxation.size(n, 1)
-    costs = relaxation.graph.costs(size)
+    graph = relaxation.graph
+    costs = graph.costs(size)
     once = costs.input_s if variant.split_backward else costs.backward_s
     modes = [loads.modes[option.mode] for option in loads.options]
     forward = np.array([costs.forward_s for _ in modes])
@@ -79,6 +84,9 @@ def cycle_problem(
     )
     ranges = relaxation.limit_ranges(stages)
     places = [loads.place(0, stages - s) for s in range(stages)]
+    path = graph.heaviest_path(costs.forward_s + costs.backward_s)
+    # Of a whole mini-batch, where a backward takes it.
+    gradients = n if variant.backward_unit == "mini" else 1
     latency_s = min((link.latency_s for link in cluster.links), default=0.0)
     return CycleProblem(
         loads=replace(loads, modes=tuple(modes)),
@@ -96,23 +104,16 @@ def cycle_problem(
         ),
         forward_s=forward,
         backward_s=backward,
-        messages=(messages := _messages(relaxation, n, size)),
+        messages=_messages(relaxation, gradients, size),
         every_user=every_user,
         every_mode=every_mode,
-        path=(path := tuple(relaxation.graph.heaviest_path(costs.forward_s + costs.backward_s))),
-        path_s=_along(path, messages),
+        path=tuple(path),
+        path_s=tuple(
+            (1 + gradients) * nbytes / cluster.fastest_bytes_per_s
+            for nbytes in graph.sent_along(path, size)
+        ),
         latency_s=latency_s,
     )
-
-
-def _along(path: Sequence[int], messages: Sequence[CycleMessage]) -> tuple[float, ...]:
-    """What a path's layers send to the next one, both ways."""
-    found = dict.fromkeys(pairwise(path), 0.0)
-    for message in messages:
-        for a, b in pairwise(path):
-            if message.maker == a and message.users >> b & 1 and message.returns:
-                found[a, b] = max(found[a, b], message.wire_s + message.back_s)
-    return tuple(found.values())
 
 
 def _recomputed_s(
@@ -126,15 +127,14 @@ def _recomputed_s(
     return found
 
 
-def _messages(relaxation: Relaxation, n: int, size: int) -> tuple[CycleMessage, ...]:
+def _messages(relaxation: Relaxation, gradients: int, size: int) -> tuple[CycleMessage, ...]:
     fastest, graph = relaxation.question.cluster.fastest_bytes_per_s, relaxation.graph
-    whole = relaxation.variant.backward_unit == "mini"
     found = []
     for tensor in graph.tensors:
         edge, maker = tensor.edge, tensor.ends & -tensor.ends
         seconds = sized(edge.fixed_bytes, edge.bytes_per_sample, size) / fastest
         users = tensor.ends & ~maker & ((1 << len(graph.names)) - 1)
-        back_s = seconds * (n if whole else 1) if edge.needs_grad else 0.0
+        back_s = seconds * gradients if edge.needs_grad else 0.0
         found.append(CycleMessage(maker.bit_length() - 1, users, seconds, back_s, edge.needs_grad))
     return tuple(found)
 

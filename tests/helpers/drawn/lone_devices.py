@@ -104,7 +104,6 @@ def parts(drawn: Drawn) -> Iterator[Part]:
         if problem is None:
             continue
         program = CriticalCycles.of(problem, find_downsets(problem.loads, 10_000))
-        assert program is not None
         plans = [found for _, found in drawn.plans if len(found.stages) == stages]
         fitting = [found for found in plans if not found.over_limit(cluster)]
         yield Part(stages, program, plans, fitting)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
-from helpers.by_hand.profiles import profile_by_hand
+from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts
 from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.critical_cycles import CycleSearch, least_turning
 from timeprest.planner.search.solve import SearchRequest, explore, solve
-from timeprest.planner.search.state import SearchState
+from timeprest.planner.search.state import OutOfBudget, SearchState
 from timeprest.planner.simulator.timeline import least_period_s
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError
@@ -171,3 +172,22 @@ def test_the_same_cut_on_other_devices_is_another_plan(system, homes):
     question = Question(profile_by_hand(layers, edges, sizes=(1, 2, 4)), cluster, system, 4, 1.0)
     n = 1 if question.system.whole_mini_batches else 4
     check_proofs(all_alone(question, Freedom(), n))
+
+
+@pytest.mark.parametrize("stages", [None, 4])
+def test_tables_end_with_the_time(stages):
+    """Those of one number of stages serve all; none is made when the time is over."""
+    asked = Question(chain(12), uniform_cluster(8 if stages is None else 4), "gpipe", 4, 0.0)
+    search = explore(asked, SearchRequest(stages=stages), lambda *_: None)
+    search.forget_bounds()
+    cycles = CycleSearch(search)
+    assert all(map(cycles.covers, search.branches))
+    search.budget.deadline = time.monotonic() - 1
+    with pytest.raises(OutOfBudget):
+        cycles.bound()
+    assert not cycles.tables
+    search.budget.deadline = None
+    cycles.bound()
+    assert {way.branch.stages for way in cycles.tables} == {stages or 8}
+    assert search.best is not None
+    assert 0 < search.bound_s <= search.period_s * SAME
