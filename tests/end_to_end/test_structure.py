@@ -10,6 +10,7 @@ import sys
 
 import networkx as nx
 import pytest
+from helpers.output.doc_pages import tables
 from helpers.paths import ROOT, SATELLITES
 
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "api": 3, "cli": 4}
@@ -356,6 +357,34 @@ def test_architecture_has_a_line_for_each_folder():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for folder in folders():
         assert f"{folder[-1]}/" in text, f"docs/architecture.md: nothing of {'/'.join(folder)}"
+
+
+def names_defined(tree):
+    """Classes, functions and variables of a module, and what classes have: ``Plan.mini_batch``."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.ClassDef():
+                yield node.name
+                yield from (f"{node.name}.{name}" for name in names_defined(node))
+            case ast.FunctionDef():
+                yield node.name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                yield name
+
+
+def test_every_term_of_the_glossary_is_defined_where_it_says(trees):
+    rows = [
+        row
+        for table in tables(ROOT / "docs" / "glossary.md")
+        if table.head == ("term", "what it is", "where")
+        for row in table.rows
+    ]
+    assert 40 <= len(rows) <= 60
+    for term, _, where in rows:
+        *name, path = re.findall(r"`([^`]+)`", where)
+        assert (ROOT / path).is_file(), f"docs/glossary.md: {term}: there is no {path}"
+        found = set(names_defined(trees[module_of(ROOT / path)]))
+        assert set(name) <= found, f"docs/glossary.md: {term}: {path} has no {name[0]}"
 
 
 @pytest.mark.parametrize(
