@@ -26,7 +26,7 @@ from .environment import LOOPBACK, Launched, take_signals, variables_of
 from .failures import circumstances, how_it_ended, last_words, limit_reached, settled
 from .rendezvous import GRACE_S, Failure, LocalStore, MayGoOn
 from .secret import SECRET_VARIABLE
-from .start import WORKER, WorkerProcess, start_process
+from .start import WORKER, WorkerProcess, end_processes, start_process
 
 LOOK_S = 0.1
 """Between two looks at the workers."""
@@ -162,7 +162,7 @@ def run_workers(
                 # Before the others are ended: what they wait for tells where the run was.
                 failure = store.failure() or _of_its_end(codes, labels, where, logs, kept=logs_kept)
         finally:
-            _end(processes)
+            end_processes(processes, GRACE_S)
         poll()
     if arrived:
         name = signal.Signals(arrived[0]).name
@@ -203,18 +203,6 @@ def _start(
 
 def _log(logs: Path, rank: int, stream: str) -> Path:
     return logs / f"rank{rank}.{stream}"
-
-
-def _end(processes: Sequence[WorkerProcess]) -> None:
-    """Ask all processes to end, and what they have started; a few seconds later, make them."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        end = time.monotonic() + GRACE_S
-        for process in processes:
-            process.end(how)
-        for process in processes:
-            process.wait(max(0.0, end - time.monotonic()))
-    for process in processes:
-        process.forget()
 
 
 @contextmanager

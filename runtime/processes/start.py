@@ -94,6 +94,18 @@ def start_process(
     return _Spawned(module, arguments, variables, out, err)
 
 
+def end_processes(processes: Sequence[WorkerProcess], grace_s: float) -> None:
+    """Ask all to end, and what they have started; make them where they haven't within so long."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + grace_s
+        for process in processes:
+            process.end(how)
+        for process in processes:
+            process.wait(max(0.0, end - time.monotonic()))
+    for process in processes:
+        process.forget()
+
+
 def load_ahead(module: str, libraries: Sequence[str] = ()) -> None:
     """Have what this thread's workers will need loaded, while this process does something else.
 

@@ -107,7 +107,6 @@ participle planner/partition/dp/minimax.py Reached
 participle planner/partition/solve.py Enough
 participle profiles/tracing/verify.py Seen
 participle runtime/study/figures/choose.py Foretold
-participle runtime/study/trainings/pool.py Given
 word tell cli/errors.py tell
 word tell cli/run_commands/rank.py _let_rank_0_tell
 word tell cli/run_commands/rank.py one_rank_tells
@@ -155,9 +154,7 @@ word among runtime/records/operation_log.py among
 word again runtime/run.py again
 word tell runtime/run.py tell
 word tell runtime/study/trainings/conduct.py _tell
-word tell runtime/study/trainings/pool.py _tell
 word tell runtime/study/trainings/training.py tell
-word tell runtime/study/trainings/worker.py tell
 word tell runtime/training/loop.py _tell
 word tell runtime/training/worker.py tell_status
 """

@@ -1,13 +1,8 @@
-"""Where a study's trainings are done: in processes that stay, one thread each, or in this one."""
+"""Where a study's trainings are done: each in a process of its own, one thread each, or in this
+one."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,21 +11,22 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ....profiles.errors import RunError, TimeprestError, UserError
+from ....profiles.errors import FileError, RunError, TimeprestError, UserError
 from ...processes.failures import how_it_ended, last_words
+from ...processes.start import WorkerProcess, end_processes, slow_libraries, start_process
+from ...records.growing_file import new_lines
 from ..figures.study import Curve
 from .training import train_one
 from .work import Asked, StudyWork
-from .worker import Said
+from .worker import WORK, Said
 
-_LOOK_S = 0.2
+_LOOK_S = 0.05
 _END_S = 5.0
 """What a process has to end, when it is asked to."""
 _MODULE = f"{__package__}.worker"
-_MOST_BYTES = 1 << 20
 
 
-class Given(NamedTuple):
+class Trained(NamedTuple):
     """A training that is done."""
 
     asked: Asked
@@ -48,7 +44,7 @@ class TrainingPool(Protocol):
     def give(self, asked: Asked) -> None:
         """Begin a training."""
 
-    def wait(self) -> list[Given]:
+    def wait(self) -> list[Trained]:
         """What has been done since, after a while. Raises what ended a training."""
 
     @property
@@ -77,19 +73,19 @@ class ThisProcess:
         """Note it."""
         self._asked = asked
 
-    def wait(self) -> list[Given]:
+    def wait(self) -> list[Trained]:
         """Train it. Raises as `train_one`, naming the training."""
         asked = self._asked
         assert asked is not None
         begin = time.monotonic()
         try:
-            curve = train_one(self._work, asked, self._tell)
+            curve = train_one(self._work, asked, self._note)
         except TimeprestError as error:
             raise failed(self._work, asked, str(error), error.exit_code) from error
         self._asked, self.under_way = None, 0
-        return [Given(asked, curve, time.monotonic() - begin)]
+        return [Trained(asked, curve, time.monotonic() - begin)]
 
-    def _tell(self, done: int) -> None:
+    def _note(self, done: int) -> None:
         self.under_way = done
         self._progress()
 
@@ -103,152 +99,105 @@ def failed(work: StudyWork, asked: Asked, why: str, exit_code: int) -> Timeprest
     return kind(f"training {work.label(asked)}: {why}")
 
 
-class _Process:
-    """A process that trains, and what is known of it."""
+class _Training:
+    """One under way, and what its process has said."""
 
-    def __init__(self, number: int, work: bytes, logs: Path) -> None:
-        self.number = number
-        self.log = logs / f"worker{number}.stderr"
-        self.asked: Asked | None = None
+    def __init__(self, asked: Asked, process: WorkerProcess, said: Path, log: Path) -> None:
+        self.asked, self.process, self.log = asked, process, log
         self.done = 0
         self.heard = time.monotonic()
-        self._rest = b""
-        with self.log.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=err,
-                # Ctrl-C in the terminal is for the parent.
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        assert self.process.stdout is not None
-        self.out = self.process.stdout
-        os.set_blocking(self.out.fileno(), False)
-        self.send(work)
+        self._said, self._position = said, 0
 
-    def send(self, text: bytes) -> None:
-        """Write it a line; one that has died is found out by what it doesn't say."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(text + b"\n")
-            self.process.stdin.flush()
-
-    def read(self) -> tuple[list[Said], bool]:
-        """What it has said since, and whether its output has ended."""
-        ended = False
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                text = os.read(self.out.fileno(), _MOST_BYTES)
-                if not text:
-                    ended = True
-                    break
-                self._rest += text
-        *lines, self._rest = self._rest.split(b"\n")
+    def read(self) -> list[Said]:
+        """What it has said since."""
+        lines, self._position = new_lines(self._said, self._position)
         if lines:
             self.heard = time.monotonic()
-        return [msgspec.json.decode(line, type=Said) for line in lines], ended
+        return [msgspec.json.decode(line, type=Said) for line in lines]
 
 
 class Processes:
-    """Trains in processes that stay.
+    """Trains in processes, one for each training.
 
     Args:
-        count: how many.
-        timeout_s: longest time that one may say nothing while it trains.
+        count: how many at once.
+        timeout_s: longest time that one may say nothing.
     """
 
     def __init__(self, work: StudyWork, count: int, timeout_s: float) -> None:
         self._work = work
+        self._count, self._given = count, 0
         self._timeout_s = timeout_s
-        self._selector = selectors.DefaultSelector()
-        self._logs = tempfile.TemporaryDirectory(prefix="timeprest-study-")
-        self._all: list[_Process] = []
-        encoded = msgspec.json.encode(work)
-        try:
-            for number in range(count):
-                process = _Process(number, encoded, Path(self._logs.name))
-                self._all.append(process)
-                self._selector.register(process.out, selectors.EVENT_READ, process)
-        except BaseException:
-            self.close()
-            raise
+        self._running: list[_Training] = []
+        self._temporary = tempfile.TemporaryDirectory(prefix="timeprest-study-")
+        self._folder = Path(self._temporary.name)
+        (self._folder / WORK).write_bytes(msgspec.json.encode(work))
 
     @property
     def free(self) -> int:
-        """Processes that have nothing to do."""
-        return sum(process.asked is None for process in self._all)
+        """How many more there may be at once."""
+        return self._count - len(self._running)
 
     @property
     def under_way(self) -> int:
         """Mini-batches done of trainings that aren't."""
-        return sum(process.done for process in self._all)
+        return sum(training.done for training in self._running)
 
     def give(self, asked: Asked) -> None:
-        """Begin a training."""
-        process = next(process for process in self._all if process.asked is None)
-        process.asked, process.done, process.heard = asked, 0, time.monotonic()
-        process.send(msgspec.json.encode(asked))
+        """Begin a training. Raises FileError where no process can be started."""
+        said, log = (self._folder / f"{self._given}.{kind}" for kind in ("jsonl", "log"))
+        self._given += 1
+        arguments = [str(self._folder / WORK), str(said), msgspec.json.encode(asked).decode()]
+        try:
+            with log.open("wb") as out:
+                one_thread = {"OMP_NUM_THREADS": "1"}
+                libraries = slow_libraries()
+                process = start_process(_MODULE, arguments, one_thread, out, out, libraries)
+        except OSError as error:
+            raise FileError(f"{log}: a training's process: {error.strerror}") from None
+        self._running.append(_Training(asked, process, said, log))
 
-    def wait(self) -> list[Given]:
+    def wait(self) -> list[Trained]:
         """What is done by now, or in a moment.
 
         Raises:
-            RunError: a process has died, or says nothing for too long; the message names it and
-                its training.
+            RunError: a process has died, or says nothing for too long; the message names its
+                training.
             As `train_one`, naming the training.
         """
-        found = []
-        for key, _ in self._selector.select(_LOOK_S):
-            process: _Process = key.data
-            said, ended = process.read()
-            for line in said:
-                asked = process.asked
-                process.done = line.done
-                if asked is not None and line.error:
-                    raise failed(self._work, asked, line.error, line.exit_code)
-                if asked is not None and line.curve is not None:
-                    found.append(Given(asked, line.curve, line.seconds))
-                    process.asked = None
-            if ended:
-                raise self._died(process)
-        now = time.monotonic()
-        for process in self._all:
-            if process.asked is not None and now - process.heard > self._timeout_s:
-                raise RunError(
-                    f"worker {process.number} (process {process.process.pid}) has said nothing for "
-                    f"{self._timeout_s:g} s, training {self._work.label(process.asked)}: it may be "
-                    "stuck, or slow (--timeout)"
-                )
+        time.sleep(_LOOK_S)
+        found: list[Trained] = []
+        for training in self._running:
+            code = training.process.poll()
+            for line in training.read():
+                training.done = line.done
+                if line.error:
+                    raise failed(self._work, training.asked, line.error, line.exit_code)
+                if line.curve is not None:
+                    found.append(Trained(training.asked, line.curve, line.seconds))
+                    end_processes([training.process], _END_S)
+                    break
+            else:
+                self._check(training, code)
+        done = [each.asked for each in found]
+        self._running = [each for each in self._running if each.asked not in done]
         return found
 
-    def _died(self, process: _Process) -> RunError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.process.wait(_END_S)
-        code, last = process.process.returncode, last_words(process.log)
-        how = "closed its output" if code is None else how_it_ended(code)
-        at = "" if process.asked is None else f", training {self._work.label(process.asked)}"
-        return RunError(
-            f"worker {process.number} (process {process.process.pid}) {how}{at}"
-            + (last and f"; its last words: {last}")
-        )
+    def _check(self, training: _Training, code: int | None) -> None:
+        """Raise RunError where a process that hasn't trained has ended, or is silent for long."""
+        why = ""
+        if code is not None:
+            last = last_words(training.log)
+            why = f"its process {how_it_ended(code)}" + (last and f"; its last words: {last}")
+        elif time.monotonic() - training.heard > self._timeout_s:
+            why = (
+                f"its process has said nothing for {self._timeout_s:g} s: it may be stuck, or slow "
+                "(--timeout)"
+            )
+        if why:
+            raise failed(self._work, training.asked, why, 1)
 
     def close(self) -> None:
         """End all processes: those that don't, by force."""
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            end = time.monotonic() + _END_S
-            for process in self._all:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if process.process.poll() is None:
-                        os.killpg(process.process.pid, how)
-            for process in self._all:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.process.wait(max(0.0, end - time.monotonic()))
-        for process in self._all:
-            process.out.close()
-            if process.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.process.stdin.close()
-        self._selector.close()
-        self._logs.cleanup()
+        end_processes([training.process for training in self._running], _END_S)
+        self._temporary.cleanup()

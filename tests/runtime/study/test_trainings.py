@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import batch_norm_tasks
 import hook_tasks
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
@@ -24,6 +22,7 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.study.choices import StudyChoices
 from timeprest.runtime.study.figures.study import PLAIN, Curve, write_study
+from timeprest.runtime.study.trainings import worker
 from timeprest.runtime.study.trainings.conduct import _Conductor, conduct, prospect
 from timeprest.runtime.study.trainings.delayed import DelayedTraining
 from timeprest.runtime.study.trainings.training import train_one
@@ -191,12 +190,13 @@ def test_processes_give_the_same_study_and_a_dead_one_is_named(plans, mlp_target
     killed = []
 
     def kill(what, done, total):
-        children = os.popen(f"pgrep -P {os.getpid()} -f study.worker").read().split()
-        if done > 30 and children and not killed:
-            killed.append(int(children[0]))
-            os.kill(killed[0], signal.SIGKILL)
+        every = psutil.Process().children(recursive=True) if done > 30 and not killed else []
+        children = [each for each in every if worker.__name__ in each.cmdline()]
+        if children:
+            killed.append(children[0])
+            children[0].kill()
 
-    with pytest.raises(RunError, match=r"worker \d \(process \d+\) was killed by SIGKILL"):
+    with pytest.raises(RunError, match=r"seed \d: its process was killed by SIGKILL"):
         conduct(asked, tmp_path / "parts", 2, kill)
     again = conduct(asked, tmp_path / "parts", 2, silent)
     assert bytes_of(again, tmp_path / "a.json") == bytes_of(whole, tmp_path / "b.json")
