@@ -97,7 +97,7 @@ def errors_as_lines(function: F) -> F:
         except KeyboardInterrupt as stop:
             more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
             with suppress(OSError):
-                tell(f"stopped{more}")
+                log(f"stopped{more}")
             sys.exit(130)
         except BrokenPipeError as error:
             if why_unprinted(error) is None:
@@ -218,10 +218,10 @@ def complain(message: str) -> None:
     line = printable(" ".join(message.split()))
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 3 :]}"
-    tell(line)
+    log(line)
 
 
-def tell(message: str) -> None:
+def log(message: str) -> None:
     """Print a line on stderr: a warning, or what is being done."""
     click.echo(f"{program()}: {printable(message)}", err=True)
 

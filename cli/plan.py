@@ -24,7 +24,7 @@ from .pictures.timetable import timeline, timeline_json
 from .plan_commands.compare import compare
 from .plan_commands.simulate import simulate_plan
 from .plan_commands.solve import solve
-from .tables.plan import assumed, few_stages, print_plan, tell_edited
+from .tables.plan import assumed, few_stages, print_plan, warn_if_edited
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,7 +134,7 @@ def show(
         if count is None:
             count = 0 if with_timeline else 16
         print_plan(plan, count, every=verbose)
-        tell_edited(plan, plan_path)
+        warn_if_edited(plan, plan_path)
         for picture in drawn:
             console.print(picture)
         for path in written:

@@ -22,7 +22,7 @@ from .options import CONTEXT, common_options, config_options, options_of, plugin
 from .options.command import examples, group, options, refuse
 from .options.values import FileName, TargetName, Whole
 from .progress import Bar
-from .run_commands.rank import OneRankCommand, one_rank_tells, rendezvous_at_hand
+from .run_commands.rank import OneRankCommand, one_rank_reports, rendezvous_at_hand
 from .tables.profile import print_profile
 
 _OF_MODELS = set(option_fields(ProfileRequest)) - {"device"}
@@ -83,7 +83,7 @@ def _check_processes(option: str, count: int) -> None:
 @plugin_option
 @common_options
 @errors_as_lines
-@one_rank_tells
+@one_rank_reports
 def main(
     target: str | None,
     path: str | None,

@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from .errors import PlainConsole, output, printable, tell
+from .errors import PlainConsole, log, output, printable
 
 _REFRESH_S = 0.1
 _FIRST_LINE_S = 30.0
@@ -119,14 +119,14 @@ class Bar:
         """Print a line for a phase that has taken long, once."""
         with self._lock:
             if self._phase is not None and now - self._phase[1] > _LONG_S:
-                tell(f"{self._title}: {self._phase[0]} ({now - self._begin:.0f} s)")
+                log(f"{self._title}: {self._phase[0]} ({now - self._begin:.0f} s)")
                 self._phase = None
 
     def _line(self, what: str, left: str, now: float) -> None:
         passed = now - self._begin
         self._next_line = now + min((_LINES_APART - 1) * passed, _MOST_BETWEEN_S)
         share = f", {left}" if left else ""
-        tell(f"{self._title}: {what} ({passed:.0f} s{share})")
+        log(f"{self._title}: {what} ({passed:.0f} s{share})")
 
     def print(self, *lines: Any) -> None:
         """Print results while the bar is shown: above it where both are on a terminal."""

@@ -28,7 +28,7 @@ from .options import (
 from .options.command import examples, refuse
 from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers
-from .run_commands.rank import one_rank_tells, rendezvous_at_hand
+from .run_commands.rank import one_rank_reports, rendezvous_at_hand
 from .run_commands.resume import adjusted, check_resumable, read_run
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 @plugin_option
 @common_options
 @errors_as_lines
-@one_rank_tells
+@one_rank_reports
 def main(
     plan_path: str | None,
     inline: bool,

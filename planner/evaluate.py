@@ -296,7 +296,7 @@ def _times(
     """
     speed = min(cluster.devices[d].speed for d in stage.devices)
     splits = split and returns
-    backward_s = cost.backward_s + (cost.forward_s if stage.recompute is True else cost.again_s)
+    backward_s = cost.backward_s + (cost.forward_s if stage.recompute is True else cost.recompute_s)
     backward_s += cost.split_s if splits else 0.0
     all_reduce_s = exchange_s
     if len(stage.devices) > 1 and cost.parameter_bytes:

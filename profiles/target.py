@@ -25,10 +25,10 @@ from .tasks.samples import (
     batch_size_of,
     check_whole,
     first_batch,
+    first_rows,
     may_vary,
     pick,
     read_batch,
-    rows_among,
     rows_of,
     some_samples,
 )
@@ -150,8 +150,8 @@ class Target:
 
     def _samples(self, samples: int) -> tuple[Call, Any]:
         if self._first_batch is not None:
-            return rows_among(*self._first_batch, "train", samples)
-        return some_samples(self._training(), "train", samples, self._arguments_among)
+            return first_rows(*self._first_batch, "train", samples)
+        return some_samples(self._training(), "train", samples, self._argument_names)
 
     def whole_and_parts(self, samples: int) -> tuple[Call, list[Call]] | None:
         """A batch that the data puts together by itself, and its first and last samples; None where
@@ -170,7 +170,7 @@ class Target:
         differ, or there are none. Arguments and errors as of `tasks.shapes.look_at_batches`."""
         if self._first_batch is None:
             return None
-        like, names = self._first_batch[0], self._arguments_among
+        like, names = self._first_batch[0], self._argument_names
         found: LookedAt | None = call_users_code(
             self.name,
             "loading mini-batches",
@@ -208,7 +208,7 @@ class Target:
         batch: tuple[Call, Any] = call_users_code(
             self.name,
             "collating samples",
-            lambda: read_batch(first_batch(data, "train", _BATCH_SIZE), self._arguments_among),
+            lambda: read_batch(first_batch(data, "train", _BATCH_SIZE), self._argument_names),
         )
         return batch
 
@@ -226,7 +226,7 @@ class Target:
         doesn't say. Raises TargetError where `data` does."""
         return None if self.task is None else batch_size_of(self._training())
 
-    def _arguments_among(self, keys: Collection[str]) -> Sequence[str]:
+    def _argument_names(self, keys: Collection[str]) -> Sequence[str]:
         """Which of a batch's keys are names of the model's arguments. Raises TargetError."""
         named, others = self._parameters
         found = sorted(named.intersection(keys))

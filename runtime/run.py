@@ -62,7 +62,7 @@ from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
-from .training.worker import tell_status, train_worker
+from .training.worker import status_for, train_worker
 from .weights.delays import check_delays
 
 
@@ -159,7 +159,7 @@ def _run(
         keep_freed_memory()
         use_interface(rendezvous.launched)
         rendezvous.check_same(_versions(plan, settings))
-    tells = any(worker.tells for worker in here)
+    tells = any(worker.is_reporter for worker in here)
     observer = observer if tells else Observer()
     devices_here(plan, settings)
     if rendezvous is None and not inline:
@@ -239,7 +239,7 @@ def _run(
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
     """What observers are told when training begins, where one tells. Raises FileError."""
     settings, last = prepared.settings, prepared.segments[-1]
-    teller = next(replica for replica in prepared.replicas if replica.tells)
+    teller = next(replica for replica in prepared.replicas if replica.is_reporter)
     # What came after the checkpoint is cut off, and may be damaged.
     size = noted_sizes(where, settings, teller).get(where.metrics.name, 0)
     told = ToldBefore(where.metrics, size, last.whole_epoch)
@@ -272,7 +272,7 @@ def _train(
     """Train, in a run directory that is ready. Returns the reports of all replicas, by number."""
     settings, workers = prepared.settings, prepared.workers
     if rendezvous is not None:
-        status = tell_status(where, workers[rendezvous.rank], settings, rendezvous)
+        status = status_for(where, workers[rendezvous.rank], settings, rendezvous)
         reports = train_worker(prepared, where, rendezvous, status, observer)
         found = rendezvous.gather("reports", msgspec.json.encode(reports))
         every = [report for text in found for report in decode(text, list[StageReport])]
@@ -281,7 +281,7 @@ def _train(
         return run_inline(prepared, where, observer)
     # What is told of progress is read from its end on.
     for replica in prepared.replicas:
-        if replica.tells:
+        if replica.is_reporter:
             rewind_logs(where, settings, replica)
     labels = [worker.label for worker in workers]
     libraries = _libraries(prepared.plan, settings)
@@ -328,14 +328,14 @@ T = TypeVar("T")
 
 def with_restarts(
     first: Callable[[], T],
-    again: Callable[[], T],
+    resume_run: Callable[[], T],
     most: int,
-    tell: Callable[[RestartDue], None],
+    on_restart: Callable[[RestartDue], None],
 ) -> T:
-    """Call `first`, and after a failure of the run `again`, `most` times at most.
+    """Call `first`, and after a failure of the run `resume_run`, `most` times at most.
 
     Args:
-        tell: is told of each failure that is followed by a restart.
+        on_restart: is told of each failure that is followed by a restart.
 
     Raises RunError: the last failure. What the user's input is the cause of isn't tried again,
     nor what a signal has stopped.
@@ -347,8 +347,8 @@ def with_restarts(
         except StoppedError:
             raise
         except RunError as error:
-            tell(RestartDue(error=error, restart=restart, of=most))
-        attempt = again
+            on_restart(RestartDue(error=error, restart=restart, of=most))
+        attempt = resume_run
     return attempt()
 
 
@@ -455,10 +455,12 @@ class Trainer:
         return self._told(first, changes)
 
     def _told(self, first: Callable[[], RunSummary], changes: Mapping[str, Any]) -> RunSummary:
-        again = partial(resume, self.where, changes, **self._how)
+        resume_run = partial(resume, self.where, changes, **self._how)
         try:
             with settings_put_back():
-                summary = with_restarts(first, again, self._max_restarts, self._observer.restart)
+                summary = with_restarts(
+                    first, resume_run, self._max_restarts, self._observer.restart
+                )
         except BaseException as error:
             self._observer.end(RunEnded(summary=None, error=error))
             raise

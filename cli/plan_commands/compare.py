@@ -22,7 +22,7 @@ from ..pictures.html.page import html_option, plans_report
 from ..pictures.svg.options import Figures, stacked_options, write_plan_figures
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.names import names_by_system, names_of_paths
-from ..tables.plan import bare_rate, gap, tell_edited
+from ..tables.plan import bare_rate, gap, warn_if_edited
 from ..tables.stages import (
     device_count,
     memory_limit,
@@ -276,7 +276,7 @@ def compare(
     elif not quiet:
         print_comparison(output(), plans, every=verbose)
         for path, plan in zip(paths, plans.values(), strict=True):
-            tell_edited(plan, path)
+            warn_if_edited(plan, path)
         if written:
             output().print(f"wrote {' and '.join(written)}", soft_wrap=True)
 

@@ -20,7 +20,7 @@ from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, Whole
 from ..tables.layout import device_range, fitted, fixed
-from ..tables.plan import tell_edited
+from ..tables.plan import warn_if_edited
 
 _MOST_OPERATIONS = 200_000
 
@@ -61,7 +61,7 @@ def simulate_plan(
     elif not quiet:
         devices = [_devices(plan, stage.devices) for stage in plan.stages]
         _print(pipeline, schedule, timeline, period_s, count, devices)
-        tell_edited(plan, plan_path)
+        warn_if_edited(plan, plan_path)
 
 
 def _devices(plan: Plan, devices: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from ...profiles.units import format_bytes
 from ...runtime.verify.check import CheckReport
 from ...runtime.verify.compare import Difference
 from ...runtime.verify.dry_run import DryRun
-from ..errors import output, print_json, tell
+from ..errors import log, output, print_json
 from ..progress import Bar
 from ..tables.layout import compact_table, counted
 
@@ -77,7 +77,7 @@ def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
     planned = [len(stage.devices) * predicted.memory_bytes for stage, predicted in stages]
     warning = shortage_here(planned, free_bytes(CPU))
     if warning is not None:
-        tell(f"warning: {warning}")
+        log(f"warning: {warning}")
 
 
 def show_dry_run(

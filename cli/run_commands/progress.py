@@ -23,7 +23,7 @@ from ...runtime.records.callbacks import (
     RunBegun,
 )
 from ...runtime.records.status import WorkerStatus, read_statuses
-from ..errors import tell, why_unprinted
+from ..errors import log, why_unprinted
 from ..progress import Bar
 from ..tables.run import epoch_line, evaluation_line
 
@@ -118,7 +118,7 @@ class TrainingProgress(Callback):
 
     def on_restart(self, event: RestartDue) -> None:
         """As `Callback`."""
-        tell(str(event))
+        log(str(event))
 
 
 class Rate:

@@ -14,7 +14,7 @@ import click
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.measuring.process_settings import end_with_parent
 from ...runtime.processes.environment import launched_by
-from ..errors import tell, why_unprinted
+from ..errors import log, why_unprinted
 from ..options.command import GroupedCommand
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ class OneRankCommand(GroupedCommand):
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError:
-            _let_rank_0_tell(2)
+            _let_rank_0_report(2)
             raise
 
     def print_config(self, ctx: click.Context) -> None:
         """As of other commands, by rank 0."""
-        _let_rank_0_tell(0)
+        _let_rank_0_report(0)
         super().print_config(ctx)
 
 
-def one_rank_tells(function: F) -> F:
+def one_rank_reports(function: F) -> F:
     """Where torchrun or srun started this process: join the others before anything else.
 
     Of the errors of all, one is shown, by one of them.
@@ -54,7 +54,7 @@ def one_rank_tells(function: F) -> F:
         try:
             launched = launched_by(os.environ)
         except TimeprestError as error:
-            _let_rank_0_tell(error.exit_code)
+            _let_rank_0_report(error.exit_code)
             raise
         if launched is None:
             return function(*args, **kwargs)
@@ -64,7 +64,7 @@ def one_rank_tells(function: F) -> F:
         # Torch takes its time; who starts workers on this machine alone needn't wait for it.
         from ...runtime.processes.rendezvous import Rendezvous
 
-        rendezvous = Rendezvous(launched, tell)
+        rendezvous = Rendezvous(launched, log)
         rendezvous.end_when_asked()
         click.get_current_context().obj = rendezvous
 
@@ -88,7 +88,7 @@ def rendezvous_at_hand() -> Rendezvous | None:
     return found
 
 
-def _let_rank_0_tell(code: int) -> None:
+def _let_rank_0_report(code: int) -> None:
     """Exit silently, unless this is rank 0."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank != "0":

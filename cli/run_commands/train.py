@@ -59,7 +59,7 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
             summary = _trained(job, progress)
         except KeyboardInterrupt:
             raise Stopped(how_to_go_on(where)) from None
-    if job.rendezvous is not None and not workers_of(plan)[job.rendezvous.rank].tells:
+    if job.rendezvous is not None and not workers_of(plan)[job.rendezvous.rank].is_reporter:
         return
     if as_json:
         print_json(summary)

@@ -20,7 +20,7 @@ from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named
 from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_rate, format_seconds
-from ..errors import output, tell
+from ..errors import log, output
 from .layout import counted, labelled
 from .stages import (
     MOST_ROWS,
@@ -54,13 +54,13 @@ def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
     if count:
         console.print(operations(plan, count, every=every), soft_wrap=False)
     for warning in filter(None, (slower_than_one(plan), piling_up(plan))):
-        tell(f"warning: {warning}")
+        log(f"warning: {warning}")
 
 
-def tell_edited(plan: Plan, path: str) -> None:
+def warn_if_edited(plan: Plan, path: str) -> None:
     """Say of a plan file that what it predicts isn't what it says now, where that shows."""
     if was_edited(plan):
-        tell(
+        log(
             f"{path}: edited since it was made: tp-plan check {path} --profile PROFILE says what "
             "it does now"
         )

@@ -164,13 +164,13 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
                     style="bold",
                 )
             )
-        if report.larger:
+        if report.beyond_profile:
             lines.append(
                 Text(
-                    f"{counted(len(report.larger), 'mini-batch')} had larger "
+                    f"{counted(len(report.beyond_profile), 'mini-batch')} had larger "
                     "shapes than any that was profiled, the first of them mini-batch "
-                    f"{report.larger[0]}: memory may be more than planned; tp-profile --batches N "
-                    "looks at more of them",
+                    f"{report.beyond_profile[0]}: memory may be more than planned; tp-profile "
+                    "--batches N looks at more of them",
                     style="bold",
                 )
             )

@@ -67,14 +67,14 @@ class LayerVectors:
     """What each layer costs at one micro-batch size on a device of speed 1, [n] each.
 
     Attributes:
-        again_s: of forwards, what a layer takes that is computed again by itself.
+        recompute_s: of forwards, what a layer takes that is computed again by itself.
         input_s: of backwards, at the least what gives the gradients of inputs.
         private_bytes: kept besides the storages that other layers may keep too.
         storages: bytes of each of those.
     """
 
     forward_s: Vector
-    again_s: Vector
+    recompute_s: Vector
     backward_s: Vector
     input_s: Vector
     workspace_bytes: Vector
@@ -329,7 +329,7 @@ class LayerGraph:
         return LayerVectors(
             forward_s=np.array([m.forward_s for m in measured]),
             # The loss isn't computed again with its layer.
-            again_s=np.array([m.forward_s for m in found.measured]),
+            recompute_s=np.array([m.forward_s for m in found.measured]),
             backward_s=np.array([m.backward_s for m in measured]),
             # A stage that sends no gradients back doesn't split, which may be cheaper.
             input_s=np.array([min(input_part_s(layer, m), m.backward_s) for layer, m in pairs]),

@@ -39,12 +39,12 @@ def of_stage(chosen: Selection, nodes: Sequence[str]) -> Recompute:
     return found or False
 
 
-def selection_of(recompute: Recompute, among: Sequence[Selection]) -> Selection:
+def selection_of(recompute: Recompute, choices: Sequence[Selection]) -> Selection:
     """Of these, which one a stage has; where it may be several, the first; else its own layers."""
     if isinstance(recompute, bool):
         return recompute
     names = frozenset(recompute)
-    for chosen in among:
+    for chosen in choices:
         if not isinstance(chosen, bool) and names <= chosen:
             return chosen
     return names
@@ -109,48 +109,50 @@ class KeptStorages:
                     found[k][name] = None
         return [list(names) for names in found]
 
-    def is_recomputed(self, name: str, again: AbstractSet[int]) -> bool:
+    def is_recomputed(self, name: str, recomputed: AbstractSet[int]) -> bool:
         """Whether a storage is made anew before the backward, where these are computed again."""
-        if self.maker.get(name, -1) not in again or self._fed(name, again):
+        if self.maker.get(name, -1) not in recomputed or self._fed(name, recomputed):
             return False
         # What is changed later on isn't what they make.
-        return all(k in again for k in self.rewriters.get(name, ()))
+        return all(k in recomputed for k in self.rewriters.get(name, ()))
 
-    def keepers(self, name: str, again: AbstractSet[int]) -> list[int]:
+    def keepers(self, name: str, recomputed: AbstractSet[int]) -> list[int]:
         """Layers any of which has its stage keep a storage for each micro-batch in flight.
 
         Args:
-            again: positions of the layers that are computed again, of the stage or of the model.
+            recomputed: positions of the layers computed again, of the stage or of the model.
         """
         # The model's inputs are there anyway.
         if name not in self.maker:
-            return [k for k in self.savers.get(name, ()) if k not in again]
-        if self.is_recomputed(name, again):
+            return [k for k in self.savers.get(name, ()) if k not in recomputed]
+        if self.is_recomputed(name, recomputed):
             return []
-        return self._fed(name, again) or self.savers.get(name, [])
+        return self._fed(name, recomputed) or self.savers.get(name, [])
 
-    def copiers(self, name: str, again: AbstractSet[int]) -> list[int]:
+    def copiers(self, name: str, recomputed: AbstractSet[int]) -> list[int]:
         """Layers any of which has its stage keep a copy besides: it is computed again from what it
         changes in place, and that isn't."""
-        if self.maker.get(name, -1) in again:
+        if self.maker.get(name, -1) in recomputed:
             return []
-        return [k for k in self.rewriters.get(name, ()) if k in again]
+        return [k for k in self.rewriters.get(name, ()) if k in recomputed]
 
     def kept(
-        self, name: str, again: AbstractSet[int], inside: AbstractSet[int] | None = None
+        self, name: str, recomputed: AbstractSet[int], inside: AbstractSet[int] | None = None
     ) -> int:
         """How many times a stage keeps a storage for each micro-batch in flight.
 
         Args:
-            again: positions of the layers of the stage that are computed again.
+            recomputed: positions of the layers of the stage that are computed again.
             inside: of all its layers; None: of the whole model.
         """
-        both = self.keepers(name, again), self.copiers(name, again)
+        both = self.keepers(name, recomputed), self.copiers(name, recomputed)
         return sum(any(inside is None or k in inside for k in layers) for layers in both)
 
-    def _fed(self, name: str, again: AbstractSet[int]) -> list[int]:
+    def _fed(self, name: str, recomputed: AbstractSet[int]) -> list[int]:
         """Layers computed again that take it from one that isn't."""
-        return [k for made, k in self.uses.get(name, ()) if k in again and made not in again]
+        return [
+            k for made, k in self.uses.get(name, ()) if k in recomputed and made not in recomputed
+        ]
 
     # Choosing layers ---------------------------------------------------------------------------
 
@@ -196,14 +198,14 @@ class KeptStorages:
             nx.add_path(graph, [*layers, *([self.maker[name]] if name in self.maker else [])])
         return {k: sorted(found) for found in nx.connected_components(graph) for k in found}
 
-    def along_with(self, again: AbstractSet[int], k: int) -> list[int]:
+    def along_with(self, recomputed: AbstractSet[int], k: int) -> list[int]:
         """A layer to be computed again, with those of its group, and the views that then are, too:
         of nothing else."""
         added = self.groups.get(k, [k])[:]
         front = added[:]
         while front:
             for view in self.viewed_by.get(front.pop(), ()):
-                known = again | set(added)
+                known = recomputed | set(added)
                 if view not in known and all(source in known for source in self.views[view]):
                     added.append(view)
                     front.append(view)
@@ -285,11 +287,11 @@ def fewest(
         for k in (1, 2, 3)
         for added in combinations(steps[count : count + _MOST_LATER], k)
     }
-    for again in sorted(others, key=seconds):
-        if seconds(again) >= least_s:
+    for recomputed in sorted(others, key=seconds):
+        if seconds(recomputed) >= least_s:
             break
-        if fits(again):
-            chosen = others[again]
+        if fits(recomputed):
+            chosen = others[recomputed]
             break
     # The last of them may free more than is asked for: then some before it needn't be there.
     for step in reversed(chosen[-_MOST_LEFT_OUT:]):
@@ -314,29 +316,29 @@ def _steps(
     profile = kept.profile
     sizes = _sizes(profile, micro_batch)
     private = _private_bytes(kept, micro_batch)
-    again: set[int] = set()
+    recomputed: set[int] = set()
     forward_s = [_forward_s(profile, k, micro_batch) for k in range(len(profile.layers))]
     least_s = 1e-9 * sum(forward_s) or 1.0
 
     def gain(k: int) -> tuple[float, float, float, list[int]]:
         """Bytes freed for each second, seconds, bytes, and the layers, by computing k again: alone,
         or with those that make what would have to be kept for it, such as both of a sum's."""
-        added = kept.along_with(again, k)
+        added = kept.along_with(recomputed, k)
         alone, fed = gain_of(added)
         for maker in dict.fromkeys(kept.maker[name] for name in fed):
             if maker not in added:
-                added = [*added, *kept.along_with(again | set(added), maker)]
+                added = [*added, *kept.along_with(recomputed | set(added), maker)]
         return max(alone, gain_of(added)[0], key=lambda found: found[0]) if fed else alone
 
     def gain_of(added: list[int]) -> tuple[tuple[float, float, float, list[int]], list[str]]:
         """The same of these layers, and the storages that are kept for them and weren't."""
-        after, fed = again | set(added), []
+        after, fed = recomputed | set(added), []
         freed = sum(private[j] for j in added) * (1 - at_once)
         for name in sorted({name for j in added for name in kept.of_layer[j]}):
-            before, then = kept.kept(name, again), kept.kept(name, after)
+            before, then = kept.kept(name, recomputed), kept.kept(name, after)
             freed += sizes[name] * (before - then)
             if at_once and name in kept.savers and kept.is_recomputed(name, after):
-                freed -= sizes[name] * at_once * (not kept.is_recomputed(name, again))
+                freed -= sizes[name] * at_once * (not kept.is_recomputed(name, recomputed))
             if then > before == 0 and kept.maker.get(name) not in {None, *after}:
                 fed.append(name)
         step_s = sum(forward_s[j] for j in added)
@@ -362,17 +364,17 @@ def _steps(
     while waiting:
         found = heapq.heappop(waiting)
         k = found[-1]
-        if k in again or found != known[k]:
+        if k in recomputed or found != known[k]:
             continue
         if found[0] >= 0:
             return
         _, step_s, freed, added = gain(k)
-        again.update(added)
+        recomputed.update(added)
         yield added, step_s, freed
         touched = set().union(*(near[j] for j in added))
         # What makes a neighbour's storages counts there, too.
         touched = touched.union(*(near[j] for j in touched))
-        for j in touched.union(*(kept.groups.get(j, ()) for j in touched)) - again:
+        for j in touched.union(*(kept.groups.get(j, ()) for j in touched)) - recomputed:
             new = turn(j)
             if j not in kept.views and new != known[j]:
                 known[j] = new

@@ -33,7 +33,7 @@ class StageCost:
         postponed_bytes: gradients that wait for the weight part of one micro-batch.
         kept_bytes: what one micro-batch in flight keeps for its backward.
         kept_storages: names of the storages among them that other layers may keep too.
-        again_s, rebuilt_bytes: of layers that are computed again before the backward: their
+        recompute_s, rebuilt_bytes: of layers that are computed again before the backward: their
             forwards, and what these keep besides.
         workspace_bytes: largest working set of any of its layers.
     """
@@ -50,7 +50,7 @@ class StageCost:
     split_s: float = 0.0
     postponed_bytes: int = 0
     matrix_bytes: int = 0
-    again_s: float = 0.0
+    recompute_s: float = 0.0
     rebuilt_bytes: int = 0
 
 
@@ -220,11 +220,11 @@ class Costs:
         micro_batch: int,
         last: bool,
         elsewhere: BytesElsewhere = NOTHING,
-        again: frozenset[str] = frozenset(),
+        recomputed: frozenset[str] = frozenset(),
     ) -> StageCost:
         profile = self.profile
         inside = sorted(self._position[name] for name in names)
-        repeated = self._kept.positions(again)
+        repeated = self._kept.positions(recomputed)
         costs = self._layers(micro_batch)
         layers = [profile.layers[k] for k in inside]
         measured = [costs.measured[k] for k in inside]
@@ -269,7 +269,7 @@ class Costs:
                 self._waiting(layer, m) for layer, m in zip(layers, measured, strict=True)
             ),
             matrix_bytes=sum(layer.matrix_bytes or 0 for layer in layers),
-            again_s=sum(costs.measured[k].forward_s for k in sorted(repeated)),
+            recompute_s=sum(costs.measured[k].forward_s for k in sorted(repeated)),
             rebuilt_bytes=sum(private[k] for k in sorted(repeated)) + sum(rebuilt.values()),
         )
 
@@ -288,7 +288,7 @@ class Costs:
         )
 
     def _shared_storages(
-        self, layers: Sequence[Layer], micro_batch: int, again: frozenset[int]
+        self, layers: Sequence[Layer], micro_batch: int, recomputed: frozenset[int]
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of each storage that some layer of the stage keeps and others may keep too: those
         that are kept, and those that layers computed again make before the backward."""
@@ -306,15 +306,15 @@ class Costs:
         rebuilt: dict[str, int] = {}
         inside = {self._position[name] for name in names}
         # What layers that are computed again take is kept, too.
-        repeated = [layer for layer in layers if self._position[layer.name] in again]
+        repeated = [layer for layer in layers if self._position[layer.name] in recomputed]
         taken = (edge.storage for layer in repeated for edge in self._needs[layer.name])
         for name in dict.fromkeys([*(name for la in layers for name in la.saves), *taken]):
             # What comes over a cut is as large as its message, whatever it was a view of.
             here = received.get(name, {})
             nbytes = sum(here.values()) if here and name not in made else storages[name]
-            if not again or (times := self._kept.kept(name, again, inside)):
-                kept[name] = nbytes * times if again else nbytes
-            elif self._kept.is_recomputed(name, again):
+            if not recomputed or (times := self._kept.kept(name, recomputed, inside)):
+                kept[name] = nbytes * times if recomputed else nbytes
+            elif self._kept.is_recomputed(name, recomputed):
                 rebuilt[name] = nbytes
         return kept, rebuilt
 

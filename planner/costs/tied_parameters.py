@@ -127,7 +127,7 @@ class DeviceTie:
 
 
 def device_ties(
-    among: Iterable[SharedParameters],
+    shared_parameters: Iterable[SharedParameters],
     stages: Sequence[Sequence[str]],
     devices: Sequence[Sequence[int]],
 ) -> tuple[DeviceTie, ...]:
@@ -139,7 +139,7 @@ def device_ties(
     if len(set(map(tuple, devices))) == len(devices):
         return ()
     found: dict[tuple[int, ...], int] = {}
-    for shared in among:
+    for shared in shared_parameters:
         for held in _by_device(shared, stages, devices):
             if len(held) > 1:
                 found[held] = found.get(held, 0) + shared.parameter_bytes
@@ -196,13 +196,13 @@ def hint(profile: Profile, group: Sequence[str]) -> str:
     return '; with "tied": "split" they needn\'t be' if can else ""
 
 
-def copied_bytes(among: Iterable[SharedParameters], names: Sequence[str]) -> int:
+def copied_bytes(shared_parameters: Iterable[SharedParameters], names: Sequence[str]) -> int:
     """Among parameters that layers share, bytes of those that a stage of these layers uses and that
     count in another layer."""
     here = set(names)
     return sum(
         shared.parameter_bytes
-        for shared in among
+        for shared in shared_parameters
         if shared.layers[0] not in here and not here.isdisjoint(shared.layers)
     )
 

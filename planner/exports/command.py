@@ -8,7 +8,7 @@ from ...cli.errors import errors_as_lines, naming, output, print_json
 from ...cli.options import common_options, plugin_option
 from ...cli.options.command import GroupedCommand, examples
 from ...cli.options.values import FileName, FolderName, WordOrPlugin
-from ...cli.tables.plan import tell_edited
+from ...cli.tables.plan import warn_if_edited
 from ..plan import read_plan
 from .export import write_export
 
@@ -54,4 +54,4 @@ def export_plan(
             output().print(f"wrote {path}")
         for note in notes:
             output().print(note)
-        tell_edited(plan, plan_path)
+        warn_if_edited(plan, plan_path)

@@ -144,7 +144,7 @@ def in_rules_of(variant: Variant, order: Order) -> Variant:
 def _check_flushes(variant: Variant, order: Order) -> None:
     for row in order.rows:
         updates = Counter[int]()
-        for s, op in order.numbered(row, (*row.first, *row.again, *row.again)):
+        for s, op in order.numbered(row, (*row.first, *row.repeat, *row.repeat)):
             updates[s] += op.kind == UPDATE
             if op.kind == FORWARD and op.mini_batch > updates[s]:
                 raise _not_so(
@@ -257,8 +257,8 @@ class OrderPattern:
             rounds, rest = 0, tuple[Step, ...]()
         else:
             part = row.first
-            rounds, left = divmod(length - len(row.first), len(row.again))
-            rest = row.again[:left]
+            rounds, left = divmod(length - len(row.first), len(row.repeat))
+            rest = row.repeat[:left]
         return tuple(
             part.count((kind, stage))
             + rest.count((kind, stage))
@@ -277,7 +277,9 @@ class OrderPattern:
         if max(left.values()) <= 0:
             left = dict.fromkeys(row.stages, updates)
             return 1 + _last(row.first, left)
-        return len(row.first) + rounds * len(row.again) + 1 + _last((*row.again, *row.again), left)
+        return (
+            len(row.first) + rounds * len(row.repeat) + 1 + _last((*row.repeat, *row.repeat), left)
+        )
 
 
 def _last(steps: Sequence[Step], left: dict[int, int]) -> int:

@@ -530,7 +530,7 @@ def _fits(question: Question, found: Evaluation, s: int, limit: int, again: froz
     assert holds is not None
     share = len(stage.devices) if question.system.whole_mini_batches else 1
     size, last = -(-question.mini_batch // found.micro_batches), s == len(found.stages) - 1
-    cost = question.costs.stage(stage.nodes, size // share, last, again=again)
+    cost = question.costs.stage(stage.nodes, size // share, last, recomputed=again)
     rebuilt = found.pipeline.micro_batches_per_share(s) * cost.rebuilt_bytes
     needs = msgspec.structs.replace(holds, kept=cost.kept_bytes, rebuilt=rebuilt)
     return all(needs.total(moment) <= limit for moment in found.moments[s])

@@ -72,17 +72,17 @@ Step = tuple[int, int]
 
 @dataclass(frozen=True)
 class OrderRow:
-    """What a device runs: `first`, then `again` for ever.
+    """What a device runs: `first`, then `repeat` for ever.
 
     Attributes:
         stages: of the device, ascending.
-        cycle: c, mini-batches in `again`.
+        cycle: c, mini-batches in `repeat`.
         device: its position among the file's lines.
         line: its number in the file.
     """
 
     first: tuple[Step, ...]
-    again: tuple[Step, ...]
+    repeat: tuple[Step, ...]
     stages: tuple[int, ...]
     cycle: int
     device: int = field(default=0, compare=False)
@@ -92,11 +92,11 @@ class OrderRow:
         """All of them, without an end."""
         yield from self.first
         while True:
-            yield from self.again
+            yield from self.repeat
 
     @property
     def begins(self) -> int:
-        """Mini-batches after which all that is run is of `again`."""
+        """Mini-batches after which all that is run is of `repeat`."""
         return max(self.first.count((UPDATES, s)) for s in self.stages)
 
 
@@ -175,7 +175,7 @@ class Order:
         """As text, device by device; `parse_order` reads it."""
         found = []
         for row in self.rows:
-            words = [op_text(*op) for op in self.numbered(row, (*row.first, *row.again))]
+            words = [op_text(*op) for op in self.numbered(row, (*row.first, *row.repeat))]
             if not self.alike:
                 words.insert(len(row.first), REPEATS)
             found.append(" ".join(words))
@@ -244,11 +244,11 @@ def order_of(
         stages = tuple(sorted({word.stage for word in line.words}))
         if line.repeats is None:
             _check_whole(shape, line, stages, steps, written)
-            first, again = _repeated(shape, steps, stages, written)
+            first, repeat = _repeated(shape, steps, stages, written)
         else:
-            first, again = steps[:repeats], steps[repeats:]
-            _check_repeats(shape, line, stages, again)
-        rows.append(_shortest(shape, first, again, stages, device, line.number))
+            first, repeat = steps[:repeats], steps[repeats:]
+            _check_repeats(shape, line, stages, repeat)
+        rows.append(_shortest(shape, first, repeat, stages, device, line.number))
     rows.sort(key=lambda row: row.stages)
     return Order(tuple(rows), n, micro, split, reverse, where, spelt)
 
@@ -373,9 +373,9 @@ def _check_whole(
 
 
 def _check_repeats(
-    shape: Order, line: OrderLine, stages: Sequence[int], again: Sequence[Step]
+    shape: Order, line: OrderLine, stages: Sequence[int], repeat: Sequence[Step]
 ) -> None:
-    counts = Counter(again)
+    counts = Counter(repeat)
     c = max(counts[UPDATES, s] for s in stages)
     names = {FORWARDS: "forwards", BACKWARDS: "backwards", WEIGHTS: "weight parts"}
     names[UPDATES] = "updates"
@@ -431,20 +431,20 @@ def _makes(steps: Sequence[Step], p: int, length: int, each: Counter[Step], writ
 def _shortest(
     shape: Order,
     first: Sequence[Step],
-    again: Sequence[Step],
+    repeat: Sequence[Step],
     stages: tuple[int, ...],
     device: int,
     line: int,
 ) -> OrderRow:
     """The one way to write a row: what repeats as short, and as early, as can be."""
-    cycle = again.count((UPDATES, stages[0]))
+    cycle = repeat.count((UPDATES, stages[0]))
     for c in range(1, cycle):
-        part = len(again) * c // cycle
-        if not cycle % c and tuple(again[:part]) * (cycle // c) == tuple(again):
-            again, cycle = again[:part], c
+        part = len(repeat) * c // cycle
+        if not cycle % c and tuple(repeat[:part]) * (cycle // c) == tuple(repeat):
+            repeat, cycle = repeat[:part], c
             break
     begin = len(first)
-    turned = list(again)
+    turned = list(repeat)
     while begin and first[begin - 1] == turned[-1]:
         turned.insert(0, turned.pop())
         begin -= 1
@@ -453,7 +453,7 @@ def _shortest(
 
 def _most_in_flight(order: Order, row: OrderRow, stage: int) -> int:
     units, most, forwards, backwards = order.each(BACKWARDS), 0, 0, 0
-    for kind, s in (*row.first, *row.again, *row.again):
+    for kind, s in (*row.first, *row.repeat, *row.repeat):
         if s != stage:
             continue
         forwards += kind == FORWARDS

@@ -263,18 +263,18 @@ def _classes(problem: str, real: bool) -> tuple[Any, Any]:
     return class_loss, class_accuracy
 
 
-def _counted(figure: Any, scores: Tensor, labels: Tensor) -> Any:
+def _counted(figure: Any, logits: Tensor, labels: Tensor) -> Any:
     """A figure for sequences, of samples ``[m]``: as if they were one."""
-    return figure(scores[None], labels[None])
+    return figure(logits[None], labels[None])
 
 
-def _squares(scores: Tensor, wanted: Tensor) -> Tensor:
-    return functional.mse_loss(scores.reshape(wanted.shape), wanted)
+def _squares(logits: Tensor, wanted: Tensor) -> Tensor:
+    return functional.mse_loss(logits.reshape(wanted.shape), wanted)
 
 
-def _right_labels(scores: Tensor, labels: Tensor) -> Tensor:
+def _right_labels(logits: Tensor, labels: Tensor) -> Tensor:
     """Share of labels that are on the right side."""
-    return ((scores > 0) == (labels > 0.5)).double().mean()
+    return ((logits > 0) == (labels > 0.5)).double().mean()
 
 
 # Models that aren't tested ----------------------------------------------------------------------

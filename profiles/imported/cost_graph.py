@@ -45,17 +45,17 @@ class Sizes:
     """Attributes:
     given: samples in the micro-batch that the file's numbers are for.
     batch_size: samples in the mini-batch.
-    listed: the profile's micro-batch sizes, rising; `given` is among them.
+    micro_batches: the profile's micro-batch sizes, rising; `given` is among them.
     """
 
     given: int
     batch_size: int
-    listed: tuple[int, ...]
+    micro_batches: tuple[int, ...]
 
     @property
     def assumption(self) -> tuple[str, ...]:
         """What is assumed for the sizes that the file says nothing of."""
-        if len(self.listed) == 1:
+        if len(self.micro_batches) == 1:
             return ()
         return (
             f"The file's numbers are for {self.given} samples; at other micro-batch sizes times "
@@ -76,18 +76,18 @@ def choose_sizes(
     ]:
         if not isinstance(size, int) or isinstance(size, bool):
             raise TargetError(f"{where}: {name} {size!r}: give a whole number from 1")
-    listed = tuple(sorted({given, *(asked or ())}))
-    batch_size = listed[-1] if batch_size is None else batch_size
-    if listed[0] < 1 or batch_size < 1:
+    micro_batches = tuple(sorted({given, *(asked or ())}))
+    batch_size = micro_batches[-1] if batch_size is None else batch_size
+    if micro_batches[0] < 1 or batch_size < 1:
         raise TargetError(f"{where}: sizes of batches must be 1 or more")
     if batch_size > MAX_SAMPLES:
         raise TargetError(f"{where}: a mini-batch of {batch_size} samples is too large")
-    if listed[-1] > batch_size:
+    if micro_batches[-1] > batch_size:
         raise TargetError(
-            f"{where}: micro-batches of {listed[-1]} samples are more than the mini-batch of "
-            f"{batch_size}; give a larger --batch-size or smaller --micro-batch-sizes"
+            f"{where}: micro-batches of {micro_batches[-1]} samples are more than the mini-batch "
+            f"of {batch_size}; give a larger --batch-size or smaller --micro-batch-sizes"
         )
-    return Sizes(given, batch_size, listed)
+    return Sizes(given, batch_size, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def make_profile(
             dtype=dtype,
             torch_version="",
             batch_size=sizes.batch_size,
-            micro_batch_sizes=sizes.listed,
+            micro_batch_sizes=sizes.micro_batches,
             inputs=inputs,
             layers=layers,
             edges=edges,
@@ -174,7 +174,7 @@ def make_profile(
                 update_fixed_s=0.0,
                 update_s_per_byte=0.0,
             ),
-            whole_model=totals(layers, sizes.listed),
+            whole_model=totals(layers, sizes.micro_batches),
             assumptions=(
                 *sizes.assumption,
                 *assumptions,
@@ -190,7 +190,7 @@ def make_profile(
 
 def _layer(where: str, cost: Cost, sizes: Sizes) -> Layer:
     measurements = []
-    for m in sizes.listed:
+    for m in sizes.micro_batches:
         share = m / sizes.given
         saved = cost.saved_bytes * (share if cost.grows else 1)
         if saved > MAX_BYTES or share * max(cost.forward_s, cost.backward_s) > MAX_SECONDS:
@@ -232,7 +232,7 @@ def _edges(
             return {"bytes_per_sample": nbytes / sizes.given, "fixed_bytes": 0}
         return {"bytes_per_sample": 0.0, "fixed_bytes": round(nbytes)}
 
-    most = sizes.listed[-1]
+    most = sizes.micro_batches[-1]
     for producer, consumer, tensor in uses:
         if tensor.grows and tensor.nbytes * most / sizes.given > MAX_BYTES:
             raise FileError(f"{where}: {tensor.name}: is too large with {most} samples; give fewer")

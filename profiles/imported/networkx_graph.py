@@ -85,9 +85,9 @@ def _changed(known: Profile, graph: nx.DiGraph) -> Profile:
     return check_profile(found, WHERE)
 
 
-def _shared_by(among: Iterable[SharedParameters], left: set[str]) -> tuple[SharedParameters, ...]:
+def _shared_by(shared: Iterable[SharedParameters], left: set[str]) -> tuple[SharedParameters, ...]:
     """Those that several layers share of the ones that are left."""
-    found = (msgspec.structs.replace(s, layers=_left(s.layers, left)) for s in among)
+    found = (msgspec.structs.replace(s, layers=_left(s.layers, left)) for s in shared)
     return tuple(shared for shared in found if len(shared.layers) > 1)
 
 

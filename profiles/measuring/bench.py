@@ -115,7 +115,7 @@ class Bench:
             if not self.platform.computed:
                 self._time(clock, seconds, error)
                 self._forget_gradients()
-                self._tell("memory of a step")
+                self._report("memory of a step")
                 largest = self.cases[-1]
                 self.reserved = self.platform.reserved(lambda: self._time_whole(largest, clock))
                 self._forget_gradients()
@@ -125,7 +125,7 @@ class Bench:
             for case in self.cases:
                 self._time_halves(case, clock)
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         if self.progress is None:
             return
         now = time.perf_counter()
@@ -283,7 +283,7 @@ class _WorkspaceProbe:
         self.base = 0
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        self.bench._tell(f"{self.say}, {self.bench.parts[k]}")
+        self.bench._report(f"{self.say}, {self.bench.parts[k]}")
         self.meter.reset_peak()
         self.base = self.meter.live - sum(storage_bytes(t) for t in arriving)
 
@@ -306,7 +306,7 @@ class _TimeProbe:
         self.empty_marks: dict[Phase, list[tuple[Any, Any]]] = {"F": [], "B": []}
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        self.bench._tell(f"{self.say}, {self.parts[k]}")
+        self.bench._report(f"{self.say}, {self.parts[k]}")
         self.marks[k, phase] = [self.clock.mark()]
 
     def after(self, k: int, phase: Phase) -> None:

@@ -185,7 +185,7 @@ def measure(
             _try_parts(target, model, platform)
         _try(target, lambda: settle(model, call, target.name))
         sizes, left_out = (sizes, ()) if own_sizes else _without_ones(target, model, placed, sizes)
-        _tell(progress, "finding the graph")
+        _report(progress, "finding the graph")
         if not platform.computed:
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
         traced = _graph(target, model, platform, call, looked, how)
@@ -292,20 +292,20 @@ def _tried(
     """Layers whose shapes depend on values, and what a trial found."""
     if bench.platform.computed:
         return set(), TrialReport()
-    _tell(bench.progress, "shapes that depend on values")
+    _report(bench.progress, "shapes that depend on values")
     # Of a few samples hardly all have the same value.
     case = next((case for case in bench.cases if case.size >= _FEW), bench.cases[-1])
     by_values = bound_by_values(case.traced, case.inputs)
     if trial is None or bench.target.task is None:
         return by_values, TrialReport()
-    _tell(bench.progress, "training two mini-batches")
+    _report(bench.progress, "training two mini-batches")
     tried = trial(_trial_case(bench, call_of, by_values))
     for line in tried.lines:
         _warn(line)
     return by_values, tried
 
 
-def _tell(progress: Progress | None, what: str) -> None:
+def _report(progress: Progress | None, what: str) -> None:
     if progress is not None:
         progress(what, 0, 0)
 
@@ -324,8 +324,8 @@ def _trial_case(
     samples = trial_samples(*call_of(size * TRIAL_MICRO_BATCHES), platform.place)
     shared = shared_parameters(case.traced, case.saved.rewritten)
     bound = {
-        *case.saved.bound_by_changes(case.crossing, len(bench.names)),
-        *case.saved.bound_by_hooks(case.crossing, len(bench.names)),
+        *case.saved.bound_by_changes(case.values, len(bench.names)),
+        *case.saved.bound_by_hooks(case.values, len(bench.names)),
         *by_values,
         *(g for g in tied_layers(case.traced, case.saved.rewritten) if g not in shared),
     }
@@ -508,7 +508,7 @@ def _loading_s(bench: Bench, call: Call) -> float | None:
     task = bench.target.task
     if task is None or bench.platform.computed:
         return None
-    _tell(bench.progress, "loading samples")
+    _report(bench.progress, "loading samples")
     given = call_hook("data('train')", task.data, "train")
     return loading_s_per_sample(given, bench.batch_size, call.names)
 

@@ -58,8 +58,8 @@ def assemble(
     """
     traced, first = bench.traced, bench.cases[0]
     bound = {
-        *first.saved.bound_by_changes(first.crossing, len(bench.names)),
-        *first.saved.bound_by_hooks(first.crossing, len(bench.names)),
+        *first.saved.bound_by_changes(first.values, len(bench.names)),
+        *first.saved.bound_by_hooks(first.values, len(bench.names)),
         *by_values,
     }
     rewritten = first.saved.rewritten
@@ -225,10 +225,10 @@ def _storages(bench: Bench) -> tuple[Storage, ...]:
 
 def _edges(bench: Bench) -> tuple[Edge, ...]:
     edges = []
-    for value in bench.cases[-1].crossing:
+    for value in bench.cases[-1].values:
         if value.producer is None:
             continue
-        found = [case.saved.crossings[value.node.name] for case in bench.cases]
+        found = [case.saved.sent[value.node.name] for case in bench.cases]
         for consumer in value.consumers:
             edges.append(
                 Edge(
@@ -237,7 +237,7 @@ def _edges(bench: Bench) -> tuple[Edge, ...]:
                     tensor=value.node.name,
                     storage=found[-1].storage,
                     needs_grad=found[-1].needs_grad,
-                    **_affine(bench.sizes, [crossing.nbytes for crossing in found]),
+                    **_affine(bench.sizes, [values.nbytes for values in found]),
                 )
             )
     return tuple(edges)
@@ -245,7 +245,7 @@ def _edges(bench: Bench) -> tuple[Edge, ...]:
 
 def _inputs(bench: Bench) -> tuple[ModelInput, ...]:
     case = bench.cases[-1]
-    used = {value.node: value.consumers for value in case.crossing if value.producer is None}
+    used = {value.node: value.consumers for value in case.values if value.producer is None}
     return tuple(
         ModelInput(
             name=node.name,

@@ -42,7 +42,7 @@ class SavedByForward:
         by_layer: for each layer, and the result with its loss at the end, bytes by storage; the
             keys tell storages apart, named ones by their name.
         storages: bytes of the named storages: those of values that cross.
-        crossings: by the value's name.
+        sent: by the value's name.
         in_place: (layer, value): the layer changes the value in place.
         of_state: named storages that are a parameter's or a buffer's.
         tensors: how many each of them saved, parameters too.
@@ -52,7 +52,7 @@ class SavedByForward:
 
     by_layer: tuple[dict[str | int, int], ...]
     storages: dict[str, int]
-    crossings: dict[str, CutValue]
+    sent: dict[str, CutValue]
     in_place: tuple[tuple[int, str], ...]
     tensors: tuple[int, ...]
     of_state: frozenset[str]
@@ -66,10 +66,10 @@ class SavedByForward:
 
     def changed_by(self, layer: int) -> tuple[str, ...]:
         """Storages that a layer takes and changes in place."""
-        found = {self.crossings[name].storage for k, name in self.in_place if k == layer}
+        found = {self.sent[name].storage for k, name in self.in_place if k == layer}
         return tuple(sorted(found))
 
-    def bound_by_changes(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+    def bound_by_changes(self, values: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
         """Layers that must stay together because one changes in place what the others use.
 
         On different stages, they would see copies from before and after the change. On one stage
@@ -82,8 +82,8 @@ class SavedByForward:
         for k, name in self.in_place:
             same = [
                 value
-                for value in crossing
-                if self.crossings[value.node.name].storage == self.crossings[name].storage
+                for value in values
+                if self.sent[value.node.name].storage == self.sent[name].storage
                 and (value.producer is None or value.producer < k)
             ]
             makers = {value.producer for value in same if value.producer is not None}
@@ -92,15 +92,15 @@ class SavedByForward:
             if len(taken) > 1:
                 # All but the first are made of it, in other layers or with it in one.
                 together |= {value.producer for value in same[1:] if value.producer is not None}
-            if self.crossings[name].storage in self.of_state:
+            if self.sent[name].storage in self.of_state:
                 together |= makers
             groups.add(tuple(sorted(c for c in together if c < layers)))
         return {group for group in groups if len(group) > 1}
 
-    def bound_by_hooks(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+    def bound_by_hooks(self, values: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
         """Layers that must stay together because one has a hook on the gradient of a value that
         others take, too: on another stage than these it would see its own part of it."""
-        takers = {value.node.name: value.consumers for value in crossing}
+        takers = {value.node.name: value.consumers for value in values}
         # What goes into the result as it is, the last stage takes.
         groups = {
             tuple(sorted({min(k, layers - 1) for k in (layer, *takers[name])}))
@@ -116,7 +116,7 @@ class Parts:
     traced: TracedModel
     pieces: tuple[Piece, ...]
     result: Piece
-    crossing: tuple[Value, ...]
+    values: tuple[Value, ...]
 
 
 def parts_of(traced: TracedModel) -> Parts:
@@ -135,7 +135,7 @@ class MicroBatchCase:
         self.traced = parts.traced
         self.pieces = parts.pieces
         self.result = parts.result
-        self.crossing = parts.crossing
+        self.values = parts.values
         self.saved: SavedByForward
         self.workspace: list[int] = []
         self.forward_s: list[list[float]] = []
@@ -208,7 +208,7 @@ def _describe(
     """
     labels: dict[int, str] = {}
     storages: dict[str, int] = {}
-    crossings = {}
+    sent = {}
     for name, value in env.items():
         label = f"input:{name}" if name in inputs else name
         if isinstance(value, Tensor):
@@ -217,14 +217,14 @@ def _describe(
                 labels[key] = label
                 storages[label] = storage_bytes(value)
             nbytes = value.numel() * value.element_size()
-            crossings[name] = CutValue(nbytes, labels[key], value.requires_grad)
+            sent[name] = CutValue(nbytes, labels[key], value.requires_grad)
         else:
             # Numbers and sizes between layers travel as int64 tensors.
             storages[label] = storage_bytes(encode(value, name))
-            crossings[name] = CutValue(storages[label], label, False)
+            sent[name] = CutValue(storages[label], label, False)
     saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
     of_state = frozenset(labels[key] for key in held & labels.keys())
-    return SavedByForward(saved, storages, crossings, tuple(in_place), tuple(tensors), of_state)
+    return SavedByForward(saved, storages, sent, tuple(in_place), tuple(tensors), of_state)
 
 
 def _check_loss(target: Target, loss: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import TargetError
-from .loaders import Fetched, as_ours, opened, prepare_epoch, sequence_of, tell_epoch
+from .loaders import Fetched, as_ours, opened, prepare_epoch, sequence_of, set_epoch
 from .parts import ALL, INPUTS, Parts, read_parts, reader
 from .prefetch import LOADING, Ahead, OwnRandomness
 from .samples import Given, Names, as_loader, is_stream, pick, rows_of
@@ -187,7 +187,7 @@ class Batches:
             return _behind(self._workers, first)
         order = sequence_of(loader, epoch, seed)[first:]
         if self._read_by is not None:
-            tell_epoch(self._read_by[0], epoch)
+            set_epoch(self._read_by[0], epoch)
         self._jobs += [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
         if not loader.num_workers or self._looks:
             self._here = Fetched(loader, self._read_by)

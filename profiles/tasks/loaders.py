@@ -55,14 +55,14 @@ def prepare_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
     batch_sampler = loader.batch_sampler
     parts = [loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None), loader.dataset]
     for part in {id(part): part for part in parts if part is not None}.values():
-        tell_epoch(part, epoch)
+        set_epoch(part, epoch)
         generator = None if part is loader.dataset else getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
     loader.generator = torch.Generator().manual_seed(seed)
 
 
-def tell_epoch(part: Any, epoch: int) -> None:
+def set_epoch(part: Any, epoch: int) -> None:
     """Tell a sampler or a data set, if it wants to know, which epoch begins."""
     tell = getattr(part, "set_epoch", None)
     if callable(tell):

@@ -287,10 +287,10 @@ def some_samples(given: Given, split: Split, count: int, names: Names = sorted) 
         size = dataset_size(given.dataset, split)
         chosen = [given.dataset[k % size] for k in range(count)]
         return read_batch(given.collate_fn(chosen), names)
-    return rows_among(*read_batch(first_batch(given, split, count), names), split, count)
+    return first_rows(*read_batch(first_batch(given, split, count), names), split, count)
 
 
-def rows_among(call: Call, target: Any, split: Split, count: int) -> tuple[Call, Any]:
+def first_rows(call: Call, target: Any, split: Split, count: int) -> tuple[Call, Any]:
     """So many samples of a batch, the first ones again where it has fewer. Raises TargetError."""
     rows = rows_of(call.tensors, split)
     taken = torch.arange(count) % rows

@@ -14,7 +14,7 @@ from ..errors import TargetError
 from ..profile import Shapes, VaryingShapes
 from ..tracing.call import Call
 from .batches import Batch, Batches, DryError
-from .samples import Given, Names, read_batch, rows_among
+from .samples import Given, Names, first_rows, read_batch
 
 BATCHES, SECONDS = 32, 5.0
 """Mini-batches that are looked at where nothing is said, and for how long at most."""
@@ -43,7 +43,7 @@ class LookedAt:
         call = self._like.with_tensors(batch.inputs)
         if self.varying is not None:
             call = replace(call, varying=self.varying.free)
-        return rows_among(call, batch.target, "train", samples)
+        return first_rows(call, batch.target, "train", samples)
 
 
 def look_at_batches(

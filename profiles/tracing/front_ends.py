@@ -25,7 +25,7 @@ from .graph import GraphBody, TracedModel
 from .layers import LAYER, OP, check_granularity, group, matches, without_effect
 from .random_states import own_states, same_own_states, same_states, states
 from .shapes import specs_and_result
-from .verify import Seen, compare, run
+from .verify import RunResult, compare, run
 
 # Front end: the children of an nn.Sequential, each called as a whole; nothing is traced ---------
 
@@ -205,7 +205,7 @@ def _attempt(
     call: Call,
     name: str,
     granularity: str,
-    wanted: Seen | None,
+    wanted: RunResult | None,
     failures: list[_Failure],
     *,
     crosses: bool = True,
@@ -248,7 +248,7 @@ def _kept_whole(
     model: nn.Module,
     call: Call,
     granularity: str,
-    wanted: Seen | None,
+    wanted: RunResult | None,
     failures: list[_Failure],
 ) -> str | None:
     """Patterns of modules' names with which a front end takes the model: tried, not guessed.

@@ -42,23 +42,25 @@ class ValueSpec:
 
 
 class _NodeByNode(fx.Interpreter):
-    def __init__(self, module: GraphBody, tell: Callable[[str], None] = lambda node: None) -> None:
+    def __init__(
+        self, module: GraphBody, on_node: Callable[[str], None] = lambda node: None
+    ) -> None:
         super().__init__(module, graph=graph_of(module))
-        self._tell = tell
+        self._on_node = on_node
 
     def fetch_attr(self, target: str) -> Any:
         return fetch_attribute(self.module, target)
 
     def run_node(self, n: fx.Node) -> Any:
-        self._tell(n.name)
+        self._on_node(n.name)
         return super().run_node(n)
 
 
 def run_node_by_node(
-    traced: TracedModel, inputs: Sequence[Tensor], tell: Callable[[str], None]
+    traced: TracedModel, inputs: Sequence[Tensor], on_node: Callable[[str], None]
 ) -> None:
-    """Run a graph; `tell` is told the name of each node before it runs."""
-    _NodeByNode(traced.module, tell).run(*inputs)
+    """Run a graph; `on_node` is told the name of each node before it runs."""
+    _NodeByNode(traced.module, on_node).run(*inputs)
 
 
 class _Recorder(_NodeByNode):

@@ -59,7 +59,7 @@ Sketch = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunResult:
     """What a module did on some inputs.
 
     Attributes:
@@ -86,7 +86,7 @@ class Seen:
 
 def run(
     model: nn.Module, module: nn.Module, call: Call, *, backward: bool = True, twice: bool = False
-) -> Seen:
+) -> RunResult:
     """Run the model, or a graph of it, with everything put back afterwards: on other samples, and
     then on these.
 
@@ -126,7 +126,7 @@ def run(
             with torch.no_grad():
                 second = _leaves(module, call)
             buffers.append(_buffers(model, module))
-    return Seen(other, kept, gradients, tuple(buffers), second, counted, structure)
+    return RunResult(other, kept, gradients, tuple(buffers), second, counted, structure)
 
 
 def _remembers(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -139,7 +139,7 @@ def _remembers(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     )
 
 
-def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> list[str]:
+def compare(model: nn.Module, module: nn.Module, call: Call, wanted: RunResult) -> list[str]:
     """Raise TraceError where a graph of the model does something else on these inputs.
 
     Args:
@@ -170,7 +170,7 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> li
     return [name for name in wanted.counted if name not in found.counted]
 
 
-def _compare_buffers(found: Seen, wanted: Seen) -> None:
+def _compare_buffers(found: RunResult, wanted: RunResult) -> None:
     # A third call would show nothing that the second didn't.
     for mine_then, own_then in zip(found.buffers, wanted.buffers, strict=False):
         for name, own in own_then.items():

@@ -50,8 +50,8 @@ class AlexNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores of a batch of images."""
-        scores: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
-        return scores
+        logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
+        return logits
 
 
 def make_task(name: str, argument: str | None) -> SyntheticTask:

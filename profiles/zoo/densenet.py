@@ -86,8 +86,8 @@ class DenseNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Class scores of a batch of images."""
         x = torch.flatten(self.avgpool(self.features(images)), 1)
-        scores: Tensor = self.classifier(x)
-        return scores
+        logits: Tensor = self.classifier(x)
+        return logits
 
 
 def make_task(name: str, argument: str | None) -> SyntheticTask:

@@ -132,8 +132,8 @@ class GNMT(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Scores of the token that follows upon each of the target's."""
-        scores: Tensor = self.classifier(self.decoder(target, self.encoder(source)))
-        return scores
+        logits: Tensor = self.classifier(self.decoder(target, self.encoder(source)))
+        return logits
 
 
 def translations(length: int, vocabulary: int) -> Sampler:

@@ -90,8 +90,8 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the next token at every position."""
         x = self.drop(self.wte(tokens) + self.wpe.weight[: self.length])
-        scores: Tensor = self.lm_head(self.ln_f(self.h(x)))
-        return scores
+        logits: Tensor = self.lm_head(self.ln_f(self.h(x)))
+        return logits
 
 
 def make_task(name: str, argument: str | None) -> SyntheticTask:

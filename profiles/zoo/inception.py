@@ -151,8 +151,8 @@ class AuxiliaryHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Class scores from the middle of the net."""
         x = self.avgpool(self.conv1(self.conv0(self.pool(x))))
-        scores: Tensor = self.fc(torch.flatten(x, 1))
-        return scores
+        logits: Tensor = self.fc(torch.flatten(x, 1))
+        return logits
 
 
 def _middle(size: int) -> int:
@@ -195,8 +195,8 @@ class InceptionV3(nn.Module):
 
 def both_losses(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     """Cross-entropy of the main scores, and 0.4 times that of the auxiliary ones."""
-    scores, auxiliary = output
-    return class_loss(scores, labels) + AUXILIARY_WEIGHT * class_loss(auxiliary, labels)
+    logits, auxiliary = output
+    return class_loss(logits, labels) + AUXILIARY_WEIGHT * class_loss(auxiliary, labels)
 
 
 def make_task(name: str, argument: str | None) -> SyntheticTask:

@@ -92,8 +92,8 @@ class ResNet(nn.Module):
         """Class scores of a batch of images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        scores: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
-        return scores
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
+        return logits
 
 
 def _group(

@@ -184,47 +184,47 @@ def mask_tokens(
     return masked, labels
 
 
-def class_loss(scores: Tensor, labels: Tensor) -> Tensor:
+def class_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of scores ``[m, classes]`` and labels ``[m]``."""
-    return functional.cross_entropy(scores, labels)
+    return functional.cross_entropy(logits, labels)
 
 
-def class_accuracy(scores: Tensor, labels: Tensor) -> Tensor:
+def class_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Share of samples whose class has the highest score."""
-    return (scores.argmax(1) == labels).double().mean()
+    return (logits.argmax(1) == labels).double().mean()
 
 
-def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of scores ``[m, length, vocabulary]`` and labels ``[m, length]``.
 
     A mean over positions within each sample, then over samples: so samples with unlike numbers
     of labels weigh the same however they are divided into micro-batches.
     """
     losses = functional.cross_entropy(
-        scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
     )
     return _mean_per_sample(losses.view(labels.shape), labels)
 
 
-def token_accuracy(scores: Tensor, labels: Tensor) -> Tensor:
+def token_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Share of the labelled positions whose token has the highest score, averaged alike."""
-    return _mean_per_sample((scores.argmax(-1) == labels).double(), labels)
+    return _mean_per_sample((logits.argmax(-1) == labels).double(), labels)
 
 
-def counted_token_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def counted_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over all labelled positions of the samples, and their number.
 
     As Hugging Face's models have it: each label weighs the same, whatever sample it is of.
     """
     total = functional.cross_entropy(
-        scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return total, (labels != IGNORED).sum()
 
 
-def counted_token_accuracy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def counted_token_accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """How many labelled positions have the highest score at their token, and their number."""
-    return (scores.argmax(-1) == labels).sum(), (labels != IGNORED).sum()
+    return (logits.argmax(-1) == labels).sum(), (labels != IGNORED).sum()
 
 
 def perplexity(loss: float) -> float:

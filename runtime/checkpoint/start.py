@@ -202,7 +202,7 @@ def check_logs(where: RunDir, settings: RunSettings, replicas: Sequence[Replica]
     for replica in replicas:
         noted = noted_sizes(where, settings, replica)
         _check_log(where, where.stage_metrics(replica), noted, read_stage_epochs)
-        if replica.tells:
+        if replica.is_reporter:
             _check_log(where, where.metrics, noted, read_progress)
 
 
@@ -252,7 +252,7 @@ def rewind_logs(where: RunDir, settings: RunSettings, replica: Replica) -> None:
         return
     noted = noted_sizes(where, settings, replica)
     logs = [where.operations(replica), where.recorded(replica), where.stage_metrics(replica)]
-    if replica.tells:
+    if replica.is_reporter:
         logs.append(where.metrics)
     for path in logs:
         size = noted.get(str(path.relative_to(where.path)), 0)

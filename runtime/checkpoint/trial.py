@@ -40,10 +40,10 @@ def try_state(prepared: Prepared) -> list[str]:
     model = prepared.model.whole
     if prepared.settings.checkpoint_every != 0:
         for module in (model, *(piece.module for piece in prepared.model.pieces)):
-            again = state_of(module)
+            reread = state_of(module)
             for name, tensor in {**dict(module.named_buffers()), **state_of(module)}.items():
                 if isinstance(tensor, Tensor):
-                    _try_tensor(name, tensor, again.get(name, tensor))
+                    _try_tensor(name, tensor, reread.get(name, tensor))
     for name, tensor in state_of(model).items():
         if isinstance(tensor, Tensor) and tensor.layout == torch.strided and expanded(tensor):
             return [
@@ -70,8 +70,8 @@ def try_state(prepared: Prepared) -> list[str]:
     return []
 
 
-def _try_tensor(name: str, tensor: Tensor, again: Tensor) -> None:
-    if tensor.numel() and tensor.layout == torch.strided and tensor.data_ptr() != again.data_ptr():
+def _try_tensor(name: str, tensor: Tensor, reread: Tensor) -> None:
+    if tensor.numel() and tensor.layout == torch.strided and tensor.data_ptr() != reread.data_ptr():
         raise TargetError(
             f"the model's state {name!r} is made anew whenever it is asked for (get_extra_state): "
             "a run that is resumed couldn't put it back; keep it in a buffer, or train with "
@@ -111,8 +111,8 @@ def try_checkpoint(runners: Sequence[StageRunner]) -> None:
             raise TargetError(
                 f"{runner.replica.name}: a run couldn't go on from its checkpoints: {error}"
             ) from error
-        again = contents(runner, random, EpochSums(), {})
-        odd = [name for name, content in found.items() if again[name] != content]
+        reread = contents(runner, random, EpochSums(), {})
+        odd = [name for name, content in found.items() if reread[name] != content]
         if odd:
             raise TargetError(
                 f"{runner.replica.name}: what a run would go on with from its checkpoints isn't "

@@ -88,7 +88,7 @@ def _records(connection: socket.socket) -> list[tuple[int, int]] | None:
     return list(_RECORD.iter_unpack(text))
 
 
-def _tell(connection: socket.socket, box: int, slot: int) -> None:
+def _notify(connection: socket.socket, box: int, slot: int) -> None:
     record = _RECORD.pack(box, slot)
     try:
         connection.send(record)
@@ -170,7 +170,7 @@ class Inbox:
     def _give_back(self, k: int, slot: int) -> None:
         # The message is here; that its sender has gone will show when the next one doesn't come.
         with contextlib.suppress(GoneError):
-            _tell(self._connection, k, slot)
+            _notify(self._connection, k, slot)
 
     def _look(self) -> None:
         for k, slot in _records(self._connection) or ():
@@ -304,7 +304,7 @@ class Outbox:
         self._slots.put(k, slot, part)
         self._counted[k][slot] = counted_bytes
         self._last[k][slot] = last
-        _tell(self._connection, k, slot)
+        _notify(self._connection, k, slot)
 
     def _take_back(self) -> None:
         """See which slots have come back, and fill them with what waits."""

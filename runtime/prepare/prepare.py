@@ -204,13 +204,13 @@ class Prepared:
 
 
 def prepare(
-    plan: Plan, settings: RunSettings, tell: Callable[[str], None] = lambda what: None
+    plan: Plan, settings: RunSettings, report: Callable[[str], None] = lambda what: None
 ) -> Prepared:
     """Build the model with its seed, check it against the plan and cut it.
 
     Args:
         plan: consistent in itself (`check_plan`).
-        tell: is told what is being done.
+        report: is told what is being done.
 
     Raises:
         TargetError: the task can't be imported or built, has too little data, or a loss that uses
@@ -226,7 +226,7 @@ def prepare(
     least = min(samples)
     modes = modes_of(plan, settings)
     with modes.on():
-        traced, looks = _traced(plan, settings, samples, modes, tell)
+        traced, looks = _traced(plan, settings, samples, modes, report)
         loss = _loss_of(traced, samples[-1], looks[samples[-1]], parts=shares[-1].parts)
     model, specs = traced.model, {n: look.specs for n, look in looks.items()}
     matrices = _matrices_of(traced, least)
@@ -236,7 +236,7 @@ def prepare(
     if not settings.dropout and not settings.compile:
         with modes.on():
             random = traced.random_calls(least, plan.mini_batch, groups)
-    tell("cutting the model into stages")
+    report("cutting the model into stages")
     pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
     saved = names_in_state(model)
@@ -278,7 +278,7 @@ def _traced(
     settings: RunSettings,
     samples: Sequence[int],
     modes: Modes,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[TracedTask, dict[int, ForwardLook]]:
     """The task's model, traced for each of these numbers of samples, with a look at each forward.
 
@@ -291,7 +291,7 @@ def _traced(
         evaluate=settings.evaluate,
         seed=settings.seed,
         threads=settings.threads,
-        tell=tell,
+        report=report,
         modes=modes,
     )
     if any(stage.recompute for stage in plan.stages) and not traced.fake:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from ...profiles.errors import TargetError
 from ...profiles.tasks.batches import START_S, WAIT_S, Batches
 from ...profiles.tasks.hooks import call_hook
-from ...profiles.tasks.loaders import tell_epoch
+from ...profiles.tasks.loaders import set_epoch
 from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, only
 from ...profiles.tasks.prefetch import LOADING, Ahead
 from ...profiles.tasks.samples import (
@@ -158,7 +158,7 @@ class Samples:
             beside: the training, which draws random numbers too: samples are known to draw none.
         """
         for data in self._told:
-            call_hook("data set's set_epoch", tell_epoch, data, epoch)
+            call_hook("data set's set_epoch", set_epoch, data, epoch)
         shuffled = self._shuffle(epoch)
         chosen = shuffled[positions.start : positions.stop : positions.step]
         seeds = None

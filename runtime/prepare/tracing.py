@@ -264,7 +264,7 @@ def trace_for_run(
     evaluate: bool,
     seed: int = 0,
     threads: int | None = None,
-    tell: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda what: None,
     modes: Modes | None = None,
 ) -> TracedTask:
     """Trace a task's model as the profiler did, for each of these numbers of samples.
@@ -275,7 +275,7 @@ def trace_for_run(
         evaluate: in evaluation mode, too.
         seed: of the model's weights.
         threads: torch's, from when the task is imported; None: as they are.
-        tell: is told what is being done.
+        report: is told what is being done.
         modes: that are on, those of a run; None: as the profile was made.
 
     Raises:
@@ -285,15 +285,15 @@ def trace_for_run(
         PlanError: it is another model than the profile's, or that is one without a model.
     """
     made_from, fake = plan.profile, not is_small(plan)
-    tell(f"importing {name}")
+    report(f"importing {name}")
     target, task = task_to_train(name, made_from)
     if threads is not None:
         torch.set_num_threads(threads)
-    tell("building the model")
+    report("building the model")
     model = target.model(seed)
     model.train()
     left = _in_other_mode(model)
-    tell("tracing the model and holding it against the plan")
+    report("tracing the model and holding it against the plan")
     given, wanted = target.call(TRACE_SAMPLES)
     tracer = _Tracer(target, model, made_from, given, fake=fake)
     first_forward(model, target.name, at_profiled(given, made_from.varying), fake=fake)

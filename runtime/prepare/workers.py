@@ -25,7 +25,7 @@ class Replica:
         number: among all replicas of all stages.
         index: among the `count` of its stage.
         rank: of the worker that runs it.
-        tells: whether it is the one of the run that tells of progress.
+        is_reporter: whether it is the one of the run that tells of progress.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Replica:
     rank: int
     index: int = 0
     count: int = 1
-    tells: bool = False
+    is_reporter: bool = False
 
     @property
     def leads(self) -> bool:
@@ -64,9 +64,9 @@ class Worker:
     replicas: tuple[Replica, ...]
 
     @property
-    def tells(self) -> bool:
+    def is_reporter(self) -> bool:
         """Whether it is the one of the run that tells of progress."""
-        return any(replica.tells for replica in self.replicas)
+        return any(replica.is_reporter for replica in self.replicas)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -109,7 +109,9 @@ def all_replicas(plan: Plan) -> tuple[Replica, ...]:
     for s, count in enumerate(counts):
         last = s == len(counts) - 1
         found += [
-            Replica(len(found) + j, s, firsts[placement[s]] + j, j, count, tells=last and j == 0)
+            Replica(
+                len(found) + j, s, firsts[placement[s]] + j, j, count, is_reporter=last and j == 0
+            )
             for j in range(count)
         ]
     return tuple(found)

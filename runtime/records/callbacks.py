@@ -257,12 +257,12 @@ class Callbacks(Observer):
         self._figures: Mapping[str, float] = {}
 
     def starting(self, what: str) -> None:
-        self._tell("on_starting", what)
+        self._call("on_starting", what)
 
     def begin(self, begun: RunBegun) -> None:
         self._begun, self._done, self.stop = begun, begun.resumed_at, None
         self._evaluated = 0
-        self._tell("on_begin", begun)
+        self._call("on_begin", begun)
 
     def figures(self, found: Mapping[str, float]) -> None:
         self._figures = found
@@ -274,7 +274,7 @@ class Callbacks(Observer):
         event = MiniBatchDone(
             mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss, figures=figures
         )
-        self._tell("on_mini_batch", event)
+        self._call("on_mini_batch", event)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         assert self._begun is not None
@@ -282,36 +282,36 @@ class Callbacks(Observer):
         self._evaluated = done
         figures = dict(record.test)
         event = EvaluationDone(mini_batch=done, epoch=record.epoch, figures=figures)
-        self._tell("on_evaluation", event)
+        self._call("on_evaluation", event)
 
     def epoch(self, record: EpochRecord) -> None:
         # Where a run ends early, that of the place where it stopped has been told of.
         if record.test and self._evaluated != self._done:
             figures = dict(record.test)
             event = EvaluationDone(mini_batch=self._done, epoch=record.epoch, figures=figures)
-            self._tell("on_evaluation", event)
-        self._tell("on_epoch", EpochDone(mini_batch=self._done, record=record))
+            self._call("on_evaluation", event)
+        self._call("on_epoch", EpochDone(mini_batch=self._done, record=record))
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
         assert self._begun is not None
         if checkpoint:
             path = RunDir(self._begun.run_dir).checkpoint(mini_batches)
-            self._tell("on_checkpoint", CheckpointWritten(mini_batch=mini_batches, path=path))
+            self._call("on_checkpoint", CheckpointWritten(mini_batch=mini_batches, path=path))
         return self.stop is None
 
     def restart(self, event: RestartDue) -> None:
         """The run starts again."""
-        self._tell("on_restart", event)
+        self._call("on_restart", event)
 
     def end(self, event: RunEnded) -> None:
         """The run is over. After a failure, that of a callback isn't told."""
         try:
-            self._tell("on_end", event)
+            self._call("on_end", event)
         except TimeprestError:
             if event.error is None:
                 raise
 
-    def _tell(self, method: str, event: Any) -> None:
+    def _call(self, method: str, event: Any) -> None:
         """Raises RunError for a callback that fails, UserError for one that gives nonsense."""
         for callback in self.callbacks:
             name = f"callback {_name(callback)}.{method}"

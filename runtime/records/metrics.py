@@ -71,7 +71,7 @@ class SegmentMetrics:
             self.last_update_s = self.first_s
         self.step_s, self.last_update_s = at_s - self.last_update_s, at_s
 
-    def tell(self, loss: float, weight: float) -> None:
+    def add_loss(self, loss: float, weight: float) -> None:
         """Account for a mini-batch's mean loss."""
         self.counted = weight
         if weight:
@@ -258,7 +258,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the epoch with the largest mean (`StageEpoch`)."""
     not_finite: list[int] = []
     """Mini-batches whose loss or gradients weren't finite, where the run went on."""
-    larger: list[int] = []
+    beyond_profile: list[int] = msgspec.field(default_factory=list, name="larger")
     """Mini-batches that have more in some dimension than any that was profiled; noted on the last
     stage."""
     epochs: list[StageEpoch] = []

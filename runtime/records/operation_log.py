@@ -40,7 +40,7 @@ class Record:
     where: Where
     count: int = 0
 
-    def among(
+    def first_and_last(
         self, segment: Segment, ops: Sequence[Op], end: int
     ) -> tuple[Op, Op] | tuple[None, None]:
         """The first and the last of a worker's operations that are recorded in a segment.
@@ -146,7 +146,7 @@ class OperationLog(GrowingFile):
             end: mini-batches of the whole run.
         """
         self.on = False
-        self._first, self._last = self.record.among(segment, ops, end)
+        self._first, self._last = self.record.first_and_last(segment, ops, end)
 
     def begin(self, op: Op) -> None:
         """An operation is at hand."""

@@ -51,7 +51,7 @@ class StageData:
     @property
     def parts(self) -> Parts:
         """What it needs of a sample; the run's reporter looks at all of it, where shapes vary."""
-        varies = self._replica.tells and self._prepared.plan.profile.varying is not UNSET
+        varies = self._replica.is_reporter and self._prepared.plan.profile.varying is not UNSET
         needs = [part for part, some in ((INPUTS, self.inputs), (TARGET, self.targets)) if some]
         return ALL if varies else Parts(needs) or ALL
 
@@ -112,7 +112,7 @@ class StageData:
         share = self._share
         positions = real_samples(segment, mini_batch, micro_batch, share.dealt)
         inputs, target = self.samples("train").take(segment.epoch, positions, share.samples)
-        if self._replica.tells and micro_batch == share.micro_batches[0]:
+        if self._replica.is_reporter and micro_batch == share.micro_batches[0]:
             varying = self._prepared.plan.profile.varying
             if varying is not UNSET and varying.beyond([t.shape[1:] for t in inputs]):
                 self.beyond_profile.append(segment.first + mini_batch)

@@ -224,7 +224,7 @@ class StageRunner:
             read = self._losses.read(due) if found.losses is None else found.losses
             for b, loss in zip(due, read, strict=True):
                 weight = self._losses.weight_of(b, segment)
-                notes.metrics.tell(loss, 0.0 if self.gradients.leaves_out(loss) else weight)
+                notes.metrics.add_loss(loss, 0.0 if self.gradients.leaves_out(loss) else weight)
                 if self.on_mini_batch:
                     self.on_mini_batch(segment, b, loss)
 

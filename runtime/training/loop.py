@@ -109,12 +109,16 @@ def train(
     """
     prepared = runners[0].prepared
     more = prepared.settings.resumed
-    tells = any(runner.replica.tells for runner in runners)
+    tells = any(runner.replica.is_reporter for runner in runners)
     metrics = MetricsFile(where.metrics, observer, more=more) if tells else None
     files = {}
     for runner in runners:
         keep_gradients(where, runner)
-        written = (runner.notes.log, runner.epoch_file, metrics if runner.replica.tells else None)
+        written = (
+            runner.notes.log,
+            runner.epoch_file,
+            metrics if runner.replica.is_reporter else None,
+        )
         files[runner.replica.number] = [file for file in written if file is not None]
     checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
     try:
@@ -193,8 +197,8 @@ class Course:
             self._start(checkpoints.where)
             checkpoints.begin([runner.stage for runner in runners])
         for runner in runners:
-            if runner.replica.tells:
-                runner.on_mini_batch = self._tell
+            if runner.replica.is_reporter:
+                runner.on_mini_batch = self._report
 
     def _start(self, where: RunDir) -> None:
         """Go to where the run starts, which the settings say."""
@@ -254,7 +258,7 @@ class Course:
 
     def _drained(self, segment: Segment, *, checkpoint: bool = False) -> bool:
         """Tell of a segment's end, or of a checkpoint after it. Returns whether to go on."""
-        if not any(runner.replica.tells for runner in self.runners):
+        if not any(runner.replica.is_reporter for runner in self.runners):
             return True
         written = self._checkpoints is not None and (segment.checkpoint or checkpoint)
         return self.observer.drained(segment.end, checkpoint=written)
@@ -275,7 +279,7 @@ class Course:
         """Evaluate at the end of a segment whose epoch goes on."""
         test = self._evaluate()
         for runner, sums in zip(self.runners, self.sums, strict=True):
-            if runner.replica.tells:
+            if runner.replica.is_reporter:
                 done = segment.offset + segment.mini_batches
                 record = EvaluationRecord(
                     epoch=segment.epoch, mini_batches=done, seconds=sums.wall_s, test=test
@@ -299,7 +303,7 @@ class Course:
                 self._stage_epochs[position].append(seen)
             else:
                 runner.epoch_file.epoch(seen)
-            if runner.replica.tells:
+            if runner.replica.is_reporter:
                 self.observer.epoch(sums.record(segment, test, runner.stage.updates.lr))
 
     def _write_checkpoint(self, segment: Segment) -> None:
@@ -459,10 +463,10 @@ class Course:
         yield
         self._random[position] = random_state(device)
 
-    def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
+    def _report(self, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
         if self.prepared.settings.log:
-            (teller,) = (runner for runner in self.runners if runner.replica.tells)
+            (teller,) = (runner for runner in self.runners if runner.replica.is_reporter)
             self.observer.figures(self._figures(teller, segment, mini_batch))
         self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
 
@@ -497,7 +501,7 @@ class Course:
                     version_differences=summed_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                     not_finite=runner.gradients.not_finite.mini_batches,
-                    larger=runner.data.beyond_profile,
+                    beyond_profile=runner.data.beyond_profile,
                     not_compiled=runner.stage.piece.compute.why_not,
                     epochs=epochs,
                 )

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
         task = rendezvous.task()
         if task is not None:
             give_bytes(settings.task, task)
-        status = tell_status(run_dir, workers_of(plan)[rendezvous.rank], settings, rendezvous)
+        status = status_for(run_dir, workers_of(plan)[rendezvous.rank], settings, rendezvous)
         keep_freed_memory()
         use_interface(rendezvous.launched)
         with as_worker(run_dir.path):
@@ -109,7 +109,7 @@ def _log(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def tell_status(
+def status_for(
     where: RunDir, worker: Worker, settings: RunSettings, rendezvous: Rendezvous
 ) -> StatusFile:
     """The status of this worker, which the others are told from now on. Raises FileError."""

@@ -182,7 +182,7 @@ def dry_run(
         result, target = check_shapes(prepared)
         if is_small(prepared.plan):
             warnings = try_training(prepared)
-            if rendezvous is None or prepared.workers[rendezvous.rank].tells:
+            if rendezvous is None or prepared.workers[rendezvous.rank].is_reporter:
                 warnings += try_plan(prepared)
         else:
             every_stage = range(len(plan.stages))
@@ -208,7 +208,7 @@ def dry_run(
     mine = one(rendezvous.rank, rendezvous.launched.local_rank)
     texts = rendezvous.gather("dry run", msgspec.json.encode(mine))
     _send_over_cuts(prepared, rendezvous)
-    if not prepared.workers[rendezvous.rank].tells:
+    if not prepared.workers[rendezvous.rank].is_reporter:
         return None
     found = [msgspec.json.decode(text, type=_PlaceAndHost) for text in texts]
     launched = rendezvous.launched

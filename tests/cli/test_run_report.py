@@ -91,7 +91,7 @@ def test_which_mini_batches_are_recorded(text, first, mini_batches, expected):
     end = 10 if mini_batches == 5 else 60
     segment = Segment(0, first, mini_batches, 0, 8, 1)
     ops = [Op(kind, b) for b in range(mini_batches) for kind in "FBU"]
-    found = record_named(text).among(segment, ops, end)
+    found = record_named(text).first_and_last(segment, ops, end)
     if expected:
         assert found == (Op("F", expected[0]), Op("U", expected[-1]))
     else:

@@ -93,11 +93,11 @@ methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
 methods 24 runtime/training/loop.py Course
 methods 21 runtime/weights/stash.py WeightVersions
-parameters 10 api.py run
 parameters 9 api.py resume
+parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
-parameters 13 planner/search/solve.py solve
 parameters 9 planner/search/solve.py question_for
+parameters 13 planner/search/solve.py solve
 parameters 9 profiles/imported/cost_graph.py make_profile
 parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 11 profiles/tracing/fx.py _transformer
@@ -105,58 +105,18 @@ parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/kinds.py _Reached
 participle planner/partition/dp/minimax.py Reached
 participle planner/partition/solve.py Enough
-participle profiles/tracing/verify.py Seen
-participle runtime/study/figures/choose.py Foretold
-word tell cli/errors.py tell
-word tell cli/run_commands/rank.py _let_rank_0_tell
-word tell cli/run_commands/rank.py one_rank_tells
-word tell cli/tables/plan.py tell_edited
-word again planner/costs/layer_graph.py again_s
-word again planner/costs/recomputation.py again
-word among planner/costs/recomputation.py among
-word again planner/costs/stage_costs.py again
-word again planner/costs/stage_costs.py again_s
-word among planner/costs/tied_parameters.py among
 word tell planner/partition/ilp/search.py tell
 word again planner/partition/one_by_one/equal_replicas.py again_s
 word again planner/partition/problem.py again
 word again planner/partition/problem.py again_s
 word tell planner/search/exploration.py tell
-word again planner/search/first_plans.py again
 word among planner/search/first_plans.py _among
+word again planner/search/first_plans.py again
 word again planner/search/local_search/memory_about.py again
 word again planner/search/local_search/neighbours.py again
 word among planner/search/relaxed/places.py among
 word tell planner/search/solve.py tell
 word again planner/search/state.py again
-word again planner/systems/orders.py again
-word scores profiles/hugging_face/task.py scores
-word listed profiles/imported/cost_graph.py listed
-word among profiles/imported/networkx_graph.py among
-word tell profiles/measuring/bench.py _tell
-word tell profiles/measuring/measure.py _tell
-word crossing profiles/measuring/saved_bytes.py crossing
-word crossing profiles/measuring/saved_bytes.py crossings
-word among profiles/target.py _arguments_among
-word tell profiles/tasks/loaders.py tell_epoch
-word among profiles/tasks/samples.py rows_among
-word tell profiles/tracing/shapes.py tell
-word scores profiles/zoo/synthetic.py scores
-word again runtime/checkpoint/trial.py again
-word tell runtime/communication/shared_memory.py _tell
-word tell runtime/prepare/prepare.py tell
-word tell runtime/prepare/tracing.py tell
-word tell runtime/prepare/workers.py tells
-word tell runtime/records/callbacks.py _tell
-word larger runtime/records/metrics.py larger
-word tell runtime/records/metrics.py tell
-word among runtime/records/operation_log.py among
-word again runtime/run.py again
-word tell runtime/run.py tell
-word tell runtime/study/trainings/conduct.py _tell
-word tell runtime/study/trainings/training.py tell
-word tell runtime/training/loop.py _tell
-word tell runtime/training/worker.py tell_status
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""
 

@@ -80,7 +80,10 @@ def cycle_problem(
     modes = [loads.modes[option.mode] for option in loads.options]
     forward = np.array([costs.forward_s for _ in modes])
     backward = np.array(
-        [once + _recomputed_s(mode, costs.again_s, costs.forward_s, relaxation) for mode in modes]
+        [
+            once + _recomputed_s(mode, costs.recompute_s, costs.forward_s, relaxation)
+            for mode in modes
+        ]
     )
     ranges = relaxation.limit_ranges(stages)
     places = [loads.place(0, stages - s) for s in range(stages)]

@@ -97,7 +97,7 @@ class LeastBytes(Scope):
             return Mode("plain", rounds * (forward + backward), fixed, flight)
         if recompute is not True:
             again = self._members(recompute)
-            backward = backward + costs.again_s * again * work.backwards
+            backward = backward + costs.recompute_s * again * work.backwards
             kept, rebuilt = self._kept_bytes(recompute, storages)
             return Mode(
                 "selective",

@@ -70,9 +70,9 @@ class ByTimeToTarget:
                     "variant": each.point.variant,
                     "stages": len(each.point.evaluation.stages),
                     "micro_batches": each.point.evaluation.micro_batches,
-                    "time_s": each.foretold.time_s,
-                    "overhead": each.foretold.overhead,
-                    "exact": each.foretold.exact,
+                    "time_s": each.forecast.time_s,
+                    "overhead": each.forecast.overhead,
+                    "exact": each.forecast.exact,
                     "period_s": each.point.period_s,
                     "memory_bytes": each.point.memory_bytes,
                     "on_front": each.on_front,
@@ -91,7 +91,7 @@ def target_table(points: Sequence[TargetPoint], width: int) -> Group:
         fixed(
             "time to target",
             [
-                f"{'' if each.foretold.exact else '≈ '}{format_seconds(each.foretold.time_s.mean)}"
+                f"{'' if each.forecast.exact else '≈ '}{format_seconds(each.forecast.time_s.mean)}"
                 for each in shown
             ],
         ),
@@ -119,11 +119,11 @@ def target_lines(
     lines = []
     if points:
         best = points[0]
-        about = "" if best.foretold.exact else ", about: study this very plan"
+        about = "" if best.forecast.exact else ", about: study this very plan"
         lines.append(
             Text(
                 f"best by time to target: {best.point.variant}, "
-                f"{format_seconds(best.foretold.time_s.mean)}{about}",
+                f"{format_seconds(best.forecast.time_s.mean)}{about}",
                 style="bold",
             )
         )
@@ -136,7 +136,7 @@ def target_lines(
         )
     if other:
         lines.append(Text(f"the study has no figure for: {', '.join(other)}"))
-    if any(each.on_front and not each.foretold.exact for each in points):
+    if any(each.on_front and not each.forecast.exact for each in points):
         lines.append(
             Text(
                 "≈: by the overhead of the nearest plan that was studied, of the same system and "
@@ -154,5 +154,5 @@ def without_figure(points: Sequence[TargetPoint], plans: Mapping[str, Plan]) -> 
 
 
 def _overhead(each: TargetPoint) -> str:
-    spread = each.foretold.overhead
+    spread = each.forecast.overhead
     return "-" if spread is None else f"{spread.mean:.2f}"

@@ -27,7 +27,7 @@ from .study import PLAIN, StudiedPlan, Study
 
 
 @dataclass(frozen=True)
-class Foretold:
+class TimeForecast:
     """A plan's time to target by a study.
 
     Attributes:
@@ -66,14 +66,16 @@ class StudyFigures:
         """Whether the study has trained some plan of a system."""
         return any(plan.variant == variant for plan in self.study.plans)
 
-    def foretell(self, variant: str, update_every: int, found: Evaluation) -> Foretold | None:
+    def predict_time(
+        self, variant: str, update_every: int, found: Evaluation
+    ) -> TimeForecast | None:
         """The time to target; None: the study has no figure for it, or it isn't reached."""
         arm, exact = self._arm(variant, update_every, found)
         if arm is None:
             return None
         time = self._reckoning.seconds(arm, found.prediction.period_s)
         overhead = self._reckoning.overhead(arm, self.target)
-        return None if time is None else Foretold(time, overhead, exact)
+        return None if time is None else TimeForecast(time, overhead, exact)
 
     def _arm(self, variant: str, update_every: int, found: Evaluation) -> tuple[str | None, bool]:
         stages, n = len(found.stages), found.micro_batches
@@ -115,7 +117,7 @@ class TargetPoint:
     """
 
     point: ParetoPoint
-    foretold: Foretold
+    forecast: TimeForecast
     on_front: bool
 
 
@@ -125,19 +127,20 @@ def by_time_to_target(
     """The plans that the study has a figure for, by ascending time to target; of equal ones the one
     with less memory, then the one whose very differences were studied."""
     found = [
-        (point, foretold)
+        (point, forecast)
         for point in points
-        if (foretold := figures.foretell(point.variant, update_every, point.evaluation)) is not None
+        if (forecast := figures.predict_time(point.variant, update_every, point.evaluation))
+        is not None
     ]
     prices = {
-        str(k): (foretold.time_s.mean, float(point.memory_bytes))
-        for k, (point, foretold) in enumerate(found)
+        str(k): (forecast.time_s.mean, float(point.memory_bytes))
+        for k, (point, forecast) in enumerate(found)
     }
     front = unbeaten(prices)
     all_points = [TargetPoint(*pair, str(k) in front) for k, pair in enumerate(found)]
     return sorted(
         all_points,
-        key=lambda t: (t.foretold.time_s.mean, t.point.memory_bytes, not t.foretold.exact),
+        key=lambda t: (t.forecast.time_s.mean, t.point.memory_bytes, not t.forecast.exact),
     )
 
 

@@ -213,7 +213,7 @@ class _Conductor:
             work = self._prospect.work
             count = min(jobs, len(self._arms) * max(self._question.seeds, 3))
             pool: TrainingPool = (
-                ThisProcess(work, self._tell) if count == 1 else Processes(work, count, timeout_s)
+                ThisProcess(work, self._report) if count == 1 else Processes(work, count, timeout_s)
             )
             with closing(pool):
                 self._pool = pool
@@ -221,7 +221,7 @@ class _Conductor:
                     for asked in wanted[: pool.free]:
                         self._pending.add(asked)
                         pool.give(asked)
-                    self._tell()
+                    self._report()
                     for asked, curve, seconds in pool.wait():
                         self._finished.write(asked, curve, seconds)
                         self._pending.discard(asked)
@@ -229,7 +229,7 @@ class _Conductor:
                     wanted = self._wanted()
         return self._study()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         pool = self._pool
         running = 0 if pool is None else pool.under_way
         label = next(

@@ -48,7 +48,9 @@ OnMiniBatch = Callable[[int], None]
 """Is told of mini-batches that are done."""
 
 
-def train_one(work: StudyWork, asked: Asked, tell: OnMiniBatch = lambda done: None) -> Curve:
+def train_one(
+    work: StudyWork, asked: Asked, on_mini_batch: OnMiniBatch = lambda done: None
+) -> Curve:
     """Train, from the weights of the seed on. Raises as `runtime.run.run`."""
     arm, settings = work.arms[asked.arm], work.settings_of(asked)
     plan = work.plans[arm.plan]
@@ -57,7 +59,7 @@ def train_one(work: StudyWork, asked: Asked, tell: OnMiniBatch = lambda done: No
     prepared = prepare(plan, settings)
     prepared = replace(prepared, task=_task_at(prepared.task, settings, asked.rate))
     check_updates(prepared)
-    recorder = _CurveRecorder(work.window(asked.length), asked.length, tell)
+    recorder = _CurveRecorder(work.window(asked.length), asked.length, on_mini_batch)
     parts = len(plan.stages) if arm.kind == "pipeline" else 1
     evaluator = (
         _Evaluator(prepared, work.eval_every, asked.length, parts) if work.eval_every else None
@@ -153,12 +155,12 @@ class DivergedError(RunError):
 class _CurveRecorder(Observer):
     """Keeps the means of the losses, and sees when a training diverges."""
 
-    def __init__(self, window: int, length: int, tell: OnMiniBatch) -> None:
+    def __init__(self, window: int, length: int, on_mini_batch: OnMiniBatch) -> None:
         self.window = window
         self.losses: list[float] = []
         self.diverged_at: int | None = None
         self._length = length
-        self._tell = tell
+        self._on_mini_batch = on_mini_batch
         self._done = 0
         self._open: list[float] = []
         self._recent: deque[float] = deque(maxlen=max(window, LOOKED_AT))
@@ -177,7 +179,7 @@ class _CurveRecorder(Observer):
             self._close()
         if self._done > len(self._recent) and self._mean() > BLOWN_UP * abs(self._first):
             self._diverge("the loss has blown up")
-        self._tell(self._done)
+        self._on_mini_batch(self._done)
 
     def _mean(self) -> float:
         return sum(self._recent) / len(self._recent)

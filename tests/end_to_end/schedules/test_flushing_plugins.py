@@ -115,11 +115,11 @@ def test_plans_by_a_study_have_its_own_figure(stages, plans, mlp_profile):
     figures = StudyFigures(study(arms, {"slow": 1.0}, plans={"slow": own}))
     found = SimpleNamespace(stages=own.stages, micro_batches=2, prediction=own.predicted)
     assert not figures.study.plans[0].is_plain_training
-    foretold = figures.foretell("slow", 1, found)
-    assert foretold.exact
-    assert foretold.overhead.mean == pytest.approx(1.2, rel=0.1)
-    assert figures.foretell("alike", 1, found).overhead.mean == 1
-    assert figures.foretell("decayed", 1, found) is None
+    forecast = figures.predict_time("slow", 1, found)
+    assert forecast.exact
+    assert forecast.overhead.mean == pytest.approx(1.2, rel=0.1)
+    assert figures.predict_time("alike", 1, found).overhead.mean == 1
+    assert figures.predict_time("decayed", 1, found) is None
 
 
 @pytest.mark.parametrize("name", ["slow", "decayed"])

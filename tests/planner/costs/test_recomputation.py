@@ -61,7 +61,7 @@ def test_nothing_is_worth_it_where_nothing_is_kept():
 def cost(again, names=None):
     profile = blocks()
     names = names or tuple(layer.name for layer in profile.layers)
-    return Costs(profile).stage(tuple(names), 1, False, again=frozenset(again))
+    return Costs(profile).stage(tuple(names), 1, False, recomputed=frozenset(again))
 
 
 def test_what_a_stage_keeps():
@@ -69,7 +69,7 @@ def test_what_a_stage_keeps():
     assert cost(()).kept_bytes == 2 * 10 + 3 * (10 + 40 + 40)
     found = cost(["1.act"])
     assert found.kept_bytes == cost(()).kept_bytes - 40
-    assert (found.rebuilt_bytes, found.again_s) == (40, pytest.approx(1e-5))
+    assert (found.rebuilt_bytes, found.recompute_s) == (40, pytest.approx(1e-5))
     # What it is made from is kept, though nobody else needs it.
     assert cost(["1.act", "1.two"]).kept_bytes == cost(["1.act"]).kept_bytes - 10
     assert cost(["1.one"]).kept_bytes == cost(()).kept_bytes - 40
@@ -113,7 +113,7 @@ def in_place():
 )
 def test_layers_that_overwrite_what_they_get(again, nbytes):
     costs = Costs(in_place())
-    found = costs.stage(("one", "act", "two"), 1, False, again=frozenset(again))
+    found = costs.stage(("one", "act", "two"), 1, False, recomputed=frozenset(again))
     assert found.kept_bytes == nbytes
 
 

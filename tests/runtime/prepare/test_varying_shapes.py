@@ -125,10 +125,10 @@ def test_larger_mini_batches_than_profiled_are_told_of(varying, tmp_path):
     plan = plan_by_hand(varying, "timeprest", 2, 2)
     summary = run(plan, RunSettings(task=f"{FILE}:Grown", epochs=1), tmp_path, inline=True)
     first, last = summary.stages
-    assert not first.larger
-    assert last.larger
+    assert not first.beyond_profile
+    assert last.beyond_profile
     shown = " ".join(str(line) for line in summary_lines(plan, summary))
-    assert f"the first of them mini-batch {last.larger[0]}: memory may be more" in shown
+    assert f"the first of them mini-batch {last.beyond_profile[0]}: memory may be more" in shown
 
 
 def test_a_plan_of_one_shape_says_what_to_do(mlp_profile, tmp_path):
