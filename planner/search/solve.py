@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from ...profiles.errors import InfeasibleError, PlanError
 from ...profiles.files import ratio
@@ -498,14 +499,33 @@ def explore(
             # Stages are counted from the input side; only with their number known does the
             # program, which runs from the other, know which one it is at.
             stage_counts = [*range(max(stage for _, stage in pins) + 1, most + 1)]
+    branches = [
+        Branch(n, s, pins)
+        for n, s in product(counts, stage_counts)
+        if s is None or relaxation.allows(s, n)
+    ]
+    if stage_counts and not branches and not asked.per_device:
+        raise _too_many_stages(relaxation, stage_counts[0] or 1, counts)
     return SearchState(
         relaxation=relaxation,
         source=source,
-        branches=[Branch(n, s, pins) for n in counts for s in stage_counts],
+        branches=branches,
         most_stages=most or devices,
         budget=Budget(request.effort, deadline),
         progress=progress,
         seen=seen or (lambda _: None),
+    )
+
+
+def _too_many_stages(relaxation: Relaxation, stages: int, counts: Sequence[int]) -> PlanError:
+    """That the system runs so many with none of these micro-batch counts, and what to give."""
+    variant, n = relaxation.variant, counts[-1]
+    fewer = max(s for s in range(1, stages) if relaxation.allows(s, n))
+    least = variant.least_micro_batches(stages)
+    of = f" of a --mini-batch of {least}" if least > relaxation.question.mini_batch else ""
+    return PlanError(
+        f"{stages} stages: {variant.name} needs a micro-batch for each at least, and there are {n} "
+        f"at the most; give --stages {fewer} or fewer, or --micro-batches {least}{of}"
     )
 
 

@@ -15,7 +15,7 @@ from timeprest.planner.costs.stage_costs import at
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import check_plan, read_plan
 from timeprest.planner.search.answer.recheck import recheck, was_edited
-from timeprest.planner.search.solve import solve
+from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError, UserError
 from timeprest.profiles.files import read_file, write_file
@@ -152,6 +152,13 @@ def test_memory_decides_between_micro_batch_counts():
     assert tight.predicted.period_s >= roomy.predicted.period_s
 
 
+def test_micro_batch_counts_that_a_system_cannot_run_bound_nothing():
+    """Of fewer micro-batches than stages there is no plan that a bound could leave room for."""
+    question = Question(chain(8), uniform_cluster(4, **FAST), "pipedream-2bw", 4, 1.0)
+    search = explore(question, SearchRequest(stages=4), lambda *_: None)
+    assert [branch.micro_batches for branch in search.branches] == [4]
+
+
 def test_nothing_fits_names_the_stage_and_the_bytes():
     profile = chain(4, parameters=10_000)
     with pytest.raises(InfeasibleError) as caught:
@@ -194,6 +201,14 @@ def test_tied_layers_stay_together():
         (
             {"variant": "pipedream-2bw", "max_in_flight": 1},
             "pipedream-2bw has 2 mini-batches in flight on a stage; give at least 2",
+        ),
+        (
+            {"variant": "pipedream-2bw", "stages": 2, "micro_batches": 1},
+            "2 stages: pipedream-2bw .* give --stages 1 or fewer, or --micro-batches 2$",
+        ),
+        (
+            {"variant": "pipedream-2bw", "stages": 2, "mini_batch": 1, "micro_batches": 1},
+            "or --micro-batches 2 of a --mini-batch of 2$",
         ),
     ],
 )
