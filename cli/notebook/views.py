@@ -18,11 +18,11 @@ from ..errors import output, printable
 from ..pictures.svg.frame import FigureSettings, window_of
 from ..pictures.svg.options import plans_svg
 from ..pictures.svg.timeline import timelines_svg
-from ..tables.layout import compact_table, counted, device_range, first_to_last
+from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, words
 from ..tables.names import names_of_paths, numbered
-from ..tables.plan import bare_rate, gap, print_plan, rate
+from ..tables.plan import print_plan, rate
+from ..tables.plans import IN_ROWS, figure_text
 from ..tables.profile import print_profile
-from ..tables.stages import device_count, on_devices
 
 _MOST_ROWS = 24
 
@@ -75,10 +75,12 @@ class Sheet:
 
     def print(self) -> None:
         """On the terminal, without the figure."""
-        table = compact_table(self.title, self.head[: self.words], self.head[self.words :])
-        for row in self.rows:
-            table.add_row(*map(printable, row))
-        output().print(table)
+        found = list(zip(self.head, *self.rows, strict=True))
+        key, *columns = (
+            words(name, cells, 12) if k < self.words else fixed(name, cells)
+            for k, (name, *cells) in enumerate(found)
+        )
+        output().print(fitted(self.title, key, columns, output().width))
         for fact in self.facts:
             output().print(fact)
 
@@ -217,7 +219,7 @@ def _plan_sheet(plan: Plan) -> Sheet:
         rows.append((str(s), layers, devices, *times, f"{found.idle_share:.0%}", *held, memory))
     return Sheet(
         f"{plan.variant}: {counted(len(plan.stages), 'stage')} on "
-        f"{counted(device_count(plan.stages), 'device')}, mini-batch of "
+        f"{counted(IN_ROWS['devices'].value(plan), 'device')}, mini-batch of "
         f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch')}",
         ("stage", "layers", "device", "forward", "backward", "idle", "d", "versions", "memory"),
         tuple(rows),
@@ -229,33 +231,19 @@ def _plan_sheet(plan: Plan) -> Sheet:
 
 def _plans_sheet(plans: Sequence[Plan]) -> Sheet:
     names = numbered([plan.variant for plan in plans])
-    rows = []
-    for name, plan in zip(names, plans, strict=True):
-        predicted, stages = plan.predicted, plan.predicted.stages
-        devices = [device.predicted for device in on_devices(plan)]
-        rows.append(
-            (
-                name,
-                str(len(plan.stages)),
-                str(device_count(plan.stages)),
-                str(plan.micro_batches),
-                format_seconds(predicted.period_s),
-                bare_rate(predicted.samples_per_s),
-                format_bytes(max(device.memory_bytes for device in devices)),
-                str(max(stage.versions_held for stage in stages)),
-                str(max(stage.version_difference for stage in stages)),
-                f"{min(device.idle_share for device in devices):.0%}",
-                gap(plan),
-            )
-        )
+    keys = (
+        *("stages", "devices", "micro_batches", "period_s", "samples_per_s", "memory_bytes"),
+        *("versions_held", "version_difference", "least_idle_share", "gap"),
+    )
+    found = [IN_ROWS[key] for key in keys]
     return Sheet(
         f"{len(plans)} plans",
-        (
-            *("system", "stages", "devices", "micro-batches", "period", "samples/s", "memory"),
-            *("versions", "d", "idle", "gap"),
+        ("system", *(figure.name for figure in found)),
+        tuple(
+            (name, *(figure_text(figure, plan) for figure in found))
+            for name, plan in zip(names, plans, strict=True)
         ),
-        tuple(rows),
-        facts=("memory, versions, d: of the stage or device with most; idle: of the busiest",),
+        facts=("most: of the stage or device with most; idle: of the busiest",),
         figure=_plan_figure(list(zip(names, plans, strict=True))),
     )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -22,132 +21,28 @@ from ..pictures.html.page import html_option, plans_report
 from ..pictures.svg.options import Figures, stacked_options, write_plan_figures
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.names import names_by_system, names_of_paths
-from ..tables.plan import bare_rate, gap, warn_if_edited
-from ..tables.stages import (
-    device_count,
-    memory_limit,
-    on_devices,
-    placement_name,
-    recomputed_layers,
-    shares_devices,
+from ..tables.plan import warn_if_edited
+from ..tables.plans import (
+    FIGURES,
+    Figure,
+    best,
+    figure_text,
+    figures_of,
+    marked,
+    share_of_limit,
+    yes,
 )
+from ..tables.stages import recomputed_layers, shares_devices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Figures of plans and of their stages, and layers that moved --------------------------------------
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A row of a comparison.
-
-    Attributes:
-        value: what is compared; None: the plan has none.
-        text: how it is shown.
-        better: -1 where the least is best, 1 where the most is; 0: neither.
-        key: its name in JSON.
-    """
-
-    name: str
-    key: str
-    value: Callable[[Plan], Any]
-    text: Callable[[Any], str] = str
-    better: int = 0
-
-
-def _most_memory(plan: Plan) -> int:
-    return max(device.predicted.memory_bytes for device in on_devices(plan))
-
-
-def _mean_idle(plan: Plan) -> float:
-    idle = [device.predicted.idle_share for device in on_devices(plan)]
-    return sum(idle) / len(idle)
-
-
-def _most(field: str) -> Callable[[Plan], int]:
-    return lambda plan: max(int(getattr(stage, field)) for stage in plan.predicted.stages)
-
-
-def _yes(value: object) -> str:
-    return "yes" if value else "no"
+# Figures of stages, and layers that moved ---------------------------------------------------------
 
 
 def _recomputes(stage: PlanStage) -> str:
     count = recomputed_layers(stage)
-    return f"{count} layers" if count > 0 else _yes(count)
-
-
-def _recomputed(plan: Plan) -> tuple[int, ...]:
-    return tuple(s for s, stage in enumerate(plan.stages) if stage.recompute)
-
-
-def _limit(plan: Plan) -> float | None:
-    """The largest share of its limit that a device needs."""
-    shares = [
-        device.predicted.memory_bytes / limit
-        for device in on_devices(plan)
-        if (limit := memory_limit(plan, device.stages[0]))
-    ]
-    return max(shares, default=None)
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share < 100 else f"{share * 100:.3g}%"
-
-
-FIGURES: tuple[Figure, ...] = (
-    Figure("system", "variant", lambda p: p.variant),
-    Figure("mini-batch", "mini_batch", lambda p: p.mini_batch),
-    Figure("micro-batches", "micro_batches", lambda p: p.micro_batches),
-    Figure("update every", "update_every", lambda p: p.update_every),
-    Figure("stages", "stages", lambda p: len(p.stages)),
-    Figure("devices", "devices", lambda p: device_count(p.stages)),
-    Figure("placement", "placement", placement_name),
-    Figure("recomputed", "recomputed_stages", lambda p: len(_recomputed(p))),
-    Figure("period", "period_s", lambda p: p.predicted.period_s, format_seconds, -1),
-    Figure("samples/s", "samples_per_s", lambda p: p.predicted.samples_per_s, bare_rate, 1),
-    Figure("speed-up", "speedup", lambda p: p.predicted.speedup, lambda v: f"{v:.2f} ×", 1),
-    Figure("most memory", "memory_bytes", _most_memory, short_bytes, -1),
-    Figure("most of a limit", "memory_share", _limit, _percent, -1),
-    Figure("most versions", "versions_held", _most("versions_held"), str, -1),
-    Figure("most d", "version_difference", _most("version_difference"), str, -1),
-    Figure("v", "sequence_distance", lambda p: p.predicted.sequence_distance, str, -1),
-    Figure("mean idle", "idle_share", _mean_idle, _percent, -1),
-    Figure("solver", "method", lambda p: p.solver.method),
-    Figure(
-        "bound", "bound_s", lambda p: p.solver.bound_s, lambda v: format_seconds(v) if v else "-"
-    ),
-    Figure("gap", "gap", lambda p: gap(p)),
-    Figure("proven", "optimal", lambda p: p.solver.optimal, _yes),
-)
-"""Of a plan as a whole."""
-
-
-def figures_of(plans: Iterable[Plan]) -> list[Figure]:
-    """Those that tables show: of straight plans, their placement says nothing."""
-    placed = any(shares_devices(plan) for plan in plans)
-    return [figure for figure in FIGURES if placed or figure.key != "placement"]
-
-
-def shown(figure: Figure, plan: Plan) -> str:
-    """The figure as text; ``-`` where the plan has none."""
-    value = figure.value(plan)
-    return "-" if value is None else figure.text(value)
-
-
-def best(figure: Figure, plans: Sequence[Plan]) -> set[int]:
-    """Positions of the plans that are best in it; none where all are, or nothing is."""
-    values = [figure.value(plan) for plan in plans]
-    known = [value for value in values if value is not None]
-    if not figure.better or len(known) < 2:
-        return set()
-    top = (max if figure.better > 0 else min)(known)
-    # What reads the same is the same.
-    found = {
-        k for k, v in enumerate(values) if v is not None and figure.text(v) == figure.text(top)
-    }
-    return found if len(found) < len(values) else set()
+    return f"{count} layers" if count > 0 else yes(count)
 
 
 STAGE_FIGURES: tuple[tuple[str, Callable[[Plan, int, int], str]], ...] = (
@@ -300,7 +195,7 @@ def print_comparison(console: Console, plans: Mapping[str, Plan], *, every: bool
     if any(shares_devices(plan) for plan in plans.values()):
         memory, idle = "most memory: of the device with most. ", "devices"
     limit = ""
-    if any(_limit(plan) is not None for plan in plans.values()):
+    if any(share_of_limit(plan) is not None for plan in plans.values()):
         one = "device" if memory else "stage"
         limit = f"most of a limit: maybe of another {one} than most memory. "
     console.print(
@@ -318,13 +213,11 @@ def _columns(plans: Mapping[str, Plan], width: int) -> Group:
     """Plans beside each other, a row for each figure."""
     found = list(plans.values())
     figures = figures_of(found)
-    texts = [[shown(figure, plan) for plan in found] for figure in figures]
+    texts = [[figure_text(figure, plan) for plan in found] for figure in figures]
     signs = [_sign(row) for row in texts]
     columns = [fixed("", signs, left=True)]
     for k, name in enumerate(plans):
-        cells = [
-            _marked(row[k], k in best(f, found)) for f, row in zip(figures, texts, strict=True)
-        ]
+        cells = [marked(row[k], k in best(f, found)) for f, row in zip(figures, texts, strict=True)]
         columns.append(fixed(shortened(name, _MOST_NAME), cells))
     keys = fixed("", [figure.name for figure in figures], left=True)
     return fitted(f"{len(plans)} plans", keys, columns, width)
@@ -336,12 +229,12 @@ def _rows(plans: Mapping[str, Plan], width: int) -> Group:
     columns = []
     alike = []
     for figure in figures_of(found):
-        texts = [shown(figure, plan) for plan in found]
+        texts = [figure_text(figure, plan) for plan in found]
         if not str(_sign(texts)):
             alike.append(f"{figure.name} {texts[0]}")
             continue
         tops = best(figure, found)
-        cells = [_marked(text, k in tops) for k, text in enumerate(texts)]
+        cells = [marked(text, k in tops) for k, text in enumerate(texts)]
         columns.append(fixed(figure.name, cells))
     title = f"{len(plans)} plans"
     if alike:
@@ -351,11 +244,6 @@ def _rows(plans: Mapping[str, Plan], width: int) -> Group:
 
 def _sign(texts: Sequence[str]) -> Text:
     return Text(_DIFFERS if len(set(texts)) > 1 else "", style="bold yellow")
-
-
-def _marked(text: str, is_best: bool) -> Text:
-    # Figures stay under each other, starred or not.
-    return Text(f"{text} *", style="bold green") if is_best else Text(f"{text}  ")
 
 
 def _print_stages(console: Console, plans: Mapping[str, Plan], *, every: bool) -> None:
@@ -464,4 +352,4 @@ def as_data(plans: Mapping[str, Plan]) -> dict[str, Any]:
 
 
 def _differs(figure: Figure, plans: Sequence[Plan]) -> bool:
-    return len({shown(figure, plan) for plan in plans}) > 1
+    return len({figure_text(figure, plan) for plan in plans}) > 1

@@ -37,10 +37,8 @@ from ..options import common_options, config_options, options_of, plugin_option
 from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName
 from ..progress import Bar
-from ..tables.front import front_table
-from ..tables.pareto import comparison, pareto_table
 from ..tables.plan import assumed, few_stages, print_plan
-from ..tables.what_if import what_if_table
+from ..tables.plans import comparison, front_table, pareto_table, what_if_table
 
 WHAT_IF, FRONT = "--what-if", "--front"
 

@@ -9,13 +9,12 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from ....cli.tables.layout import counted, fitted, fixed, words
-from ....cli.tables.pareto import limits_text
-from ....cli.tables.stages import device_count
+from ....cli.tables.layout import counted, fixed
+from ....cli.tables.plans import points_table
 from ....planner.comparison.pareto import ParetoPoint
 from ....planner.plan import Plan
 from ....planner.search.request import Planning
-from ....profiles.units import format_bytes, format_seconds
+from ....profiles.units import format_seconds
 from ..figures.choose import StudyFigures, TargetPoint, by_time_to_target, chosen_by_study
 from ..figures.study import read_study
 
@@ -86,8 +85,7 @@ class ByTimeToTarget:
 def target_table(points: Sequence[TargetPoint], width: int) -> Group:
     """Table of the plans that none beats in time to target and memory per device."""
     shown = [each for each in points if each.on_front]
-    found = [each.point.evaluation for each in shown]
-    columns = [
+    first = [
         fixed(
             "time to target",
             [
@@ -96,20 +94,12 @@ def target_table(points: Sequence[TargetPoint], width: int) -> Group:
             ],
         ),
         fixed("overhead", [_overhead(each) for each in shown]),
-        fixed("period", [format_seconds(each.point.period_s) for each in shown]),
-        fixed("memory", [format_bytes(each.point.memory_bytes) for each in shown]),
-        fixed("d", [str(each.point.version_difference) for each in shown]),
-        fixed("S", [str(len(each.stages)) for each in found]),
-        fixed("devices", [str(device_count(each.stages)) for each in found]),
-        fixed("N", [str(each.micro_batches) for each in found]),
-        fixed("L", [limits_text([stage.in_flight for stage in each.stages]) for each in found]),
     ]
     title = (
         "Pareto front of time to target and memory per device, of all plans seen that the study "
         f"has a figure for: {counted(len(shown), 'plan')}"
     )
-    names = [each.point.variant for each in shown]
-    return fitted(title, words("system", names, 12), columns, width)
+    return points_table(title, [each.point for each in shown], first, width)
 
 
 def target_lines(
