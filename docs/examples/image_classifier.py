@@ -4,6 +4,8 @@
 
 profiles it, plans a pipeline of so many stages and trains it, a process for each stage. The
 commands take it too: tp-profile docs/examples/image_classifier.py:Task
+
+The images are scikit-learn's (pip install scikit-learn).
 """
 
 from __future__ import annotations

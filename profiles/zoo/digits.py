@@ -1,10 +1,13 @@
-"""Handwritten digits (scikit-learn's bundled 8×8 images) with a small convolutional network."""
+"""Handwritten digits, 8×8 images, with a small convolutional network.
+
+The images are of E. Alpaydin and C. Kaynak (UCI Machine Learning Repository, 10.24432/C50P49, CC BY
+4.0), as scikit-learn has them; the file's head says so too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +22,10 @@ from ..tasks.task import Split
 MEAN, DEVIATION = 0.305, 0.376
 """Of the pixels, scaled to 0 … 1."""
 
-_SPLIT = Path(__file__).with_name("digits_split.txt")
-"""Numbers of the images to train on and of those to test with, each in its order: as scikit-learn
-once drew them (``train_test_split(…, test_size=0.2, random_state=0, stratify=labels)``)."""
+_TABLE = Path(__file__).with_name("digits.csv.gz")
+_TRAIN = 1437
+"""Images to train on, the first ones of the file; split as by scikit-learn's ``train_test_split(…,
+test_size=0.2, random_state=0, stratify=labels)``."""
 
 
 class DigitsNet(nn.Module):
@@ -59,9 +63,9 @@ class Digits:
         return DigitsNet()
 
     def data(self, split: Split) -> TensorDataset:
-        table, numbers = _table(), _numbers()[split]
-        pixels = torch.tensor(table[numbers, :-1], dtype=torch.float32).view(-1, 1, 8, 8)
-        labels = torch.tensor(table[numbers, -1], dtype=torch.int64)
+        rows = _table()[:_TRAIN] if split == "train" else _table()[_TRAIN:]
+        pixels = torch.tensor(rows[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8)
+        labels = torch.tensor(rows[:, -1], dtype=torch.int64)
         return TensorDataset((pixels / 16.0 - MEAN) / DEVIATION, labels)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -85,28 +89,5 @@ def make_task(name: str, argument: str | None) -> Digits:
 
 @cache
 def _table() -> np.ndarray:
-    """The images' pixels (0 … 16) and labels, a row each: ``[1797, 65]``.
-
-    From scikit-learn's file where it lies: its own function for it first loads scipy and pandas,
-    which takes a core two seconds, in the launcher and in what starts the workers too.
-    """
-    spec = find_spec("sklearn")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
-        if path.is_file():
-            return np.loadtxt(path, delimiter=",")
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return np.column_stack([digits.data, digits.target])
-
-
-@cache
-def _numbers() -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for line in _SPLIT.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# "):
-            numbers = found[line[2:]] = []
-        else:
-            numbers += map(int, line.split())
-    return found
+    """The images' pixels (0 … 16) and labels, a row each: ``[1797, 65]``."""
+    return np.loadtxt(_TABLE, delimiter=",")

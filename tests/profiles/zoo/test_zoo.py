@@ -431,16 +431,11 @@ def test_a_head_may_have_weights_of_its_own(name):
     assert counts[1] - counts[0] == 20 * 8
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_the_digits_are_scikit_learns_in_its_split(monkeypatch, found):
+def test_the_digits_are_scikit_learns_in_its_split():
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
     from timeprest.profiles.zoo import digits
 
-    if not found:
-        # As where scikit-learn keeps its file elsewhere.
-        monkeypatch.setattr(digits, "find_spec", lambda name: None)
-    digits._table.cache_clear()
     theirs = load_digits()
     train_x, test_x, train_y, test_y = train_test_split(
         theirs.images, theirs.target, test_size=0.2, random_state=0, stratify=theirs.target
@@ -452,7 +447,7 @@ def test_the_digits_are_scikit_learns_in_its_split(monkeypatch, found):
         assert torch.equal(images, (pixels / 16.0 - digits.MEAN) / digits.DEVIATION)
 
 
-def test_the_digits_dont_load_all_of_scikit_learn():
+def test_the_digits_take_no_other_library():
     code = (
         "import sys; from timeprest.profiles.zoo.digits import Digits; Digits().data('test'); "
         "print(sorted({'sklearn', 'scipy', 'pandas'} & set(sys.modules)))"
