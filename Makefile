@@ -16,7 +16,7 @@
 # make bench-quick    a small part of that, in under 3 minutes
 # make bench-loaders  what loading costs a pipeline of two processes (some minutes, on a quiet machine)
 # make bench-links    its part over slow wires (as root, on Linux)
-# make pictures  draw plans of every system for docs/reading_pictures.md (two minutes)
+# make pictures  draw plans of every system for docs/pictures_of_systems.md (two minutes)
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
 # make chaos  kill the workers of 50 runs at drawn moments; each must end with the right weights
 # make lines  lines of the packages by folder, core and satellites apart; make lines SINCE=COMMIT beside a commit's

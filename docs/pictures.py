@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/reading_pictures.md, and the page itself: `make pictures`.
+"""Makes the pictures of docs/pictures_of_systems.md, and the pages with them: `make pictures`.
 
 One model, profiled by a device's data sheet so that nothing is measured and the pictures are the
 same everywhere; a plan of 4 stages for every system; its figures, and a picture of its page where
@@ -198,12 +198,10 @@ def main() -> None:
     column = ["--svg-width", "85mm", "--svg-messages", "--mini-batches", "4"]
     path = PICTURES / "column.svg"
     command("plan", "show", WORK / "pipedream.json", "-q", "--svg", path, *column)
-    page = (
-        (HERE / "reading_pictures.head.md")
-        .read_text()
-        .format(p=told, table=table(told), profile=PROFILE, solve=SOLVE)
-    )
-    (HERE / "reading_pictures.md").write_text(page)
+    for page in ("reading_pictures", "pictures_of_systems"):
+        head = (HERE / f"{page}.head.md").read_text()
+        text = head.format(p=told, table=table(told), profile=PROFILE, solve=SOLVE)
+        (HERE / f"{page}.md").write_text(text)
 
 
 if __name__ == "__main__":

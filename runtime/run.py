@@ -210,7 +210,7 @@ def _run(
             if rendezvous is not None and rendezvous.open_to_all:
                 line = (
                     f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join "
-                    "the run (docs/running.md)"
+                    "the run (docs/machines.md)"
                 )
                 warnings.warn(line, TaskWarning, stacklevel=2)
             updates = prepared.length.steps

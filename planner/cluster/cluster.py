@@ -361,7 +361,7 @@ def uniform_cluster(devices: int, *amounts: str | float | None, **links: Any) ->
     return EqualDevices(**asked).equal()
 
 
-# The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
+# The cluster file: TOML as people write it (docs/cluster.md) → the fields of a cluster ------------
 
 _Count = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
 _Amount = str | int | float
@@ -410,7 +410,7 @@ class _ClusterFile(_Table):
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from TOML (docs/files.md has examples).
+    """Read a cluster from TOML (docs/cluster.md has examples).
 
     Raises FileError or UserError naming the file and the field.
     """

@@ -271,7 +271,7 @@ def try_figures(task: Task, output: Any, target: Any, *, metrics: bool = True) -
     return [
         f"the task's {name if name == 'loss' else f'metric {name!r}'} doubles where every sample "
         "is there twice: it seems to be a sum, and must be a mean over the samples, or (sum, "
-        "weight) (docs/tasks.md)"
+        "weight) (docs/training.md)"
         for name, value in once.items()
         if not isinstance(value, tuple)
         and name in twice

@@ -130,7 +130,7 @@ def described(found: LossInParts, samples: int, parts: int) -> str:
     if found.weighs:
         advice = (
             "it is a mean over something else than samples, and may return (sum, weight) instead "
-            "(docs/tasks.md)"
+            "(docs/training.md)"
         )
     else:
         advice = (

@@ -45,7 +45,7 @@ class Task(Protocol):
         tuples and dicts of tensors. Or each a dict, which is the target as a whole and whose
         entries with the names of the model's arguments are the inputs. With a length and
         indexable; or a DataLoader or IterableDataset, whose batches are such. A data set with a
-        method ``only(parts)`` is read in parts (docs/tasks.md)."""
+        method ``only(parts)`` is read in parts (docs/data.md)."""
 
     def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right.

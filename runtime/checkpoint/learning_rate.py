@@ -142,7 +142,7 @@ def _warning(scheduler: Scheduler, then: RunLength, now: RunLength) -> str | Non
         return None
     return (
         f"{changed}, a {kind}, is for {steps} steps, as the run was: what comes after them is past "
-        "its end; have the method ask for `steps` (docs/tasks.md)"
+        "its end; have the method ask for `steps` (docs/training.md)"
     )
 
 

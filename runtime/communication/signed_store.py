@@ -113,7 +113,8 @@ class SignedStore(dist.Store):  # type: ignore[name-defined]
         if not self.secret.has_signed(signature, key, content):
             raise ForeignEntryError(
                 f"{key!r} in the run's store has no signature of this run: somebody else has "
-                "written there, or hosts have different secrets (TIMEPREST_SECRET, docs/running.md)"
+                "written there, or hosts have different secrets (TIMEPREST_SECRET: "
+                "docs/machines.md)"
             )
         return content
 

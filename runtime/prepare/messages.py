@@ -201,7 +201,7 @@ PROFILE_AGAIN = (
 BY_VALUES = (
     "this shape depends on values, as after indexing by a mask: have a module of its own do that, "
     "kept whole by tp-profile --granularity NAME, or write it without, by torch.where "
-    "(docs/profiling.md)"
+    "(docs/tracing.md)"
 )
 
 

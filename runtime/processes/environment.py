@@ -68,7 +68,8 @@ def launched_by(environment: Mapping[str, str]) -> Launched | None:
         return None
     if "MASTER_ADDR" not in environment:
         raise UserError(
-            f"{by}: MASTER_ADDR isn't set: give the address of the host of rank 0 (docs/running.md)"
+            f"{by}: MASTER_ADDR isn't set: give the address of the host of rank 0 "
+            "(docs/machines.md)"
         )
     return Launched(
         by=by,

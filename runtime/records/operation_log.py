@@ -113,7 +113,7 @@ class Messages:
 
 
 class OperationLog(GrowingFile):
-    """Lines of JSON, one for each operation that is to be recorded (docs/files.md).
+    """Lines of JSON, one for each operation that is to be recorded (docs/run_directory.md).
 
     Attributes:
         on: whether the operation at hand is.

@@ -34,7 +34,7 @@ _MEND = "put back what the run had there, or remove it"
 
 
 class RunDir:
-    """Paths in a run directory (docs/files.md says what is in them).
+    """Paths in a run directory (docs/run_directory.md says what is in them).
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
     Weights are written by replica 0 alone. The status of a worker is called as its first stage's

@@ -364,7 +364,7 @@ def check_one_cycle(most: int, length: RunLength) -> None:
     if most < length.steps:
         raise TargetError(
             f"scheduler: the task's OneCycleLR is for {most} updates, and the run has "
-            f"{length.steps}: have the method ask for `steps` (docs/tasks.md); where "
+            f"{length.steps}: have the method ask for `steps` (docs/training.md); where "
             "the run has begun, another one takes its weights with --from"
         )
 
@@ -386,7 +386,7 @@ def scheduler_warning(task: Task, scheduler: Scheduler, length: RunLength) -> st
     return (
         f"the task's scheduler, a {kind.__name__}, is stepped after each update, "
         f"{length.steps_per_epoch} in an epoch; torch's documentation steps it once an epoch: say "
-        'which is meant by scheduler_step = "update" or "epoch" in the task (docs/tasks.md)'
+        'which is meant by scheduler_step = "update" or "epoch" in the task (docs/training.md)'
     )
 
 
@@ -517,7 +517,7 @@ def hook_warnings(prepared: Prepared) -> list[str]:
 _OTHER_GROUPS = (
     "the task's optimizer has {least} parameter groups on one stage and {most} on another: a "
     "schedule that goes by their places has other ones' rates; make them in parameter_groups, "
-    "where they keep their places on every stage (docs/tasks.md)"
+    "where they keep their places on every stage (docs/training.md)"
 )
 
 

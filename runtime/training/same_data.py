@@ -200,7 +200,7 @@ def _look(
         raise TargetError(
             f"data({split!r}): its only(...) doesn't give for {what} what whole samples have: it "
             "must read the same inputs and targets, with the same random numbers "
-            "(docs/tasks.md)"
+            "(docs/data.md)"
         )
     return targets, _digests(iter(read))[1], inputs
 

@@ -33,7 +33,7 @@ from ..training.plain import PlainTraining
 _UNKNOWN = (
     "the pipeline does what one process does with the same micro-batches, and that isn't what it "
     "does with whole mini-batches: either the loss isn't a mean over the samples (it may return "
-    "(sum, weight) instead: docs/tasks.md), or a layer mixes the samples of a batch"
+    "(sum, weight) instead: docs/training.md), or a layer mixes the samples of a batch"
 )
 _HOOKS_BY_PART = (
     "hooks ({names}) make the difference: they see what comes of a micro-batch, in any pipeline, "

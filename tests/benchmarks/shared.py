@@ -37,3 +37,10 @@ def head_of(headings: Sequence[str]) -> list[str]:
 def machine() -> str:
     """``2 cores (x86_64), Python 3.13.1``."""
     return f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
+
+
+def around(head: str, results: Sequence[str]) -> list[str]:
+    """A page's parts: what is written by hand up to its first section, the results, then how they
+    were made."""
+    first, mark, how = head.rstrip().partition("\n## ")
+    return [first.rstrip(), *results, *([mark.lstrip() + how] if mark else [])]

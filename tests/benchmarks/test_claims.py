@@ -141,6 +141,8 @@ def test_the_page_has_every_claim_and_what_is_missing(tmp_path):
     assert all(claim.text in page for claim in CLAIMS)
     assert "**Not studied yet**: plain-4" in page
     assert "| plain, S = 2 | `timeprest` | `timeprest` | 1.00 | within 5 % |" in page
+    assert "(claims/plain.md)" in page
+    assert "| `timeprest` |" in (tmp_path / "claims" / "plain.md").read_text()
 
 
 def test_cells_are_those_asked_for():

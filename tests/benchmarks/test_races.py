@@ -111,7 +111,7 @@ def test_what_systems_hold_is_judged_at_equal_limits(tmp_path):
     assert not list(goals(Results(machine=machine(), held=(own,))))
     write_results(tmp_path / "races.json", results)
     write_page(tmp_path / "races.json", tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
+    text = "".join(page.read_text() for page in (tmp_path / "page").glob("*_held.md"))
     assert "Stage by stage `timeprest` holds less on stage 0, against `pipedream`" in text
     assert "| 0 | 1 | 2.0 MiB | 91 B | 1 | 4.0 MiB | 93 B | 0.98 |" in text
     rows = [line for line in text.splitlines() if "| 4 |" in line]
@@ -173,9 +173,11 @@ def test_results_are_added_to(tmp_path):
 def test_page_has_every_contestant(tmp_path):
     add_rounds(tmp_path / "races.json", rounds((1, 2, 1.5), (1, 1.9, 1.4)), {"gpt/ddp": "no"})
     write_page(tmp_path / "races.json", tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text()
+    text = (tmp_path / "page" / "gpt.md").read_text()
     assert "| `timeprest` | **1.95** | 1.90–2.00 | 2 |" in text
-    assert "| `gpt/ddp` | no |" in text
+    main = (tmp_path / "page.md").read_text()
+    assert "| `gpt/ddp` | no |" in main
+    assert "(page/gpt.md)" in main
     plot = ElementTree.fromstring((tmp_path / "page" / "gpt.svg").read_text())
     words = {element.text for element in plot.iter("{http://www.w3.org/2000/svg}text")}
     assert {"timeprest", "tdp-1f1b", "1.95×"} <= words

@@ -389,6 +389,9 @@ def place(made, tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
+MOST_LINES = 200
+"""Of a page."""
+
 MOST_EPOCHS = 5
 """As many as the runs have that are there already."""
 
@@ -449,6 +452,7 @@ def test_commands_run(name, place):
         if block.language == "toml" and block.text.startswith("# tp-run options"):
             Path("run.toml").write_text(block.text)
         write_example(block)
+    for block in blocks(PAGES[name]):
         for line in commands(block):
             words = words_of(line.text)
             given = cheaper(words)
@@ -461,7 +465,7 @@ def test_commands_run(name, place):
 def write_example(block):
     """What a page shows as a file that its commands take."""
     name = block.text.partition("\n")[0].partition(":")[0].removeprefix("# ")
-    if name in ("order.txt", "my_pipemare.py"):
+    if name in ("cluster.toml", "order.txt", "my_pipemare.py"):
         Path(name).write_text(block.text)
 
 
@@ -522,13 +526,14 @@ def test_python_runs(name, place, monkeypatch):
 
 def test_every_public_name_has_an_example():
     """In Python that the test above runs."""
-    found = [b for name in ("python", "plugins") for b in blocks(PAGES[f"docs/{name}.md"])]
+    names = ("python", "graphs", "callbacks", "plugins")
+    found = [b for name in names for b in blocks(PAGES[f"docs/{name}.md"])]
     code = "\n".join(b.text for b in found if b.language == "python")
     used = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
     used |= {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     assert set(timeprest.__all__) - {"__version__"} <= used
     methods = {name for name in vars(Callback) if name.startswith("on_")}
-    page = PAGES["docs/python.md"].read_text("utf-8")
+    page = PAGES["docs/callbacks.md"].read_text("utf-8")
     assert methods == set(re.findall(r"^\| `(on_\w+)`", page, re.M))
 
 
@@ -623,11 +628,11 @@ def test_tables_list_what_there_is(name):
 
 
 def test_lists_of_files_and_fields_are_whole():
-    """docs/files.md names every field of profiles, plans and logs, and what a run leaves."""
+    """Pages name every field of profiles, plans and logs, and what a run leaves."""
     page = PAGES["docs/files.md"]
-    operations = table("docs/files.md", "field")
+    operations = table("docs/run_directory.md", "field")
     assert sorted(operations.names()) == sorted(f.name for f in msgspec.structs.fields(Line))
-    left = {re.split(r"[/]", name)[0] for name in table("docs/files.md", "file").names()}
+    left = {re.split(r"[/]", name)[0] for name in table("docs/run_directory.md", "file").names()}
     assert left == set(RUN_OWN)
     for heading, structs in (
         ("## Profile", (Profile, Layer, Measurement)),
@@ -638,6 +643,12 @@ def test_lists_of_files_and_fields_are_whole():
         for struct in structs:
             missing = {f.name for f in msgspec.structs.fields(struct)} - named
             assert not missing, f"docs/files.md, {heading}: {struct.__name__} has {missing}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_short(name):
+    """One question of one reader; what is longer has two of them."""
+    assert len(PAGES[name].read_text("utf-8").splitlines()) <= MOST_LINES, name
 
 
 def test_lists_of_models_devices_and_columns_are_whole():

@@ -1,4 +1,6 @@
-"""docs/claims.md: what was studied, the claims beside what was found, and the recommendations."""
+"""docs/claims.md: what was studied, the claims beside what was found, and the recommendations; and
+a page for each task beside its studies, with the figures of every system.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from timeprest.profiles.units import format_bytes, format_seconds
 from timeprest.runtime.study.figures.results import results_of
 from timeprest.runtime.study.figures.study import PLAIN, read_study
 
-from ..shared import markdown
+from ..shared import around, markdown
 from .claims import CLAIMS, FoundCell, Outcome, Verdict, shown
 from .plans import BANDWIDTHS, SWEPT, plans_path, read_plans
 from .studies import FULL, SHORT, Cell, Effort, cells, study_path
@@ -39,13 +41,32 @@ def found_cells(studies: Path, effort: Effort = FULL) -> list[FoundCell]:
 
 
 def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
-    """Make the page of the studies there are. Raises FileError."""
+    """Make the page of the studies there are, and each task's in the folder that has the page's
+    name. Raises FileError."""
     found = found_cells(studies, effort)
-    parts = [HEAD.read_text(encoding="utf-8").rstrip(), _missing(found)]
+    parts = [_missing(found)]
     if found:
         parts += [*_claims(found), *_recommendations(found), *_bandwidths(found)]
-        for each in found:
-            parts += _cell(each)
+        folder, by_task = page.with_suffix(""), _by_task(found)
+        folder.mkdir(parents=True, exist_ok=True)
+        links = [
+            f"[{each[0].cell.task.title}]({folder.name}/{n}.md)" for n, each in by_task.items()
+        ]
+        parts.append(f"## Every system's figures\n\n{', '.join(links)}.")
+        for name, cells_of_task in by_task.items():
+            texts = [f"# {cells_of_task[0].cell.task.title}", f"Of [claims](../{page.name})."]
+            _write(folder / f"{name}.md", [*texts, *(t for c in cells_of_task for t in _cell(c))])
+    _write(page, around(HEAD.read_text(encoding="utf-8"), parts))
+
+
+def _by_task(found: Sequence[FoundCell]) -> dict[str, list[FoundCell]]:
+    tasks: dict[str, list[FoundCell]] = {}
+    for each in found:
+        tasks.setdefault(each.cell.task.name, []).append(each)
+    return tasks
+
+
+def _write(page: Path, parts: Sequence[str]) -> None:
     write_bytes(page, ("\n\n".join(part for part in parts if part) + "\n").encode())
 
 

@@ -175,8 +175,8 @@ def test_a_measured_all_reduce_goes_before_the_ring():
 
 
 def test_the_example_of_the_docs():
-    text = (ROOT / "docs" / "files.md").read_text()
-    cluster = read_text(text.split("### Machines")[1].split("```toml\n")[1].split("```")[0])
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    cluster = read_text(text.split("## Machines")[1].split("```toml\n")[1].split("```")[0])
     assert [device.machine for device in cluster.devices] == ["node0"] * 8 + ["node1"] * 8
     assert cluster.devices[15].name == "gpu15"
     assert cluster.uniform

@@ -1,16 +1,16 @@
 """docs/benchmarks.md, made from the results, the text of benchmarks.head.md and the reasons of
-benchmarks.reasons.toml.
+benchmarks.reasons.toml; and a page for each model in the folder beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from timeprest.profiles.files import read_toml
 from timeprest.profiles.units import format_bytes
 
-from ...shared import markdown
+from ...shared import around, markdown
 from ..contestants import ALL
 from ..machine.machine import machine
 from ..machine.pace import LEAST
@@ -56,11 +56,11 @@ LINKS = (
 
 
 def write_page(results_path: Path, page: Path) -> None:
-    """Write the page, and its plots into the folder beside it that has its name."""
+    """Write the page; each model's plots and tables go into the folder that has the page's name."""
     results = read_results(results_path, machine())
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [HEAD.read_text(encoding="utf-8").rstrip(), *_sections(results, folder)]
+    parts = around(HEAD.read_text(encoding="utf-8"), list(_sections(results, folder)))
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"wrote {page}")
 
@@ -78,40 +78,57 @@ def _sections(results: Results, folder: Path) -> Iterator[str]:
             ),
         )
     yield from _missed(judged, read_toml(REASONS, "give a reason for each goal that is missed"))
-    models = [m for m in RACES if any(each.model == m for each in results.rounds)]
-    for model in models:
-        rounds = results.rounds
-        path = folder / f"{model}.svg"
-        path.write_text(
-            bars(f"{RACES[model].title}: speed over one thread", speed_bars(rounds, model))
-        )
-        yield f"## {RACES[model].title}"
-        yield f"![speed over one thread]({folder.name}/{path.name})"
-        yield speed_table(rounds, model)
-        yield "What the processes did, shares of a mini-batch's period, process by process:"
-        yield stage_table(rounds, model)
     left_out = [[f"`{what}`", why] for what, why in sorted(results.skipped.items())]
     if left_out:
         yield "## Left out\n\n" + markdown(["model/contestant", "why"], left_out)
-    for model in dict.fromkeys(each.model for each in results.held):
-        yield f"## What systems hold: {MEMORY_RACES[model].title}"
-        equal = held_of(results.held, model, equal_limits=True)
-        own = held_of(results.held, model, equal_limits=False)
-        if equal:
-            yield EQUAL
-            base = equal.get("pipedream")
-            yield held_table(
-                equal.values(), dict.fromkeys(equal, base) if base else {}, "pipedream"
-            )
-            if base and "timeprest" in equal:
-                yield stage_by_stage(equal["timeprest"], base)
-        if own:
-            yield OWN
-            yield held_table(own.values(), equal, "at equal limits")
+    yield "## Model by model"
+    yield "\n".join(
+        f"- [{title}]({folder.name}/{name})" for name, title in _model_pages(results, folder)
+    )
     if results.links:
         yield "## Slow links: " + MEMORY_RACES["vgg16"].title
         yield LINKS
         yield link_table(results.links)
+
+
+def _model_pages(results: Results, folder: Path) -> Iterator[tuple[str, str]]:
+    """Writes each model's page. Gives their files' names and titles."""
+    for model in [m for m in RACES if any(each.model == m for each in results.rounds)]:
+        title = f"Speed: {RACES[model].title}"
+        bars_path = folder / f"{model}.svg"
+        bars_path.write_text(
+            bars(f"{RACES[model].title}: speed over one thread", speed_bars(results.rounds, model))
+        )
+        parts = [
+            f"![speed over one thread]({bars_path.name})",
+            speed_table(results.rounds, model),
+            "What the processes did, shares of a mini-batch's period, process by process:",
+            stage_table(results.rounds, model),
+        ]
+        yield _model_page(folder, model, title, parts)
+    for model in dict.fromkeys(each.model for each in results.held):
+        title = f"What systems hold: {MEMORY_RACES[model].title}"
+        yield _model_page(folder, f"{model}_held", title, _held(results, model))
+
+
+def _model_page(folder: Path, name: str, title: str, parts: Iterable[str]) -> tuple[str, str]:
+    texts = [f"# {title}", f"How it was measured: [{folder.name}](../{folder.name}.md).", *parts]
+    (folder / f"{name}.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    return f"{name}.md", title
+
+
+def _held(results: Results, model: str) -> Iterator[str]:
+    equal = held_of(results.held, model, equal_limits=True)
+    own = held_of(results.held, model, equal_limits=False)
+    if equal:
+        yield EQUAL
+        base = equal.get("pipedream")
+        yield held_table(equal.values(), dict.fromkeys(equal, base) if base else {}, "pipedream")
+        if base and "timeprest" in equal:
+            yield stage_by_stage(equal["timeprest"], base)
+    if own:
+        yield OWN
+        yield held_table(own.values(), equal, "at equal limits")
 
 
 def _missed(judged: list[Goal], reasons: Mapping[str, str]) -> Iterator[str]:
