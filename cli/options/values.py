@@ -93,16 +93,31 @@ class WordOrPlugin(click.Choice[str]):
         return value if value in self.words else super().convert(value, param, ctx)
 
 
-class FileName(click.types.StringParamType):
-    """A file's name, or a file.py:NAME; whoever opens it checks it."""
+class Name(click.types.StringParamType):
+    """A name that a shell completes; whoever uses it checks it.
 
-    name = "file"
+    Attributes:
+        completes: "file" or "dir": the shell knows them.
+    """
+
+    completes = ""
+
+    def words(self) -> Iterable[str]:
+        """Names that it may be besides."""
+        return ()
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Files: the shell knows them."""
-        return [CompletionItem(incomplete, type="file")]
+        """As click's."""
+        known = [CompletionItem(incomplete, type=self.completes)] if self.completes else []
+        return known + [CompletionItem(w) for w in self.words() if w.startswith(incomplete)]
+
+
+class FileName(Name):
+    """A file's name, or a file.py:NAME."""
+
+    name = completes = "file"
 
 
 class FigureName(FileName):
@@ -120,28 +135,20 @@ class FigureName(FileName):
         return found
 
 
-class FolderName(click.types.StringParamType):
+class FolderName(Name):
     """A folder's name, such as a run's."""
 
-    name = "folder"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Folders: the shell knows them."""
-        return [CompletionItem(incomplete, type="dir")]
+    name, completes = "folder", "dir"
 
 
-class SystemName(click.types.StringParamType):
-    """A training system's name, or ``all``; `variant_named` checks it."""
+class SystemName(Name):
+    """A training system's name, or ``all``."""
 
     name = "system"
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
+    def words(self) -> Iterable[str]:
         """The systems of the table."""
-        return _beginning(incomplete, [*VARIANTS, "all"])
+        return (*VARIANTS, "all")
 
 
 class TargetName(FileName):
@@ -149,13 +156,6 @@ class TargetName(FileName):
 
     name = "target"
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Files, and built-in tasks and networks."""
-        files = super().shell_complete(ctx, param, incomplete)
-        return files + _beginning(incomplete, sorted(plugins.names("tasks")))
-
-
-def _beginning(incomplete: str, names: list[str]) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    def words(self) -> Iterable[str]:
+        """Built-in tasks and networks."""
+        return sorted(plugins.names("tasks"))

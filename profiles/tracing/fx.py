@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -113,33 +113,27 @@ def modules_called() -> Iterator[set[int]]:
 # out unless given: they say nothing that the mask doesn't.
 
 
-def _transformer(
-    self: nn.Transformer,
-    src: Any,
-    tgt: Any,
-    src_mask: Any = None,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    src_is_causal: bool | None = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
+def _masks(kind: type[nn.Module], rest: Iterable[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """By name, what a forward of two sequences is given besides these."""
+    return dict(zip(_BEHIND_SEQUENCES[kind], rest, strict=False)) | named
+
+
+_BEHIND_SEQUENCES = {
+    kind: list(inspect.signature(kind.forward).parameters)[3:]
+    for kind in (nn.Transformer, nn.TransformerDecoder)
+}
+
+
+@wraps(nn.Transformer.forward)
+def _transformer(self: nn.Transformer, src: Any, tgt: Any, *rest: Any, **named: Any) -> Any:
+    masks = _masks(nn.Transformer, rest, named)
     memory = self.encoder(
-        src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
+        src,
+        mask=masks.pop("src_mask", None),
+        src_key_padding_mask=masks.pop("src_key_padding_mask", None),
+        is_causal=masks.pop("src_is_causal", None),
     )
-    return self.decoder(
-        tgt,
-        memory,
-        tgt_mask=tgt_mask,
-        memory_mask=memory_mask,
-        tgt_key_padding_mask=tgt_key_padding_mask,
-        memory_key_padding_mask=memory_key_padding_mask,
-        tgt_is_causal=tgt_is_causal,
-        memory_is_causal=memory_is_causal,
-    )
+    return self.decoder(tgt, memory, **masks)
 
 
 def _encoder(
@@ -188,29 +182,12 @@ def _encoder_layer(
     return self.norm2(x + self._ff_block(x))
 
 
-def _decoder(
-    self: nn.TransformerDecoder,
-    tgt: Any,
-    memory: Any,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
-    output = tgt
+@wraps(nn.TransformerDecoder.forward)
+def _decoder(self: nn.TransformerDecoder, tgt: Any, memory: Any, *rest: Any, **named: Any) -> Any:
+    masks, output = _masks(nn.TransformerDecoder, rest, named), tgt
+    masks["tgt_is_causal"] = bool(masks.get("tgt_is_causal"))
     for layer in self.layers:
-        output = layer(
-            output,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=bool(tgt_is_causal),
-            memory_is_causal=memory_is_causal,
-        )
+        output = layer(output, memory, **masks)
     return output if self.norm is None else self.norm(output)
 
 
