@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -159,15 +159,61 @@ def _run(
         keep_freed_memory()
         use_interface(rendezvous.launched)
         rendezvous.check_same(_versions(plan, settings))
-    tells = any(worker.is_reporter for worker in here)
-    observer = observer if tells else Observer()
+    reports = any(worker.is_reporter for worker in here)
+    observer = observer if reports else Observer()
     devices_here(plan, settings)
     if rendezvous is None and not inline:
         load_ahead(WORKER, _libraries(plan, settings))
-    if tells:
+    if reports:
         check_logs_at_hand(settings)
     if settings.resumed:
         check_logs(where, settings, [replica for worker in here for replica in worker.replicas])
+    prepared, lines = _prepared(where, plan, settings, observer)
+    _warn(lines if reports else ())
+    if rendezvous is not None:
+        rendezvous.gather("ready")
+    where.make()
+    with _lock(where, rendezvous):
+        if settings.resumed:
+            _warn(_lost(where, settings) if reports else ())
+            where.reopen(settings)
+        elif here[0].rank == 0:
+            where.create(plan, settings)
+        if rendezvous is not None:
+            rendezvous.gather("directory")
+            # Each host may have one of its own.
+            where.join(plan, settings)
+        if reports:
+            warn_of_hooks(prepared)
+            _warn(_cautions(prepared, rendezvous, inline=inline))
+            observer.begin(_begun(prepared, where))
+        begin = time.perf_counter()
+        if rendezvous is None and not inline:
+            # Workers begin where this process has begun, whatever the task's code did here.
+            os.chdir(folder)
+        found = _train(prepared, where, observer, rendezvous, inline=inline)
+        seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
+        done, stopped = prepared.segments, _stopped(observer)
+        trained = sum(record.mini_batches for record in epochs)
+        if stopped is None or trained == done[-1].end:
+            stopped = None
+        else:
+            done = tuple(segment for segment in done if segment.end <= trained)
+        summary = summarize(plan, done, epochs, found, seconds, inline=inline, stopped=stopped)
+        if reports:
+            where.write_summary(summary)
+        return summary
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        warnings.warn(line, TaskWarning, stacklevel=3)
+
+
+def _prepared(
+    where: RunDir, plan: Plan, settings: RunSettings, observer: Observer
+) -> tuple[Prepared, list[str]]:
+    """The run made ready, and lines to warn of. Raises for what makes it impossible."""
     prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
     lines = [*try_optimizers(prepared), *try_state(prepared)]
@@ -176,64 +222,35 @@ def _run(
         lines += check_rates(prepared, where)
     if settings.start_from is not None and not settings.resume_at:
         lines += check_start(prepared, Path(settings.start_from))
-    for line in lines if tells else ():
-        warnings.warn(line, TaskWarning, stacklevel=2)
-    if rendezvous is not None:
-        rendezvous.gather("ready")
-    where.make()
-    with _lock(where, rendezvous):
-        if settings.resumed:
-            if tells and (later := where.later_checkpoints(settings)):
-                line = (
-                    f"{where.path}: the run goes on after mini-batch {settings.resume_at}; later "
-                    f"checkpoints are removed: {', '.join(map(str, later))}"
-                )
-                warnings.warn(line, TaskWarning, stacklevel=2)
-            if tells and (names := left_out(where, settings)):
-                line = (
-                    f"{shorten(', '.join(names), 300, placeholder=' …')}: changed in training and "
-                    "begins anew: checkpoints have what the model, the optimizer and the scheduler "
-                    "keep as their state alone (docs/checkpoints.md)"
-                )
-                warnings.warn(line, TaskWarning, stacklevel=2)
-            where.reopen(settings)
-        elif here[0].rank == 0:
-            where.create(plan, settings)
-        if rendezvous is not None:
-            rendezvous.gather("directory")
-            # Each host may have one of its own.
-            where.join(plan, settings)
-        if tells:
-            warn_of_hooks(prepared)
-            if prepared.model.loss.apart:
-                warnings.warn(prepared.model.loss.apart, TaskWarning, stacklevel=2)
-            if rendezvous is not None and rendezvous.open_to_all:
-                line = (
-                    f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join "
-                    "the run (docs/machines.md)"
-                )
-                warnings.warn(line, TaskWarning, stacklevel=2)
-            updates = prepared.length.steps
-            for line in without_effect(settings, prepared.pipeline.variant, updates, inline=inline):
-                warnings.warn(line, TaskWarning, stacklevel=2)
-        if tells:
-            observer.begin(_begun(prepared, where))
-        begin = time.perf_counter()
-        if rendezvous is None and not inline:
-            # Workers begin where this process has begun, whatever the task's code did here.
-            os.chdir(folder)
-        reports = _train(prepared, where, observer, rendezvous, inline=inline)
-        seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
-        done, stopped = prepared.segments, _stopped(observer)
-        trained = sum(record.mini_batches for record in epochs)
-        if stopped is None or trained == done[-1].end:
-            stopped = None
-        else:
-            done = tuple(segment for segment in done if segment.end <= trained)
-        summary = summarize(plan, done, epochs, reports, seconds, inline=inline, stopped=stopped)
-        if tells:
-            where.write_summary(summary)
-        return summary
+    return prepared, lines
+
+
+def _lost(where: RunDir, settings: RunSettings) -> Iterator[str]:
+    """Lines on what a run that is resumed doesn't keep."""
+    if later := where.later_checkpoints(settings):
+        yield (
+            f"{where.path}: the run goes on after mini-batch {settings.resume_at}; later "
+            f"checkpoints are removed: {', '.join(map(str, later))}"
+        )
+    if names := left_out(where, settings):
+        yield (
+            f"{shorten(', '.join(names), 300, placeholder=' …')}: changed in training and "
+            "begins anew: checkpoints have what the model, the optimizer and the scheduler "
+            "keep as their state alone (docs/checkpoints.md)"
+        )
+
+
+def _cautions(prepared: Prepared, rendezvous: Rendezvous | None, *, inline: bool) -> Iterator[str]:
+    """Lines on what may be otherwise than was meant, when training begins."""
+    if prepared.model.loss.apart:
+        yield prepared.model.loss.apart
+    if rendezvous is not None and rendezvous.open_to_all:
+        yield (
+            f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join "
+            "the run (docs/machines.md)"
+        )
+    settings, variant = prepared.settings, prepared.pipeline.variant
+    yield from without_effect(settings, variant, prepared.length.steps, inline=inline)
 
 
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:

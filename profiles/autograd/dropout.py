@@ -18,9 +18,20 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 _TRAINING = 5
 """Position of `training` in all batch norms."""
 
-_NORMALIZES = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum")
-_NORMALIZES_BY_MODULES = ("input", *_NORMALIZES[3:5], *_NORMALIZES[1:3], *_NORMALIZES[5:])
-"""Arguments of torch's own batch norm, and of the one that modules call."""
+_OF_FUNCTION = (
+    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+)
+_OF_OPERATION = (
+    *("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+    "cudnn_enabled",
+)
+BATCH_NORMS: Mapping[Any, tuple[str, ...]] = {
+    functional.batch_norm: _OF_FUNCTION,
+    torch.batch_norm: _OF_OPERATION,
+    # Graphs of torch.export call this one.
+    torch.ops.aten.batch_norm.default: _OF_OPERATION,
+}
+"""What calls a batch norm, and the names of its arguments."""
 
 
 class Traits:
@@ -112,10 +123,9 @@ class HeldStatistics(TorchFunctionMode):
     ) -> Any:
         """Call `func`, in evaluation mode if it is a batch norm."""
         given = dict(kwargs or {})
-        if getattr(func, "__name__", "").split(".")[0] != "batch_norm":
+        names = BATCH_NORMS.get(func)
+        if names is None:
             return func(*args, **given)
-        by_modules = func is functional.batch_norm
-        names = (*(_NORMALIZES_BY_MODULES if by_modules else _NORMALIZES), "eps", "cudnn_enabled")
         given |= dict(zip(names, args, strict=False))
         x = given.pop("input")
         channels = x.shape[1]

@@ -118,7 +118,7 @@ def _masks(kind: type[nn.Module], rest: Iterable[Any], named: dict[str, Any]) ->
     return dict(zip(_BEHIND_SEQUENCES[kind], rest, strict=False)) | named
 
 
-_BEHIND_SEQUENCES = {
+_BEHIND_SEQUENCES: dict[type[nn.Module], list[str]] = {
     kind: list(inspect.signature(kind.forward).parameters)[3:]
     for kind in (nn.Transformer, nn.TransformerDecoder)
 }

@@ -13,41 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ...planner.systems.hooks import ForwardRun, StageHooks
 from ...planner.systems.operations import Op
+from ...profiles.autograd.dropout import BATCH_NORMS
 from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
 from ..weights.hooked import HookedStage
 
-_OF_FUNCTION = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)
-_OF_OPERATION = (
-    "input",
-    "weight",
-    "bias",
-    "running_mean",
-    "running_var",
-    "training",
-    "momentum",
-    "eps",
-    "cudnn_enabled",
-)
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    functional.batch_norm: _OF_FUNCTION,
-    torch.batch_norm: _OF_OPERATION,
-    # Graphs of torch.export call this one.
-    torch.ops.aten.batch_norm.default: _OF_OPERATION,
-}
 _MOMENTUM = 0.1
 """Of torch.nn.functional.batch_norm, where it isn't given."""
 
@@ -68,7 +41,7 @@ class _WithoutUpdates(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        names = _ARGUMENTS.get(func)
+        names = BATCH_NORMS.get(func)
         kwargs = kwargs or {}
         if names is not None:
             call = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -220,7 +193,7 @@ def _updated_alone(node: fx.Node, buffer: fx.Node) -> bool:
     if node.target is torch.ops.aten.add_.Tensor:
         # Of torch.export's graphs: num_batches_tracked.
         return not node.users and node.args[0] is buffer and buffer not in node.args[1:]
-    names = _ARGUMENTS.get(node.target)
+    names = BATCH_NORMS.get(node.target)
     if names is None:
         return False
     call = {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -82,7 +82,6 @@ lines 62 planner/simulator/clock.py SimulatedClock.__init__
 lines 64 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
 lines 65 runtime/records/recording.py _recording
-lines 90 runtime/run.py _run
 lines 78 runtime/study/trainings/conduct.py prospect
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
@@ -100,7 +99,6 @@ parameters 9 planner/search/solve.py question_for
 parameters 13 planner/search/solve.py solve
 parameters 9 profiles/imported/cost_graph.py make_profile
 parameters 9 profiles/measuring/profile_builder.py assemble
-parameters 11 profiles/tracing/fx.py _transformer
 parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/kinds.py _Reached
 participle planner/partition/dp/minimax.py Reached
