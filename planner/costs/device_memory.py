@@ -1,4 +1,5 @@
-"""Memory of a device with several stages: its peak, and parameters that several of them use.
+"""Peak memory of a device with several stages, in bytes, by walking its schedule; parameters that
+several of its stages use count once.
 
 Such a parameter is there once, with versions and gradients of its own: the stage that updates it
 does so when the backwards of all of them are done.
@@ -19,8 +20,8 @@ from .tied_parameters import DeviceTie
 
 
 class TiedWalk:
-    """Steps through the operations of a device's stages that use the same parameters: of these
-    alone, versions, and gradients for updates to come.
+    """Weight versions and gradients of parameters that several stages of one device share,
+    operation by operation.
 
     Stages may run the backward of a later mini-batch before the one that the update waits for, and
     its gradients are kept apart until then.
@@ -88,7 +89,7 @@ class TiedWalk:
 
 
 class DeviceTies:
-    """All such parameters of a device, which keep step with its stages.
+    """The walks over all shared parameters of a device, in step with the walks of its stages.
 
     Attributes:
         walks: by numbers below those of stages.
@@ -147,7 +148,8 @@ def walks_of(
     entries: Sequence[int],
     recompute: Sequence[bool],
 ) -> tuple[dict[int, HoldingsWalk], DeviceTies]:
-    """Walks of a device's stages, and of what several of them use; arguments as of `DeviceTies`."""
+    """The memory walks of a device's stages, and of the parameters that several of them share;
+    arguments as of `DeviceTies`."""
     variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
     walks = {
         s: HoldingsWalk(
@@ -164,8 +166,7 @@ def device_peaks(
     ops: Iterable[tuple[int, Op]],
     ties: DeviceTies,
 ) -> tuple[MemoryByKind, MemoryByKind]:
-    """The most that a device with several stages holds at once, and the most of what a run accounts
-    for.
+    """Peak bytes of a device with several stages: of all it holds, and of what a run accounts for.
 
     Args:
         walks, needs: of each of its stages.
@@ -206,7 +207,8 @@ def device_peaks(
 
 
 def tie_bytes(variant: Variant, tie: DeviceTie, copies: int = 0) -> StageBytes:
-    """Of such parameters. The optimizer's state is that of the stage that updates them.
+    """Bytes of parameters that stages share; optimizer state counts for the stage that updates
+    them.
 
     Args:
         copies: of them that a system from outside has.
@@ -218,7 +220,7 @@ def tie_bytes(variant: Variant, tie: DeviceTie, copies: int = 0) -> StageBytes:
 
 
 def without_ties(s: int, needs: StageBytes, ties: Iterable[DeviceTie]) -> StageBytes:
-    """Of a stage, which updates some for other stages too, besides them."""
+    """A stage's bytes without parameters that it updates for other stages, too."""
     nbytes = sum(tie.parameter_bytes for tie in ties if s == tie.owner)
     copies = needs.scratch // needs.parameters if needs.parameters else 0
     return msgspec.structs.replace(

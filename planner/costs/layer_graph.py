@@ -1,4 +1,5 @@
-"""A profile's graph in bit masks: what each layer needs, which tensors go where, what is kept."""
+"""A profile's layer graph in bit masks: each layer's ancestors, tensors between layers, kept
+storages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from .tied_parameters import Tied, bound_groups, on_one_stage
 
 @dataclass(frozen=True)
 class SentTensor:
-    """A tensor that layers exchange.
+    """A tensor that one layer makes and others take: its bytes, maker and users.
 
     Attributes:
         ends: bit mask of the layer that makes it and those that use it; bit n: the result.
@@ -33,7 +34,8 @@ class SentTensor:
 
 @dataclass(frozen=True)
 class Drained:
-    """Layers that a mini-batch can't be over without, 1.0 each, in systems that flush, [n].
+    """Layers that a mini-batch waits for before the next begins, in systems that flush: 1.0 each,
+    [n].
 
     A stage begins the next mini-batch when it has run this one's backwards. These wait for the
     stages behind it that send gradients back, and for no others: what no gradient comes back from
@@ -64,7 +66,7 @@ layer's work that its forward is by more than this."""
 
 @dataclass(frozen=True)
 class LayerVectors:
-    """What each layer costs at one micro-batch size on a device of speed 1, [n] each.
+    """Each layer's seconds and bytes for one micro-batch size, on a device of speed 1; [n] each.
 
     Attributes:
         recompute_s: of forwards, what a layer takes that is computed again by itself.
@@ -340,8 +342,8 @@ class LayerGraph:
 
 
 def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
-    """What keeps layers on one stage and what would free them, for a message that the model can't
-    be cut into more stages; None where no tie is in the way of any cut."""
+    """For a message that the model can't be cut into more stages: the tie that keeps layers on one
+    stage, and what would free them; None where no tie is in the way of any cut."""
     if not profile.tied:
         return None
     now = LayerGraph(profile, tied).most_stages
@@ -375,7 +377,8 @@ def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
 
 
 def forward_share(costs: LayerVectors) -> float:
-    """Of a layer's work, the most that its forward counts as (`capped`)."""
+    """The largest share of a layer's forward plus backward seconds that its forward may have in
+    `capped`, outliers left out."""
     forward_s, both_s = costs.forward_s, costs.forward_s + costs.backward_s
     known = np.flatnonzero(both_s > 0)
     shares = forward_s[known] / both_s[known]
@@ -388,9 +391,10 @@ def forward_share(costs: LayerVectors) -> float:
 
 
 def capped(costs: LayerVectors, share: float) -> LayerVectors:
-    """The costs with no layer's forward above a share of both. Where a stage runs n forwards of f
-    and n backwards of b, and a ≤ n of those forwards run beside other work, n·(f + b) − a·f falls
-    with f by no more than n − a ≥ 0: it is at least as much with the true f."""
+    """The layers' costs with each forward limited to a share of forward plus backward, so that a
+    bound by work stays one. Where a stage runs n forwards of f and n backwards of b, and a ≤ n of
+    those forwards run beside other work, n·(f + b) − a·f falls with f by no more than n − a ≥ 0: it
+    is at least as much with the true f."""
     if share >= 1.0:
         return costs
     return replace(

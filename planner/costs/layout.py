@@ -1,4 +1,4 @@
-"""Laying stages over a cluster: from times and tensors to a pipeline with its links."""
+"""Stages laid over a cluster's devices: from times and tensors to a pipeline with its links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stage_costs import Transfer
 
 
 class StageTimes(NamedTuple):
-    """Of one micro-batch on the stage's slowest device, and of an update; in s.
+    """A stage's seconds for one micro-batch, on its slowest device, and for an update.
 
     `weight_s`: how much of backward_s is its weight part, where the system splits backwards.
     """
@@ -137,14 +137,14 @@ def _link(
 
 
 def copies_beside(pipeline: Pipeline, stage: int) -> int:
-    """Copies of a stage's weights besides its versions."""
+    """Copies of a stage's weights besides its versions: predictions, means of changes."""
     variant = pipeline.variant
     own = variant.scratch_copies * variant.makes_weights_on(stage, pipeline.stages)
     return own + copies_from_outside(pipeline, stage)
 
 
 def copies_from_outside(pipeline: Pipeline, stage: int) -> int:
-    """Those of them that a system from outside declares."""
+    """Copies of a stage's weights that a system from outside declares."""
     outside = pipeline.variant.outside
     if outside is None:
         return 0

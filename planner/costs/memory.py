@@ -1,4 +1,4 @@
-"""Memory of a stage, by walking its schedule: its peak, and what it holds from step to step.
+"""Peak memory of a stage in bytes, by walking its schedule operation by operation.
 
 A replica holds parameters, older versions that are still needed, gradients from a mini-batch's
 first backward to its update (from its first weight part, where backwards are split), optimizer
@@ -26,7 +26,7 @@ from .stage_costs import RECEIVES_AHEAD, Transfer
 
 
 class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a stage's bytes are at its peak."""
+    """A stage's bytes at its peak, by kind: weights, versions, gradients, activations and so on."""
 
     weights_bytes: TotalBytes
     """Parameters and buffers."""
@@ -48,7 +48,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Moment(NamedTuple):
-    """What a replica holds while it runs an operation, or between two.
+    """Counts of what a replica holds during an operation or between two: versions, micro-batches.
 
     Attributes:
         kind: of the operation; None between two.
@@ -68,7 +68,8 @@ class Moment(NamedTuple):
 
 
 class HoldingsWalk:
-    """Steps through a stage's operations.
+    """Counts what a stage's replicas hold (weight versions, gradients, micro-batches), operation by
+    operation.
 
     Attributes:
         versions: weight versions held after the last one.
@@ -180,7 +181,7 @@ class HoldingsWalk:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a stage's schedule makes it hold, whatever its layers.
+    """The counts of all moments of a stage's schedule, whatever its layers are.
 
     Attributes:
         moments: all different ones during operations; of those that differ only in what is kept,
@@ -217,7 +218,7 @@ def holdings(
     recompute: bool = False,
     update_every: int = 1,
 ) -> Holdings:
-    """Walk one stage's operations; enough of them to reach the steady state.
+    """The counts that a stage's schedule holds, from one walk to its steady state.
 
     Args:
         kinds: of the operations (`operations.numbered`).
@@ -373,8 +374,8 @@ P = TypeVar("P", bound=msgspec.Struct)
 
 
 def with_reserved(found: P, profile: Profile) -> P:
-    """What a process holds with what it takes of its GPU besides tensors. That is as little seen in
-    a run's account as the working set, and counts there."""
+    """A process's bytes with what it takes of its GPU besides tensors, counted as working set,
+    which a run's account doesn't see either."""
     if profile.reserved_bytes is msgspec.UNSET:
         return found
     memory: MemoryByKind = found.memory  # type: ignore[attr-defined]
@@ -384,14 +385,15 @@ def with_reserved(found: P, profile: Profile) -> P:
 
 
 def stepping_bytes(profile: Profile, parameter_bytes: int) -> int | msgspec.UnsetType:
-    """What an optimizer's step over these parameters takes besides; not there if not measured."""
+    """Bytes that an optimizer's step over these parameters takes besides; absent if not
+    measured."""
     factor = profile.optimizer.scratch_bytes_per_parameter_byte
     return factor if factor is msgspec.UNSET else round(parameter_bytes * factor)
 
 
 def room_bytes(device: Device, profile: Profile) -> int | None:
-    """What stages' tensors may take of a device: what plans leave free of it, and what was measured
-    that a process takes besides, isn't for them. None: no limit."""
+    """Bytes that stages' tensors may take of a device: its memory less headroom and less what a
+    process was measured to take besides tensors. None: no limit."""
     usable = device.usable_bytes
     if usable is None or profile.reserved_bytes is msgspec.UNSET:
         return usable
@@ -400,7 +402,7 @@ def room_bytes(device: Device, profile: Profile) -> int | None:
 
 
 def together(parts: Iterable[MemoryByKind]) -> MemoryByKind:
-    """What several stages hold, by kind."""
+    """The sum of several stages' bytes, by kind."""
     sums = [sum(each) for each in zip(*map(msgspec.structs.astuple, parts), strict=True)]
     return MemoryByKind(**dict(zip(MemoryByKind.__struct_fields__, sums, strict=True)))
 
@@ -413,7 +415,7 @@ def boundary_buffers(
     waiting: Mapping[int, int],
     beside: Collection[int] = (),
 ) -> tuple[int, int]:
-    """Bytes of messages around a replica of a stage.
+    """Bytes of received and sent messages that a replica of a stage holds.
 
     Args:
         transfers: tensors that cross cuts, as large as the replica's part of them.

@@ -32,7 +32,7 @@ MOST_SELECTIONS = 3
 
 
 def of_stage(chosen: Selection, nodes: Sequence[str]) -> Recompute:
-    """What a stage with these layers computes again."""
+    """Those of the recomputed layers that are on a stage of these layers."""
     if isinstance(chosen, bool):
         return chosen
     found = tuple(name for name in nodes if name in chosen)
@@ -40,7 +40,8 @@ def of_stage(chosen: Selection, nodes: Sequence[str]) -> Recompute:
 
 
 def selection_of(recompute: Recompute, choices: Sequence[Selection]) -> Selection:
-    """Of these, which one a stage has; where it may be several, the first; else its own layers."""
+    """Which of these sets of recomputed layers a stage has: the first that holds all of its own;
+    else its own."""
     if isinstance(recompute, bool):
         return recompute
     names = frozenset(recompute)
@@ -51,7 +52,8 @@ def selection_of(recompute: Recompute, choices: Sequence[Selection]) -> Selectio
 
 
 class KeptStorages:
-    """Which storages layers keep, by which of them are computed again.
+    """How many times a stage keeps each storage per micro-batch, given the layers that it
+    recomputes.
 
     Attributes:
         profile: whose layers they are.
@@ -215,7 +217,8 @@ class KeptStorages:
 def selections(
     profile: Profile, micro_batch: int, at_once: float = 0.0
 ) -> tuple[frozenset[str], ...]:
-    """Sets of layers that are worth computing again, each within the next, the cheapest first.
+    """Nested sets of layers to recompute, greedily by bytes freed for each second of forward, cut
+    at the corners of that curve; the cheapest first.
 
     Args:
         micro_batch: samples, one of the sizes that the profile measured.
@@ -246,7 +249,7 @@ def selections(
 def in_steps(
     profile: Profile, micro_batch: int, at_once: float = 0.0
 ) -> tuple[frozenset[str], ...]:
-    """Layers one after another, as `selections` adds them to its sets."""
+    """Layers in the sequence in which `selections` adds them to its sets."""
     steps = _steps(KeptStorages(profile), micro_batch, at_once)
     return tuple(frozenset(profile.layers[j].name for j in added) for added, _, _ in steps)
 
@@ -257,7 +260,8 @@ def fewest(
     fits: Callable[[frozenset[str]], bool],
     seconds: Callable[[frozenset[str]], float],
 ) -> frozenset[str] | None:
-    """Of a stage's layers, few to compute again that do; None: all of them wouldn't.
+    """Few of a stage's layers, in the least seconds of forwards, whose recomputation makes it fit,
+    by bisection and exchanges of the last ones; None: not even all of them do.
 
     Args:
         steps: those to choose from, in the sequence of `in_steps`.

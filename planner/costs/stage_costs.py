@@ -1,4 +1,5 @@
-"""What a stage costs: sums over its layers, tensors shared among them, and its weight rules."""
+"""Seconds and bytes of a stage: sums over its layers, storages that they share, its weight
+rules."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RECEIVES_AHEAD = {"F": 2, "B": 1}
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage at one micro-batch size, on a device of speed 1.
+    """Seconds and bytes of one stage for one micro-batch size, on a device of speed 1.
 
     Attributes:
         forward_s, backward_s: of one micro-batch; the last stage's hold the loss, and forwards what
@@ -56,7 +57,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that goes from one stage to another, once for each micro-batch.
+    """A tensor that one stage sends to another for each micro-batch, in bytes.
 
     Attributes:
         nbytes: for one micro-batch; its gradient is as large where it needs one.
@@ -72,7 +73,7 @@ class Transfer:
 
 
 def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
-    """Measurement at a micro-batch size, affine between the sizes measured.
+    """A layer's measurement at a micro-batch size, by linear interpolation between measured sizes.
 
     Raises:
         PlanError: the size lies outside what was measured; nothing is extrapolated.
@@ -104,7 +105,7 @@ def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
 
 
 def in_a_stage(measured: Measurement, operation: OperationCost | None) -> Measurement:
-    """What it takes where a stage runs it: autograd's tensors pass through hooks."""
+    """A layer's measurement as a stage runs it: with the seconds of saved-tensor hooks."""
     if operation is None or not measured.saved_tensors:
         return measured
     return msgspec.structs.replace(
@@ -119,7 +120,7 @@ UNMEASURED_WEIGHT_SHARE = 0.5
 
 
 def weight_part_s(layer: Layer, measured: Measurement) -> float:
-    """The weight part of a layer's backward, run by itself.
+    """Seconds of the weight part W of a layer's split backward.
 
     Where that wasn't measured, what its inputs' gradients alone don't take; where those weren't
     either, half of the backward of layers that have weights.
@@ -132,7 +133,7 @@ def weight_part_s(layer: Layer, measured: Measurement) -> float:
 
 
 def input_part_s(layer: Layer, measured: Measurement) -> float:
-    """The part of a layer's backward that gives the gradients of its inputs."""
+    """Seconds of the input part B of a layer's split backward."""
     if measured.backward_input_s is not None:
         return measured.backward_input_s
     return measured.backward_s - weight_part_s(layer, measured)
@@ -144,7 +145,7 @@ def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
 
 
 def unmeasured_weight_parts(profile: Profile) -> tuple[str, ...]:
-    """Names of layers whose weight part is assumed."""
+    """Names of layers whose weight part is assumed to be half of the backward."""
     return tuple(
         layer.name
         for layer in profile.layers
@@ -154,7 +155,7 @@ def unmeasured_weight_parts(profile: Profile) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What layers cost at one micro-batch size where stages run them; per layer of the profile.
+    """Every layer's seconds and bytes at one micro-batch size, as stages run it.
 
     Attributes:
         measured: without the loss.
@@ -170,7 +171,8 @@ class LayerCosts:
 
 
 def layer_costs(profile: Profile, micro_batch: int) -> LayerCosts:
-    """Every layer's costs. Raises PlanError for a size outside what was measured."""
+    """Every layer's seconds and bytes at a micro-batch size. Raises PlanError for a size outside
+    what was measured."""
 
     def found(measurements: Sequence[Measurement]) -> Measurement:
         return in_a_stage(at(measurements, micro_batch), profile.operation)
@@ -187,7 +189,7 @@ def layer_costs(profile: Profile, micro_batch: int) -> LayerCosts:
 
 
 class Costs:
-    """One profile's costs, for many stages: what was looked up once is kept.
+    """Seconds and bytes of any stage of one profile, cached.
 
     Attributes:
         stage: (names of layers, micro-batch size, whether it is the last, bytes of parameters that
@@ -338,7 +340,8 @@ class Costs:
 
 
 def as_run_by(profile: Profile, variant: Variant, update_every: int = 1) -> Profile:
-    """The profile with what operations cost in this system.
+    """The profile with the operation costs that apply in this system: of hooks, and of weight
+    versions.
 
     Where no update comes between a forward and its backward, weights needn't be kept out of
     autograd's graphs, and there are no hooks. (Copies in another precision are, even so.) What

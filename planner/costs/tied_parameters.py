@@ -1,4 +1,4 @@
-"""Parameters that several stages use: one on each device, and the gradients of copies summed.
+"""Tied parameters: one tensor on each device that uses them, and an all-reduce over the copies.
 
 A layer's parameters count where they are used first. Stages of one device have them once: the first
 of these stages updates them, after the last of their backwards. A device that uses them and hasn't
@@ -25,7 +25,7 @@ TIED: tuple[Tied, ...] = get_args(Tied)
 
 
 def check_tied(variant: Variant, tied: Tied) -> None:
-    """Raises PlanError where the system can't have copies on several stages."""
+    """Raises PlanError where the system can't have copies of tied parameters on several stages."""
     if tied == "split" and not variant.flushes:
         known = ", ".join(name for name, v in VARIANTS.items() if v.flushes)
         raise PlanError(
@@ -36,21 +36,21 @@ def check_tied(variant: Variant, tied: Tied) -> None:
 
 
 def bound_groups(profile: Profile, tied: Tied) -> tuple[tuple[str, ...], ...]:
-    """Layers that must be on one device, as groups: on one stage, but for those that share
-    parameters alone (`on_one_stage`)."""
+    """Groups of layers that must be on one device: on one stage, unless they share parameters alone
+    (`on_one_stage`)."""
     if tied == "together":
         return profile.tied
     return on_one_stage(profile)
 
 
 def on_one_stage(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """Layers that must be on one stage, whatever the devices of stages."""
+    """Groups of layers that must be on one stage, whatever the devices of stages."""
     free = {frozenset(shared.layers) for shared in profile.shared}
     return tuple(group for group in profile.tied if frozenset(group) not in free)
 
 
 def gradient_links(profile: Profile, stage_of: Mapping[str, int]) -> set[tuple[int, int]]:
-    """(source, target) of what layers take from each other and gradients come back for.
+    """(source, target) of the tensors between layers whose gradients come back.
 
     Args:
         stage_of: by the layers' names.
@@ -63,7 +63,7 @@ def gradient_links(profile: Profile, stage_of: Mapping[str, int]) -> set[tuple[i
 
 
 def not_behind(stage: int, others: Iterable[int], links: Collection[tuple[int, int]]) -> int | None:
-    """One of these other stages that sends no gradients back to a stage, by any way; None: all do.
+    """One of these stages from which no gradient path leads back to a stage; None: there is none.
 
     Where they do, the stage's forward of a micro-batch comes before theirs, and its backward after.
 
@@ -85,7 +85,7 @@ def misplaced(
     devices: Sequence[Sequence[int]],
     tied: Tied,
 ) -> tuple[tuple[str, ...], str] | None:
-    """A group of layers that the stages take apart and mustn't, and where it must be; None: there
+    """A group of tied layers that a cut takes apart and mustn't, and where it must be; None: there
     is none.
 
     Args:
@@ -111,7 +111,7 @@ def misplaced(
 
 @dataclass(frozen=True)
 class DeviceTie:
-    """Parameters that the same stages of one device use: there once.
+    """Parameters that several stages of one device share: one tensor, updated by the first of them.
 
     Attributes:
         stages: ascending; the first one updates them.
@@ -131,7 +131,7 @@ def device_ties(
     stages: Sequence[Sequence[str]],
     devices: Sequence[Sequence[int]],
 ) -> tuple[DeviceTie, ...]:
-    """Among parameters that layers share, those that several stages of one device use.
+    """Of the profile's shared parameters, those that several stages of one device use.
 
     Args:
         stages: each one's layers.
@@ -147,7 +147,7 @@ def device_ties(
 
 
 class BytesElsewhere(NamedTuple):
-    """Of what a stage uses, bytes that count for another stage of its device.
+    """Of the parameters that a stage uses, the bytes that count for another stage of its device.
 
     Attributes:
         parameters: which that one updates.
@@ -164,7 +164,7 @@ NOTHING = BytesElsewhere()
 def bytes_elsewhere(
     profile: Profile, stages: Sequence[Sequence[str]], devices: Sequence[Sequence[int]]
 ) -> tuple[BytesElsewhere, ...]:
-    """Per stage. `stages`: each one's layers."""
+    """Per stage, the bytes of its parameters that count elsewhere. `stages`: each one's layers."""
     trained, frozen = (
         [
             sum(tie.parameter_bytes for tie in ties if s in tie.stages[1:])
@@ -191,14 +191,14 @@ def _by_device(
 
 
 def hint(profile: Profile, group: Sequence[str]) -> str:
-    """For a message: how a group could be split, where it could be."""
+    """For a message: how a group of tied layers could be split, where it could be."""
     can = any(set(shared.layers) == set(group) for shared in profile.shared)
     return '; with "tied": "split" they needn\'t be' if can else ""
 
 
 def copied_bytes(shared_parameters: Iterable[SharedParameters], names: Sequence[str]) -> int:
-    """Among parameters that layers share, bytes of those that a stage of these layers uses and that
-    count in another layer."""
+    """Bytes of copies of shared parameters on a stage of these layers: of those that count in
+    another layer."""
     here = set(names)
     return sum(
         shared.parameter_bytes
@@ -213,7 +213,7 @@ def exchange_s(
     nodes: Sequence[Sequence[str]],
     devices: Sequence[Sequence[int]],
 ) -> tuple[float, ...]:
-    """Per stage, seconds to sum the gradients of its copies with those of other stages.
+    """Per stage, seconds of the all-reduce that sums the gradients of its tied parameters' copies.
 
     One all-reduce for each set of stages that update a copy, over all their devices. It begins when
     the last of them has its gradients; the simulation gives every one the time that it takes, after

@@ -1,4 +1,5 @@
-"""One clock for all: when an operation can start, when it ends, when its messages arrive.
+"""The simulator's clock: when each operation starts and ends, and when its messages arrive, in
+seconds.
 
 An operation is run by one replica of its stage, or by all of them, each its share. Shares are
 numbered by *slots*: b·N + i for micro-batch i of mini-batch b where a share has a micro-batch of
@@ -42,7 +43,8 @@ class _Part(NamedTuple):
 
 
 class SimulatedMessage(NamedTuple):
-    """One message, or the part of it that one replica gets.
+    """A message on its wire: when it is made, leaves and arrives; of one replica's part, where
+    there are several.
 
     Attributes:
         kind, source, slot: of the share that made it.
@@ -84,7 +86,8 @@ def _grid_s(*seconds: float) -> float:
 
 
 class SimulatedClock:
-    """Times of operations, which drivers run one by one in any order that respects messages.
+    """Start and end times of operations, whose drivers run them one by one in any order that
+    respects messages.
 
     Attributes:
         width: per kind and stage, slots of one operation: 1, or r where all replicas take part.

@@ -1,4 +1,4 @@
-"""The event loop of whatever runs operations as time goes by; a rule says which come next.
+"""Discrete-event simulation of lanes (stages, devices or replicas), under a rule of what runs next.
 
 Each lane, which is a stage, a device or a replica, offers what it would run next as soon as it is
 known when that can start. The offer that starts first runs, once all messages that are sent until
@@ -18,7 +18,8 @@ Offer = tuple[Any, ...]
 
 
 class EventLoop:
-    """Runs what lanes offer; a rule is a subclass with the four methods at the end.
+    """Runs, of all lanes' next operations, the one that starts earliest; a rule is a subclass with
+    the four methods at the end.
 
     Attributes:
         updates: per stage, mini-batches that it has updated after.

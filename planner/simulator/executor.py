@@ -1,4 +1,4 @@
-"""Running given lists of operations on the clock."""
+"""Simulation of given lists of operations, one list for each device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Task = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Executed:
-    """A schedule that has run on the clock.
+    """A simulated schedule: the clock with all times, and the sequence in which operations ran.
 
     Attributes:
         clock: with the times.
@@ -49,7 +49,7 @@ class Executed:
 def execute(
     pipeline: Pipeline, schedule: Schedule, sent: list[SimulatedMessage] | None = None
 ) -> Executed:
-    """Run a schedule from its first operation to its last.
+    """Simulate a schedule from its first operation to its last.
 
     Args:
         sent: where all messages are noted.
@@ -81,7 +81,7 @@ def execute(
 
 
 def codes(clock: SimulatedClock, devices: Iterable[Iterable[tuple[int, Op]]]) -> list[list[Task]]:
-    """What devices run, as the clock numbers it."""
+    """A schedule's operations as the clock's numbers, per device."""
     return [[_task(clock, s, op) for s, op in ops] for ops in devices]
 
 
@@ -105,7 +105,7 @@ def coded(
     done: Sequence[int] = (0, 0, 0, 0),
     by_stage: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Task]:
-    """A device's operations of these kinds, after so many of each, as the clock numbers them.
+    """A device's operations of these kinds, after so many of each, as the clock's numbers.
 
     Args:
         turns: the stage of each.
@@ -125,7 +125,7 @@ def coded(
 
 
 class ListExecutor:
-    """Runs lists in any sequence that respects messages, where none wait for one another.
+    """Simulates lists in topological order of their messages, where no messages share a wire.
 
     Attributes:
         lists: per device, what it runs; may be added to.
@@ -202,8 +202,8 @@ def _workers(clock: SimulatedClock, d: int, tasks: Iterable[Task]) -> list[_Work
 
 
 class ContendedExecutor(EventLoop):
-    """Runs lists as time goes by, where messages of several stages wait for one another: whatever
-    can start first, of what starts together what isn't a forward. A lane is a replica.
+    """Simulates lists by start time, where messages share wires or keep devices busy; ties go to
+    what isn't a forward. A lane is a replica.
 
     Attributes:
         done: per device, operations that all replicas concerned have run.

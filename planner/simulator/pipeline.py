@@ -1,4 +1,5 @@
-"""A pipeline as the schedules and the simulator see it: durations, links and limits. Units: s."""
+"""The pipeline as schedules and simulator take it: durations in seconds, links, limits; no
+layers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ..systems.variants import Variant
 
 @dataclass(frozen=True)
 class Route:
-    """The way between one replica of a stage and one of a later stage, and back.
+    """Latency and wire of messages between one replica of a stage and one of a later stage, and
+    back.
 
     Attributes:
         source, target: replicas.
@@ -33,7 +35,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Link:
-    """What goes from one stage to a later one for each micro-batch, and back.
+    """Messages from a stage to a later one for each micro-batch, and back: seconds and routes.
 
     Attributes:
         source, target: stages.
@@ -74,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All that decides a schedule.
+    """Durations, links and limits of laid-out stages: all that decides a schedule.
 
     A stage on r devices has r replicas. Micro-batch i is replica i mod r's; in systems of whole
     mini-batches each replica has 1/r of the samples, dealt likewise. Every replica updates.

@@ -1,4 +1,5 @@
-"""Simulating a schedule: when each operation runs, and how long a mini-batch takes."""
+"""Times of a schedule: each operation's start and end, and bounds on the period by load and round
+trip."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .pipeline import Link, Pipeline
 
 
 class Event(NamedTuple):
-    """An operation on the clock, in seconds from the start of the run."""
+    """An operation's start and end, in seconds from the start of the run."""
 
     op: Op
     start_s: float
@@ -42,7 +43,7 @@ class Timeline:
 def simulate(
     pipeline: Pipeline, schedule: Schedule, sent: list[SimulatedMessage] | None = None
 ) -> Timeline:
-    """Run the schedule on the clock.
+    """The timeline of a schedule, by simulation.
 
     Args:
         sent: where all messages are noted.
@@ -82,14 +83,15 @@ def simulate(
 
 
 def whole_sequence(pipeline: Pipeline, schedule: Schedule) -> list[tuple[int, Op]]:
-    """(Stage, operation) of all devices, as one process could run them. Raises as `simulate`."""
+    """All devices' (stage, operation) in one sequence that one process can run. Raises as
+    `simulate`."""
     places = simulate(pipeline, schedule).sequence
     return updates_last(pipeline, [(s, schedule[s][k]) for s, k in places])
 
 
 def updates_last(pipeline: Pipeline, sequence: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
-    """Where a pipeline flushes: all updates behind everything else of their mini-batches, since any
-    stage may wait for sums with any other before it updates."""
+    """A sequence of operations, where a pipeline flushes with each mini-batch's updates behind
+    everything else of it: any stage may wait for sums with any other before it updates."""
     if not pipeline.variant.flushes:
         return list(sequence)
     return sorted(sequence, key=lambda at: (at[1].mini_batch, at[1].kind == UPDATE))
@@ -117,8 +119,8 @@ def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
 
 
 def busy_s(pipeline: Pipeline, stage: int) -> float:
-    """Per mini-batch, what keeps a stage's device busy: operations of all its stages, and transfers
-    that keep devices busy.
+    """Seconds per mini-batch that a stage's device is busy: operations of all its stages, and
+    transfers that block it.
 
     That of the replica with most of it; all of them wait for it before the update.
     """
@@ -142,12 +144,13 @@ def busy_s(pipeline: Pipeline, stage: int) -> float:
 
 
 def least_period_s(pipeline: Pipeline) -> float:
-    """What the busiest device or wire needs per mini-batch: no schedule is faster."""
+    """Lower bound on the period: the load of the busiest device or wire, in seconds per
+    mini-batch."""
     return max(*loads_s(pipeline), 0.0)
 
 
 def loads_s(pipeline: Pipeline) -> list[float]:
-    """Per mini-batch, what keeps each stage's device busy, and each wire."""
+    """Seconds per mini-batch that each stage's device, and each wire, is busy."""
     wires: dict[object, float] = {}
     for link in pipeline.links:
         count = pipeline.messages_per_route(link)
@@ -161,7 +164,8 @@ def loads_s(pipeline: Pipeline) -> list[float]:
 
 
 def round_trip_s(pipeline: Pipeline) -> float:
-    """What in-flight limits allow per mini-batch: no schedule under them is faster.
+    """Lower bound on the period by in-flight limits: the longest round trip of a mini-batch over
+    its limit, in seconds.
 
     A stage begins mini-batch b + L after its update for b, so a period takes 1 / L of the time
     from a mini-batch's first forward there to its update.
@@ -204,7 +208,7 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
 
 
 def filled_and_drained_s(pipeline: Pipeline) -> float:
-    """What a mini-batch takes at the least where the pipeline drains after it.
+    """Lower bound on a mini-batch's seconds in a pipeline that flushes: filling, work and draining.
 
     A device's work comes after the first micro-batch's way from another stage, and before the last
     one's way back there, where gradients come back. Weight parts may run beside that. Of pipelines
@@ -246,15 +250,16 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
 
 
 def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
-    """Share of the steady period in which nothing is to be done by each stage's device, of
-    replicas' devices by the busiest."""
+    """Per stage's device, the idle share (bubble) of the steady period; of replicas' devices, the
+    busiest one's."""
     if period_s <= 0:
         return tuple(0.0 for _ in range(pipeline.stages))
     return tuple(max(0.0, 1 - busy_s(pipeline, s) / period_s) for s in range(pipeline.stages))
 
 
 def most_waiting(clock: SimulatedClock, link: Link, posted: int) -> int:
-    """Most forward messages at once that are made on a replica but have no buffer posted yet.
+    """The most forward messages of a replica at once that are sent before a receive is posted for
+    them.
 
     Args:
         posted: receives that the target has posted ahead of its use of them.
@@ -284,7 +289,8 @@ _FASTER = 1.005
 
 
 def running_ahead(pipeline: Pipeline, period_s: float) -> list[tuple[Link, float]]:
-    """Links whose source may begin mini-batches faster than its target, for as long as a run lasts.
+    """Links over which a source may run ever further ahead of its target, since no gradient comes
+    back.
 
     A stage goes at the pace of the stages that gradients come back from, and of those that send to
     it. Where no gradient comes back from a slower stage, nothing keeps it at that one's pace.

@@ -1,4 +1,5 @@
-"""When a device is through with what it was handed, and what is noted once it is.
+"""Times of operations on the CPU and on a GPU's stream, and notes of operations once a device is
+done.
 
 On the CPU an operation is done when it returns. A GPU works off what the host hands it, and a host
 that waited for each operation would hand over the next one late. So the host runs ahead: it marks
@@ -31,7 +32,7 @@ Mark = Any
 
 
 class StreamClock:
-    """The host's: work is done when it has been handed in.
+    """The host's clock: work is done when the call returns.
 
     Attributes:
         late: marks may be through later than they are made.
@@ -65,7 +66,7 @@ class StreamClock:
 
 
 class CudaStreamClock(StreamClock):
-    """The clock of the stream that computes on a GPU, and of no other.
+    """The clock of the GPU stream that computes, by CUDA events.
 
     Between events the device measures; one of them, whose time by the host's clock is known, says
     which time that is there.
@@ -112,7 +113,7 @@ class CudaStreamClock(StreamClock):
 
 
 def clock_of(device: torch.device) -> StreamClock:
-    """The clock of what is computed on a device."""
+    """The clock for a device: the host's, or its stream's."""
     return CudaStreamClock(device) if device.type == "cuda" else StreamClock()
 
 
@@ -136,7 +137,7 @@ class _LateNumber:
 
 
 def number(tensor: Tensor) -> SupportsFloat:
-    """The one number of a tensor, as it is now: on the CPU at once, of a GPU once it is asked for.
+    """The value of a one-element tensor, read now on the CPU, and of a GPU when it is asked for.
 
     The tensor may be changed and let go.
     """
@@ -147,7 +148,7 @@ def number(tensor: Tensor) -> SupportsFloat:
 
 
 class OperationTimes(NamedTuple):
-    """When an operation ran, in seconds.
+    """Start and end of an operation's parts, in seconds.
 
     Attributes:
         begin_s: it was at hand, and loaded its samples, if any.
@@ -167,7 +168,7 @@ class OperationTimes(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The same by marks, which may be still to come; from one to another."""
+    """Start and end by marks on a stream, which may be still to come."""
 
     begin: Mark
     start: Mark
@@ -193,7 +194,8 @@ class Spans(NamedTuple):
 
 
 class UnderWay:
-    """What is to be noted of operations that a device has been handed, in their sequence."""
+    """Notes of operations that a device has been handed, made in sequence when it is done with
+    them."""
 
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Data: the segments of a run, the samples in each micro-batch, and what is filled up."""
+"""Segments of a run, and the samples of each micro-batch, padding included."""
 
 from __future__ import annotations
 
@@ -106,14 +106,15 @@ def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
 
 
 def run_length(segments: Sequence[Segment]) -> RunLength:
-    """Updates in a run, and in a whole epoch of it."""
+    """Updates in a run, and in one whole epoch of it."""
     first = segments[0]
     updates = sum(segment.updates for segment in segments)
     return RunLength(updates, -(-first.whole_epoch // first.update_every))
 
 
 def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, ...]:
-    """The run's segments. Samples that don't fill a mini-batch are dealt with as settings say.
+    """A run's segments, from checkpoint, evaluation or epoch to the next. Samples that don't fill a
+    mini-batch are dealt with as settings say.
 
     Raises TargetError when the data doesn't fill one mini-batch, or leaves some over and
     mustn't.
@@ -169,7 +170,7 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
 
 
 def places_within(first: int, count: int, every: int | None, update_every: int) -> tuple[int, ...]:
-    """Where the checkpoints or evaluations of an epoch are, in mini-batches of the epoch.
+    """After which mini-batches of an epoch checkpoints or evaluations come.
 
     Each comes at the update that a multiple of `every` falls on, or the next one: updates are made
     of the same mini-batches with and without it.
@@ -206,14 +207,15 @@ def real_samples(
 
 
 def mean_over(mini_batch: int, update_every: int, mini_batches: int) -> int:
-    """Mini-batches of a segment of so many whose mean is the gradient of this one's update."""
+    """How many mini-batches of a segment make the update of this one, whose gradient is their
+    mean."""
     first = mini_batch - mini_batch % update_every
     return min(update_every, mini_batches - first)
 
 
 @dataclass(frozen=True)
 class MicroBatchPart:
-    """A worker's micro-batch, filled up to full size, as a part of its mini-batch.
+    """A micro-batch, padded to full size, and its share of the mini-batch's mean.
 
     Attributes:
         real: samples of its own, in front.
@@ -236,7 +238,7 @@ class MicroBatchPart:
 def part_of(
     segment: Segment, mini_batch: int, micro_batch: int, size: int, dealt: slice = slice(None)
 ) -> MicroBatchPart:
-    """The part that a micro-batch is, or what a replica has of it.
+    """The part of a mini-batch that a micro-batch, or a replica's part of it, is.
 
     Args:
         size: samples with padding.
@@ -333,7 +335,7 @@ def _test_size(task: Task) -> int:
 
 
 def real_part(result: Any, real: int, size: int, advice: str) -> Any:
-    """The result of the first `real` of `size` samples.
+    """The result without padding: its first `real` of `size` samples.
 
     Of every tensor the rows of real samples, whether it has one or the same number for each
     sample (a flattened ``[size · c, ...]``, samples first).

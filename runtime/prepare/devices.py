@@ -1,4 +1,4 @@
-"""Which device each worker computes on, and getting its piece of the model and its data there.
+"""Each worker's device, its random state and modes, and moving modules and data there.
 
 The rule: a plan is trained on the kind of device that it was profiled on, or on the one that
 ``--device`` names. On GPUs the worker with local rank r of its host has ``cuda:(r mod GPUs)``; an
@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 
 
 def device_kind(plan: Plan, settings: RunSettings) -> str:
-    """ "cpu" or "cuda". What was reckoned from a data sheet is trained on the CPU by default."""
+    """The kind of device that a plan is trained on, "cpu" or "cuda"; of profiles from a data sheet
+    the CPU."""
     if settings.device != "auto":
         return settings.device
     return "cuda" if plan.profile.device == "cuda" else "cpu"
@@ -122,7 +123,7 @@ def gpu_count() -> int:
 
 
 def move(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move modules that share parameters and buffers, which they go on to share.
+    """Move modules to a device, and keep parameters and buffers shared that they share.
 
     Devices that tracing wrote into their graphs are replaced too.
     """
@@ -167,7 +168,7 @@ def _name_device(graph: fx.Graph, device: torch.device) -> bool:
 
 
 def put(value: Any, device: torch.device) -> Any:
-    """The same nest of containers with its tensors on a device; anything else is left as it is."""
+    """Containers with their tensors moved to a device; anything else is left as it is."""
     if isinstance(value, Tensor):
         pinned = value.device == CPU and value.layout == torch.strided and value.numel() > 1
         if device.type == "cuda" and pinned:
@@ -186,7 +187,7 @@ def put(value: Any, device: torch.device) -> Any:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """State of the generators that a worker uses: the CPU's, and behind it its GPU's."""
+    """Random state of a worker: torch's generator of the CPU, and of its GPU."""
     own = torch.get_rng_state()
     if device.type != "cuda":
         return own
@@ -194,7 +195,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Go back to a state, which may be one of a worker on another kind of device.
+    """Restore a random state, which may be of a worker on another kind of device.
 
     A GPU's generator is then seeded by what is known of the CPU's.
     """
@@ -211,12 +212,12 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 
 def generators(device: torch.device) -> tuple[Any, ...]:
-    """States of those that a forward may draw from: Python's and NumPy's too."""
+    """Random states of torch, Python and NumPy."""
     return *states(), random_state(device)
 
 
 def set_generators(given: tuple[Any, ...], device: torch.device) -> None:
-    """Go back to these states."""
+    """Restore these random states."""
     *before, own = given
     set_states(tuple(before))
     set_random_state(own, device)
@@ -224,7 +225,7 @@ def set_generators(given: tuple[Any, ...], device: torch.device) -> None:
 
 @contextmanager
 def random_kept(device: torch.device) -> Iterator[None]:
-    """Afterwards torch, Python's `random` and NumPy draw as if nothing had been drawn inside."""
+    """A context after which torch, Python and NumPy draw as if nothing had been drawn inside."""
     before = generators(device)
     try:
         yield
@@ -261,7 +262,7 @@ def used_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Modes:
-    """What torch is switched to where a model runs, which its forward may ask for.
+    """Modes of torch that a forward may ask for: autocast, deterministic operations.
 
     Attributes:
         autocast: its dtype; None: off.
@@ -295,12 +296,12 @@ class Modes:
 
 
 def modes_of_profile(profile: ProfileReference) -> Modes:
-    """Those that a profile was made under."""
+    """The modes that a profile was made under."""
     return Modes(None if profile.autocast is None else getattr(torch, profile.autocast))
 
 
 def modes_of(plan: Plan, settings: RunSettings) -> Modes:
-    """Those of a run. Raises PlanError as `autocast_of`."""
+    """The modes of a run. Raises PlanError as `autocast_of`."""
     kind = device_kind(plan, settings)
     return Modes(autocast_of(plan, settings), kind, settings.deterministic or None)
 
@@ -326,7 +327,8 @@ def autocast_of(plan: Plan, settings: RunSettings) -> torch.dtype | None:
 
 
 def forward_context(dtype: torch.dtype | None, device: str = "cpu") -> AbstractContextManager[Any]:
-    """What a forward and its loss run under. `device`: the type of the one they run on."""
+    """The context of a forward and its loss: autocast. `device`: the type of the one they run
+    on."""
     if dtype is None:
         return nullcontext()
     # Its cache of cast weights may outlive an update where a caller has a context of its own.

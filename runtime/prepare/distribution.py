@@ -1,4 +1,4 @@
-"""What replicas have to send each other, for the share that each has of a mini-batch."""
+"""Replicas: the share of each mini-batch that each has, and the messages between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SentValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Distribution:
-    """What each replica has of a mini-batch, and what goes between them.
+    """Every replica's share of a mini-batch, and the routes of messages between replicas.
 
     Attributes:
         shares: by the replicas' numbers.
@@ -56,7 +56,7 @@ def distribute(
     *,
     varying: bool = False,
 ) -> Distribution:
-    """Distribute training and evaluation over the replicas.
+    """Deal training and evaluation to the replicas, micro-batches round-robin.
 
     Args:
         specs: of all values, by number of samples.

@@ -1,5 +1,4 @@
-"""What a task's loss gives, a mean over samples or (sum, weight), and which parameters it uses by
-itself; found out before the run."""
+"""What a task's loss is: a mean over samples, or (sum, weight); and which parameters it uses."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _MOST_BYTES = 2**27
 
 @dataclass(frozen=True)
 class LossKind:
-    """What a task's loss gives, as was found out before the run.
+    """Whether a task's loss is a mean or (sum, weight), found out before the run.
 
     Attributes:
         weighted: (sum, weight); else a mean.

@@ -1,4 +1,5 @@
-"""Messages between workers: which part of which tensor, from which worker to which.
+"""Routes of messages between workers: which part of which tensor goes from whom to whom, in which
+shape.
 
 What one message holds of a tensor is a *part*: the whole of it where stages deal micro-batches,
 some of its samples where replicas share every mini-batch.
@@ -38,7 +39,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def mark_missing(slot: Tensor) -> None:
-    """Say that there is no gradient, in one slot or several. Types that have no mark get zeros."""
+    """Mark slots of a gradient message as without gradient, by a NaN that no computation makes.
+    Types that have no such mark get zeros."""
     slot = _real(slot)
     mark = _MARKS.get(slot.dtype)
     if mark is None:
@@ -69,7 +71,7 @@ def missing_gradients(message: Tensor) -> list[bool]:
 
 
 def add_gradients(total: Tensor, more: Tensor) -> None:
-    """Add a message to another one of the same tensor, in place."""
+    """Add a gradient message to another one, in place; what is missing in both stays so."""
     without, also_without = missing_gradients(total), missing_gradients(more)
     if not any(without) and not any(also_without):
         total.add_(more)
@@ -86,7 +88,7 @@ def add_gradients(total: Tensor, more: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Every so many-th sample of a tensor, along the dimension that counts samples."""
+    """Every so many-th sample of a tensor, along its sample dimension: one replica's."""
 
     dimension: int
     first: int
@@ -101,7 +103,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class MessageRoute:
-    """What the messages of a tensor from one replica to another of a later stage hold.
+    """A tensor's messages from a replica to one of a later stage: shape, dtype, which samples.
 
     Attributes:
         number: its position among all routes; the same on every worker.
@@ -236,7 +238,7 @@ def check_agreed(
 
 
 def join(parts: Sequence[tuple[MessageRoute, Tensor]]) -> Tensor:
-    """The receiver's tensor, of the parts that came for it."""
+    """A received tensor, joined from the parts of several replicas."""
     route, message = parts[0]
     if route.placed is None:
         return message
@@ -281,7 +283,7 @@ def message_series(
 
 
 def by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:
-    """The routes of each tensor."""
+    """Routes by the name of their tensor."""
     found: dict[str, list[MessageRoute]] = {}
     for route in routes:
         found.setdefault(route.spec.name, []).append(route)

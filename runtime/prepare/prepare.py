@@ -1,4 +1,5 @@
-"""A plan and its task made ready to run; all checks that need no other worker."""
+"""Plan and task made ready to train: model built, checked against the plan, cut into pieces,
+workers dealt."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class PreparedStage:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """The model, cut into stages.
+    """The model's pieces, one for each stage, with their parameters' names.
 
     Attributes:
         inputs: names of the model's own inputs, one for each tensor.
@@ -156,7 +157,7 @@ class PreparedModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan ready to run.
+    """A plan and its task, ready to train: pieces, workers, shares, messages, settings.
 
     Attributes:
         samples: in the training data.
@@ -206,7 +207,7 @@ class Prepared:
 def prepare(
     plan: Plan, settings: RunSettings, report: Callable[[str], None] = lambda what: None
 ) -> Prepared:
-    """Build the model with its seed, check it against the plan and cut it.
+    """Build the model with its seed, check it against the plan and cut it into stages.
 
     Args:
         plan: consistent in itself (`check_plan`).
@@ -376,8 +377,8 @@ def _matrices_of(traced: TracedTask, samples: int) -> frozenset[str]:
 
 
 def with_own_weights(prepared: Prepared) -> list[Prepared]:
-    """The same for each replica, by number: in one process, the replicas of a stage need weights of
-    their own. Stages of one worker go on to share theirs."""
+    """Pieces for each replica, by number, with weights of their own, for replicas in one process.
+    Stages of one worker go on to share theirs."""
     found = [prepared for _ in prepared.replicas]
     for worker in prepared.workers:
         if worker.replicas[0].leads:

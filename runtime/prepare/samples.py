@@ -1,4 +1,5 @@
-"""The samples of a run's mini-batches, the same on every worker; of each the parts it needs."""
+"""Samples of a run's mini-batches, in the same sequence on every worker, read in parts where they
+can be."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from ...profiles.tracing.random_states import same_states, states
 
 
 class Samples:
-    """One split of the task's data, in micro-batches of one size."""
+    """One split of the task's data, dealt into micro-batches."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Parameters that several stages use: one tensor on each device, a copy for each further device.
+"""Tied parameters of a prepared model: one tensor on each device, a copy for each further device.
 
 The gradients of copies are summed over the devices before every update, so that copies which start
 alike and have optimizers alike stay alike, bit by bit. Of a device's stages that use the same
@@ -25,7 +25,7 @@ from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
 
 @dataclass(frozen=True)
 class TiedParameters:
-    """Parameters that the same stages hold copies of.
+    """Parameters of which several devices hold copies, and the stages that do.
 
     Attributes:
         stages: ascending.
@@ -52,7 +52,7 @@ class TiedParameters:
 
 @dataclass(frozen=True)
 class OnOneDevice:
-    """Parameters that the same stages of one device use, one tensor each.
+    """Parameters that several stages of one device share: one tensor.
 
     Attributes:
         stages: ascending; the first one updates them, if they are trained, and has them in its
@@ -76,7 +76,7 @@ class OnOneDevice:
 
 @dataclass(frozen=True)
 class Ties:
-    """All parameters of a model that several stages use.
+    """All tied parameters of a model.
 
     Attributes:
         copied: over several devices; stages are those that update a copy, one of each device.
@@ -103,7 +103,7 @@ class Ties:
 
 
 def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] = ()) -> Ties:
-    """Replace what is used on an earlier device too by copies, in place.
+    """Replace parameters that an earlier device uses, too, by copies, in place.
 
     Args:
         stages: per stage, its pieces in all modes, which share their parameters.
@@ -294,8 +294,8 @@ def _replace(
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """As its state_dict has it, under its own names: hooks, its modules' own or torch's
-    (checkpoint_wrapper), that give others are left out."""
+    """A module's state as its state_dict has it, under the module's own names: hooks that rename,
+    of modules or of torch's checkpoint_wrapper, are left out."""
     found: dict[str, Any] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         inner._save_to_state_dict(found, f"{path}." if path else "", keep_vars=False)
@@ -362,7 +362,7 @@ def same_tensors(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[
 
 
 def expanded(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions along which its elements are one in memory."""
+    """Dimensions along which a tensor's elements share memory (stride 0)."""
     sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
     return tuple(d for d, (size, stride) in sizes if size > 1 and not stride)
 

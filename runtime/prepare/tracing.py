@@ -1,4 +1,5 @@
-"""A task's model traced for a run: its graph at every number of samples, in both modes."""
+"""The task's model traced for a run: its graph at every micro-batch size, in training and
+evaluation mode."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def is_small(plan: Plan) -> bool:
 
 
 def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]:
-    """Import the task.
+    """Import the task that a plan or --task names.
 
     Args:
         made_from: the profile that the plan was made from.
@@ -71,7 +72,7 @@ def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]
 
 @dataclass(frozen=True)
 class ForwardLook:
-    """What a forward of some number of samples shows.
+    """Results and shapes of one forward of some number of samples.
 
     Attributes:
         specs: of what layers take from each other; where mini-batches differ in shape, in one of
@@ -120,7 +121,7 @@ def _in_other_mode(model: nn.Module) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TracedTask:
-    """The model's graphs: the same layers in all, with the same values between them.
+    """The model's graphs, one for each micro-batch size, with the same layers in all.
 
     Attributes:
         model: that was traced, in training mode.

@@ -1,4 +1,4 @@
-"""Workers and the replicas of stages that they run; what each has to do.
+"""Workers by rank and replicas by number: which stages each runs, and its share of each mini-batch.
 
 Replicas are numbered stage by stage and within a stage one by one; workers, which are processes,
 device by device. Where each stage has devices of its own, a replica's number is its worker's rank.
@@ -126,7 +126,7 @@ def workers_of(plan: Plan) -> tuple[Worker, ...]:
 
 
 class Share(NamedTuple):
-    """What a replica has of each mini-batch.
+    """Which micro-batches, or samples, of each mini-batch a replica has.
 
     Attributes:
         micro_batches: those it runs, ascending.
@@ -152,7 +152,7 @@ class Share(NamedTuple):
 
 
 def share_of(plan: Plan, replica: Replica) -> Share:
-    """The share of one of the plan's replicas."""
+    """The share of one replica."""
     n, r, samples = plan.micro_batches, replica.count, plan.micro_batch
     if plan.system.whole_mini_batches:
         return Share(tuple(range(n)), samples // r, n * r, slice(replica.index, None, r))

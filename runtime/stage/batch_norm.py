@@ -1,4 +1,4 @@
-"""BatchNorm in a pipeline: running statistics of whole mini-batches.
+"""Deferred batch normalisation: running statistics of whole mini-batches, as torchgpipe has them.
 
 A micro-batch is normalized by its own statistics. Deferred, the running statistics (those of
 evaluation) are those that whole mini-batches have, updated once for each; as in torchgpipe.
@@ -86,7 +86,7 @@ class _Statistics:
 
 
 class DeferredBatchNorm(StageHooks):
-    """The running statistics of a stage's batch norms, updated once for each mini-batch."""
+    """Running statistics of a stage's batch norms, updated once for each mini-batch."""
 
     def __init__(self, module: nn.Module) -> None:
         self._counters = [
@@ -148,7 +148,7 @@ class DeferredBatchNorm(StageHooks):
 
 
 def deferred_of(stage: HookedStage) -> DeferredBatchNorm | None:
-    """That of a stage where it is asked for."""
+    """A stage's deferred batch norm, where it is asked for."""
     return DeferredBatchNorm(stage.module) if stage.settings.deferred_batch_norm else None
 
 

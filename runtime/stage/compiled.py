@@ -1,4 +1,4 @@
-"""Stages under torch.compile: which can be, and their forward.
+"""Stages under torch.compile: their forward, and why some stages can't be compiled.
 
 The compiler may compute activations again in the backward instead of keeping them. Where that
 backward runs on other weights than its forward, it would compute them on the wrong ones: there the
@@ -39,7 +39,7 @@ _MOST = 200
 
 
 def why_not(prepared: Prepared, stage: int) -> str:
-    """Why a stage can't be compiled, as far as the plan and the settings say; empty: they don't."""
+    """Why a stage can't be compiled, as plan and settings say; empty: nothing is in the way."""
     variant, settings = prepared.pipeline.variant, prepared.settings
     if variant.split_backward:
         return f"{variant.name} splits backwards in two, and compiled ones are one piece"
@@ -74,7 +74,7 @@ def forward_of(prepared: Prepared, stage: int, module: nn.Module) -> StageForwar
 
 
 class StageForward:
-    """A stage's forward; compiled, it is so when it first runs.
+    """A stage's forward, compiled at its first call where that was asked for.
 
     Attributes:
         why_not: why it isn't compiled, where it was to be; empty: it is, or wasn't to be.

@@ -1,4 +1,4 @@
-"""What a stage's replica has of the data: the model's own inputs, and the targets of its loss."""
+"""A replica's share of the data: model inputs and targets of its micro-batches, on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..prepare.workers import Replica
 
 
 class StageData:
-    """Loads a replica's samples, of each split on first use, and puts them on its device.
+    """Loads a replica's inputs and targets, ahead of use, and puts them on its device.
 
     Attributes:
         inputs: names of the model's inputs that its piece takes.

@@ -1,4 +1,4 @@
-"""What takes part in a stage's training beside forward, backward and optimizer step: one list."""
+"""The list of hooks that a system or a setting adds to a stage's passes and updates."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ the stage. They are called in this order, behind those that every stage has."""
 
 
 def chain_of(stage: HookedStage, *every: StageHooks) -> HookChain:
-    """The hooks of a stage. `every`: those that every stage has, besides its ties."""
+    """A stage's hooks as one chain. `every`: those that every stage has, besides its ties."""
     made = [make(stage) for make in FEATURES]
     return HookChain([*every, stage.ties, *(hooks for hooks in made if hooks is not None)])

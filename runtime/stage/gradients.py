@@ -1,4 +1,5 @@
-"""Gradients before an update: summed over replicas, clipped; what isn't finite, losses too."""
+"""Gradients before an update: all-reduced over replicas, checked for NaN and infinity, clipped by
+norm."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ STOP, WARN, SKIP = "stop", "warn", "skip"
 
 
 def finite_gradients(parameters: Iterable[nn.Parameter]) -> Callable[[], bool]:
-    """Whether all gradients are finite, as `finiteness`."""
+    """Whether all gradients are finite, as one tensor on their device (`finiteness`)."""
     return finiteness([p.grad for p in parameters if p.grad is not None and p.grad.numel()])
 
 
 class NotFinite:
-    """Keeps the mini-batches whose loss or gradients weren't finite, on one worker.
+    """The policy for a loss or gradients that are NaN or infinite (--on-nan), and the mini-batches
+    that had them.
 
     Attributes:
         mini_batches: counted over the whole run, as in the operations' names; ascending.
@@ -113,7 +115,7 @@ class Completed(NamedTuple):
 
 
 class StageGradients:
-    """Sums and clips a stage's gradients when an update is due, and looks whether they are finite.
+    """All-reduces, checks and clips a stage's gradients when an update is due.
 
     Attributes:
         norm: of the whole model, before its last clipping; None: there was none.

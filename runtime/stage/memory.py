@@ -1,4 +1,4 @@
-"""Counting what a stage really holds, operation by operation; the peak is kept by kind."""
+"""The runtime's account of a stage's bytes, by kind, operation by operation; its peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOKS = 100
 
 
 class MemoryAccount:
-    """Bytes of one stage, as the runtime holds them.
+    """Bytes that one stage holds, by kind, and their peak.
 
     Scratch memory inside operations isn't seen, so `workspace_bytes` is 0 here; compare with
     a prediction less its workspace.
@@ -133,7 +133,8 @@ def out_of_memory(
     device: torch.device,
     held: Sequence[int] = (),
 ) -> str | None:
-    """One line where an error, or what caused it, is memory that isn't there; None: it is another.
+    """One line for an error that is, or follows from, memory running out; None: it is another
+    error.
 
     It says what the worker held, what the plan said, and what to change.
 

@@ -1,4 +1,4 @@
-"""A stage's messages: outputs and their gradients, to and from the stages beside it.
+"""A stage's messages: activations received and sent, and their gradients.
 
 What stages of one worker give each other are their own tensors, without a copy (`HandedOver`).
 """
@@ -22,7 +22,7 @@ from ..weights.in_place import ChangedInPlace
 
 
 class StageMessages:
-    """What a replica of a stage receives and sends.
+    """Receives and sends a replica's activations and gradients, over its channels.
 
     Attributes:
         channels: of its worker.
@@ -165,7 +165,7 @@ class StageMessages:
 
 
 class HandedOver:
-    """The inputs of a stage's piece that are handed over, in training or in evaluation."""
+    """Inputs that another stage of the same worker hands over as they are, without a message."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Collection[str]]] | None = None) -> None:
         """

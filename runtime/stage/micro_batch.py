@@ -29,7 +29,7 @@ on."""
 
 
 class PieceInputs(NamedTuple):
-    """What a stage's forward of a micro-batch takes.
+    """What a stage's forward of one micro-batch takes: values, target, and what part of it is real.
 
     Attributes:
         values: the piece's inputs by name: received tensors and the model's own inputs.
@@ -46,7 +46,7 @@ class PieceInputs(NamedTuple):
 
 @dataclass
 class MicroBatch:
-    """What is kept of it.
+    """What a stage keeps of a micro-batch until its backward: autograd's graph, inputs, outputs.
 
     Attributes:
         saved_bytes: in all.
@@ -105,7 +105,7 @@ class MicroBatch:
 def input_shapes(
     names: Sequence[str], values: Mapping[str, Tensor], specs: Mapping[str, ValueSpec]
 ) -> InputShapes:
-    """What forwards of the same piece keep as many bytes for."""
+    """The inputs' shapes, and values of numbers, that decide how many bytes a forward keeps."""
     return tuple(
         (
             name,
@@ -141,7 +141,7 @@ def _shaped_as(prepared: Prepared, values: Mapping[str, Tensor], call: Call) -> 
 
 @contextmanager
 def advised(prepared: Prepared, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Whatever a stage's forward raises on inputs of another shape than was profiled says so.
+    """Adds to any error of a forward that its inputs have other shapes than were profiled.
 
     Graphs may hold lengths, and then fail in words of torch's own before anything is compared.
     Those that take the shape as well go on.

@@ -24,7 +24,7 @@ from .memory import MemoryAccount, out_of_memory
 
 
 class OperationNotes:
-    """Of the operations of one replica.
+    """Writes a replica's operations to status, metrics and log, and names them in errors.
 
     Attributes:
         clock: of what its stage computes on.

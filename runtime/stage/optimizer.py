@@ -143,7 +143,7 @@ def make_optimizer(
 
 
 class StageUpdates:
-    """A stage's optimizer, as its system steps it, and its learning rate.
+    """A stage's optimizer step and its learning-rate schedule, as the system prescribes them.
 
     Attributes:
         optimizer: None: there is nothing to train.
@@ -195,7 +195,7 @@ def _scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an update. Raises RunError naming the hook."""
+    """Take an optimizer step. Raises RunError naming the hook."""
     try:
         call_hook("optimizer", optimizer.step, doing="step()", kind=RunError)
     except RunError as error:
@@ -217,17 +217,17 @@ _EPSILON = 1e-6
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The norm of all gradients there are."""
+    """The 2-norm of all gradients there are."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Its square; a GPU's is waited for."""
+    """The squared 2-norm of all gradients; a GPU's is waited for."""
     return float(total_norm(parameters)) ** 2
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, most: float) -> None:
-    """Scale gradients in place, so that what has this norm has `most` at most.
+    """Scale gradients in place to a norm of at most `most` (`torch.nn.utils.clip_grad_norm_`).
 
     As torch.nn.utils.clip_grad_norm_ does it, which also scales by NaN where the norm is NaN.
     Its other half, clip_grads_with_norm_, goes by a reciprocal: in float64 an ulp from this.
@@ -249,12 +249,13 @@ def clip(parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, most: f
 
 
 def trained(parameters: Iterable[nn.Parameter]) -> int:
-    """How many numbers are trained, tied ones once."""
+    """How many numbers are trained; tied parameters count once."""
     return sum({id(p): p.numel() for p in parameters if p.requires_grad}.values())
 
 
 def own_part(most: float, own: int, every: int) -> float:
-    """The norm that a stage's gradients may have where stages don't wait for each other.
+    """The share of --clip-norm that a stage clips its own gradients to, where stages don't wait for
+    each other: X·√(its parameters / all).
 
     Args:
         most: for the whole model; it has that at most when all stages keep to their parts.
@@ -274,7 +275,7 @@ _AFTER_WARMUP: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A stage's learning rate, and when it is updated.
+    """A stage's learning-rate scheduler, stepped after updates or after epochs.
 
     Attributes:
         rule: one of torch.optim.lr_scheduler's, or what steps like one.
@@ -298,7 +299,7 @@ class Scheduler:
 
 
 def learning_rate_factor(shape: str, warmup: int, updates: int, update: int) -> float:
-    """Share of the optimizer's learning rate that an update uses.
+    """The factor of a learning-rate schedule (--warmup, --lr-schedule) at an update.
 
     Rises evenly over the first `warmup` updates, the last of which uses all of it; then stays or
     falls, so that it would be 0 at the update after the last.
@@ -348,7 +349,7 @@ def make_scheduler(
 
 
 def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What an optimizer's groups have besides parameters, in memory of its own."""
+    """A copy of an optimizer's options, group by group, without parameters."""
     return [
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -394,7 +395,7 @@ def scheduler_warning(task: Task, scheduler: Scheduler, length: RunLength) -> st
 
 
 def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimizer:
-    """The optimizer that a stage updates with.
+    """The optimizer that the system updates with: the task's, or its Nesterov form.
 
     Args:
         optimizer: the user's, for this stage.
@@ -492,7 +493,8 @@ def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
 
 
 def hook_warnings(prepared: Prepared) -> list[str]:
-    """Warnings of what in the task's hooks may be meant otherwise than it is taken."""
+    """Warnings for the task's scheduler, groups and gradient hooks that mean something else in a
+    pipeline."""
     lines = misspelt_hooks(prepared.task)
     settings, length = prepared.settings, prepared.length
     with looked_at(prepared):
@@ -530,7 +532,8 @@ _OTHER_STEP = (
 
 @contextmanager
 def looked_at(prepared: Prepared) -> Iterator[None]:
-    """Optimizers that are made here give their parameters no hooks that stay."""
+    """The context of a look at optimizers: hooks that making them leaves on parameters are removed
+    after it."""
     every = {p: None for piece in prepared.model.pieces for p in piece.module.parameters()}
     before = [[dict(hooks) for hooks in _hooks_of(p)] for p in every]
     try:

@@ -38,7 +38,7 @@ Forwarded = tuple[MicroBatch, dict[str, Tensor], Loss | None]
 
 
 class StagePiece:
-    """A stage's piece whose activations are kept from the forward to the backward.
+    """A stage's piece of the model with its activations kept from forward to backward.
 
     Attributes:
         inputs, outputs: their names, in the sequence of the module's.
@@ -204,7 +204,8 @@ class StagePiece:
 
 
 class RecomputedPiece(StagePiece):
-    """One whose inputs are kept: its whole forward is run a second time before the backward."""
+    """A piece of which inputs alone are kept: its forward runs a second time before the
+    backward."""
 
     def __init__(
         self, prepared: Prepared, s: int, device: torch.device, weights: WeightVersions
@@ -239,7 +240,7 @@ class RecomputedPiece(StagePiece):
 
 
 class PartlyRecomputedPiece(StagePiece):
-    """One of which only some layers are run a second time."""
+    """A piece of which some layers run a second time before the backward."""
 
     def __init__(
         self, prepared: Prepared, s: int, device: torch.device, weights: WeightVersions
@@ -270,7 +271,7 @@ class PartlyRecomputedPiece(StagePiece):
 def piece_of(
     prepared: Prepared, s: int, device: torch.device, weights: WeightVersions
 ) -> StagePiece:
-    """A stage's piece, which keeps or recomputes activations as its plan says."""
+    """A stage's piece, with recomputation as its plan says."""
     planned = prepared.plan.stages[s]
     kind = PartlyRecomputedPiece if planned.recomputed else StagePiece
     if planned.recompute and not planned.recomputed:

@@ -34,7 +34,7 @@ from .batch_norm import only_updated
 
 @dataclass
 class ForwardInputs:
-    """What a forward is recomputed from.
+    """Inputs, random state and buffers that a forward is recomputed from.
 
     Attributes:
         values: the piece's inputs by name.
@@ -53,7 +53,8 @@ class ForwardInputs:
 
 
 class Recomputation:
-    """Keeps the inputs of one stage's forwards, and restores what they ran under.
+    """Keeps the inputs, random states and buffers of a stage's forwards, and restores them for the
+    second run.
 
     A forward may overwrite what it gets. Which inputs are overwritten shows in the first
     run; until then all are copied, and only those after that.
@@ -127,7 +128,7 @@ def _left_as_they_were(buffers: Iterable[Tensor], device: torch.device) -> Itera
 
 
 class Empty:
-    """Stands in autograd's graph for a tensor that a layer saves, until that is computed again."""
+    """A placeholder in autograd's graph for a saved tensor, until its layer is recomputed."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
@@ -139,7 +140,7 @@ class Empty:
 
 
 class EmptyView:
-    """Stands likewise for what another layer saves of a tensor that such a layer makes."""
+    """A placeholder for a saved view of a tensor that a recomputed layer makes."""
 
     def __init__(self, remade: Remade, number: int, saved: Tensor) -> None:
         self._remade, self._number = remade, number
@@ -170,7 +171,7 @@ class _Kept:
 
 
 class Remade:
-    """What a micro-batch's layers need to be computed again, and what they then make.
+    """A micro-batch's recomputation of selected layers: what it takes, and what it makes.
 
     Attributes:
         kept_bytes: of what is kept for it, by storage.
@@ -429,7 +430,7 @@ _running: ContextVar[Remade | None] = ContextVar("_running", default=None)
 
 @contextmanager
 def running(remade: Remade | None) -> Iterator[None]:
-    """A stage runs its piece for this micro-batch."""
+    """The context in which a stage runs its piece for this micro-batch."""
     token = _running.set(remade)
     try:
         yield
@@ -452,7 +453,7 @@ def end_run(values: Any) -> None:
 
 
 class SelectedLayers:
-    """Those layers of a stage that are computed again.
+    """The layers of a stage that are recomputed before its backward, in runs of neighbours.
 
     Attributes:
         module: the stage's, which says when it runs them.

@@ -1,4 +1,4 @@
-"""A stage's replica at work: it follows its schedule, receives, computes, sends, keeps metrics."""
+"""A stage's replica at work: receive, compute, send, operation by operation of its schedule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ mini-batch's update is due."""
 
 
 class StageRunner:
-    """A stage of a prepared plan, or one replica of it.
+    """Runs the operations of one replica of a stage, with its messages and metrics.
 
     Attributes:
         replica: which one.

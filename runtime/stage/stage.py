@@ -1,4 +1,5 @@
-"""One stage: forward, backward and update of its piece of the model. No messages here.
+"""One stage's forward, backward and update, on the weight versions that its system prescribes. No
+messages.
 
 What a system or a setting adds to them are hooks (`planner.systems.hooks`), listed in `features`.
 """
@@ -36,7 +37,7 @@ from .piece import piece_of
 
 
 class Stage:
-    """A stage's piece, its weight versions, its optimizer, and what it has in flight.
+    """A stage's piece with its weight versions, optimizer and micro-batches in flight.
 
     Attributes:
         number: from 0, at the input side.

@@ -1,4 +1,4 @@
-"""Losses of mini-batches; and those that are (sum, weight): gradients of means, from sums'.
+"""Losses of mini-batches as (sum, weight), and gradients of means made from gradients of sums.
 
 How much counts in a mini-batch is known when its last forward is done on the last stage, and a
 backward may begin before. So gradients are those of sums, and each stage divides its own by the
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class MiniBatchMeans:
-    """Gradients of sums over mini-batches, each divided by its own weight.
+    """Gradients of summed losses, each mini-batch's divided by its own weight.
 
     Attributes:
         aside_bytes: of gradients that are ready while those of the next mini-batch come.
@@ -69,7 +69,7 @@ class MiniBatchMeans:
 
 
 class LossWeights(StageHooks):
-    """The weight of each mini-batch, and gradients that are means by it, on one worker.
+    """Hooks that divide each mini-batch's gradients by its weight, on one worker.
 
     All stages that gradients come to sum up the weights; the last one's replicas have parts of
     them. Nobody waits for the sum before the mini-batch's gradients are all there.
@@ -148,7 +148,7 @@ class LossWeights(StageHooks):
 
 
 class MiniBatchLosses:
-    """What this worker has of the losses of mini-batches whose updates are still to come.
+    """Losses and weights, on this worker, of mini-batches whose update is still to come.
 
     They are read when they are asked for: of a GPU they come late (`clock.number`).
     """
@@ -200,7 +200,8 @@ class MiniBatchLosses:
 def losses_of(
     prepared: Prepared, stage: Stage, all_reduce: AllReducer, not_finite: NotFinite
 ) -> MiniBatchLosses:
-    """Those of a stage's replica; its hooks divide its gradients where losses have weights."""
+    """The losses of a replica's mini-batches; its hooks divide gradients where losses have
+    weights."""
     if not prepared.model.loss.weighted or stage.number not in prepared.reached:
         return MiniBatchLosses(None)
     weights = LossWeights(stage, all_reduce, not_finite, prepared.plan)
