@@ -1,4 +1,4 @@
-"""What Python objects remember in attributes: told from what it was, and put back.
+"""State that a forward keeps in Python attributes: found by comparison, and restored.
 
 A forward may keep numbers and tensors in attributes of its modules, and in whatever these hold:
 lists, dicts, tuples, objects of the user's classes. A loss and an optimizer may likewise.

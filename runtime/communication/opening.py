@@ -1,4 +1,4 @@
-"""What each worker gets for the way that its messages go: channels, and all-reduces."""
+"""Opens a worker's channels and all-reduces for the transport that the workers agreed on."""
 
 from __future__ import annotations
 

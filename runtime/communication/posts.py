@@ -1,4 +1,5 @@
-"""When the two ends of a message hand it to the device, so that no device can stand still.
+"""When both ends of a message post it to the device, in an order of the schedule that can't
+deadlock.
 
 On a GPU a posted receive, and a send whose receiver isn't there yet, are kernels that wait. Work
 that waits for all that the device has (the first call of a library, a module that is loaded, an

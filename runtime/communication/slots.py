@@ -1,4 +1,4 @@
-"""Slots in shared memory: what lies where between two processes.
+"""Slots in shared memory between two processes: how many, how large, at which offset.
 
 Messages of a route and kind have slots of their own, in a box. Where mini-batches differ in shape,
 a message says its own in front; one that is larger than its slots, which are made for those that

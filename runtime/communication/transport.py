@@ -1,4 +1,5 @@
-"""How the messages of a run go, and the channels and all-reduces that each worker gets for it.
+"""Choice of a run's transport: shared memory, gloo, CUDA IPC, NCCL or pinned memory, by where
+workers are.
 
 On the CPU messages go through shared memory where all workers were started on one host, and by gloo
 else. On GPUs they go by NCCL where every worker has a GPU of its own, and else, for all of them, by

@@ -1,4 +1,4 @@
-"""Checks that all workers have the same data: a task's `data` is called on each of them.
+"""Digests by which workers check that `data`, called on each of them, gave all the same samples.
 
 The first stage takes a sample's inputs and the last one its target, from data of their own. Lengths
 are compared before training, and digests of the first samples of every epoch and evaluation. Where

@@ -1,4 +1,4 @@
-"""A trial before anything is measured or run: is training in pieces what training is?
+"""A trial before a profile or run: two mini-batches trained plainly and in pieces must agree.
 
 Two mini-batches are trained twice, plainly and in pieces (`trial_sides`). In pieces, micro-batches
 go through a cut model one behind the other, as in a pipeline, and weights are written into between

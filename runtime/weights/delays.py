@@ -1,4 +1,5 @@
-"""What a stage's training makes of its delay: the version difference that its plan predicts.
+"""Learning-rate rescheduling (PipeMare's T1) and stage-wise momentum, by the version difference
+that the plan predicts.
 
 - Learning-rate rescheduling (PipeMare's T1, 1910.05124): the rate of update t, counted from 0, is
   divided by d^(1 − min(t/T, 1)); d of 0 or 1 leaves it as it is.

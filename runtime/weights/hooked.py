@@ -1,4 +1,4 @@
-"""A stage as its hooks find it when they are made."""
+"""The view of a stage that its hooks are made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage's forward changes in place, as buffers: a second run must find it as the first."""
+"""Buffers that a stage's forward changes in place: kept, and restored for its recomputation."""
 
 from __future__ import annotations
 

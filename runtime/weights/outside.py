@@ -1,4 +1,4 @@
-"""The rules of a system from outside at a stage, in the place of those of the table."""
+"""Weight rules of a system from outside at a stage, in the place of the table's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The weight policy of a stage: the weights that each operation runs on, as its system says.
+"""The weight policy of a stage: which version, mixture or prediction each forward and backward runs
+on.
 
 `planner.systems.versions` numbers the versions; here they become tensors. None stands for the
 parameters as they are, the latest version.

@@ -1,4 +1,4 @@
-"""Weight prediction: where the optimizer will have taken the weights some updates later.
+"""Weight prediction k updates ahead, from momentum (SpecTrain) or the optimizer's rule (PipeOptim).
 
 A prediction is W − k·η·Δ: k updates ahead, η the learning rate of the parameter's group, Δ a
 direction read from the optimizer's state. Which direction is the system's choice
