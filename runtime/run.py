@@ -254,11 +254,11 @@ def _cautions(prepared: Prepared, rendezvous: Rendezvous | None, *, inline: bool
 
 
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
-    """What observers are told when training begins, where one tells. Raises FileError."""
+    """What observers are told when training begins, where one reports. Raises FileError."""
     settings, last = prepared.settings, prepared.segments[-1]
-    teller = next(replica for replica in prepared.replicas if replica.is_reporter)
+    reporter = next(replica for replica in prepared.replicas if replica.is_reporter)
     # What came after the checkpoint is cut off, and may be damaged.
-    size = noted_sizes(where, settings, teller).get(where.metrics.name, 0)
+    size = noted_sizes(where, settings, reporter).get(where.metrics.name, 0)
     told = ToldBefore(where.metrics, size, last.whole_epoch)
     return RunBegun(
         plan=prepared.plan,
@@ -370,7 +370,7 @@ def with_restarts(
 
 
 class Trainer:
-    """Trains by a plan, and tells callbacks how it goes on; what `tp-run` does.
+    """Trains by a plan, and calls callbacks as it goes on; what `tp-run` does.
 
     Attributes:
         plan, settings: what is run; None: those of the run directory, to `resume`.

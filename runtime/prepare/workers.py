@@ -25,7 +25,7 @@ class Replica:
         number: among all replicas of all stages.
         index: among the `count` of its stage.
         rank: of the worker that runs it.
-        is_reporter: whether it is the one of the run that tells of progress.
+        is_reporter: whether it is the one of the run that reports progress.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Worker:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether it is the one of the run that tells of progress."""
+        """Whether it is the one of the run that reports progress."""
         return any(replica.is_reporter for replica in self.replicas)
 
     @property

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """Why a run failed, as the worker that tells says it.
+    """Why a run failed, as the worker that reports says it.
 
     Attributes:
         waited: it only waited for another worker in vain.

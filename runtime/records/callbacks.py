@@ -1,7 +1,7 @@
 """Callbacks: who is told of a run while it goes on, and may end it early.
 
 They run in the process that launched the run, one after the other in the sequence given; under
-torchrun and srun in the process of the worker that tells of progress (the last stage's). What they
+torchrun and srun in the process of the worker that reports progress (the last stage's). What they
 are told of are frozen dataclasses. A run can end early only where its pipeline drains: at a
 checkpoint, at the end of an epoch, at an evaluation. Its weights are then those after all
 mini-batches up to there, in every system, bit for bit those that the whole run had there.

@@ -338,7 +338,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
     mini_batches: int = 0
     samples: int = 0
     weighted_loss: float | None = 0.0
-    """Losses of mini-batches times their weights, on the worker that tells of progress. None, as
+    """Losses of mini-batches times their weights, on the worker that reports progress. None, as
     JSON has it: not a number."""
     weight: float | None = None
     """Of all these mini-batches: their samples, or what counts in them. None: nothing yet."""

@@ -1,4 +1,4 @@
-"""Figures of a mini-batch for dashboards (--log), on the worker that tells of progress."""
+"""Figures of a mini-batch for dashboards (--log), on the worker that reports progress."""
 
 from __future__ import annotations
 

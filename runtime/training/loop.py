@@ -103,14 +103,14 @@ def train(
     """Take the runners of this process through the whole training, and write what they leave.
 
     Args:
-        observer: is told of progress, where one of them is the one that tells.
+        observer: is told of progress, where one of them is the one that reports.
         barrier, replica_barrier: as of `Course`.
         agree: whether all workers say yes; by default, this process has all of them.
     """
     prepared = runners[0].prepared
     more = prepared.settings.resumed
-    tells = any(runner.replica.is_reporter for runner in runners)
-    metrics = MetricsFile(where.metrics, observer, more=more) if tells else None
+    reporting = any(runner.replica.is_reporter for runner in runners)
+    metrics = MetricsFile(where.metrics, observer, more=more) if reporting else None
     files = {}
     for runner in runners:
         keep_gradients(where, runner)
@@ -466,8 +466,8 @@ class Course:
     def _report(self, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
         if self.prepared.settings.log:
-            (teller,) = (runner for runner in self.runners if runner.replica.is_reporter)
-            self.observer.figures(self._figures(teller, segment, mini_batch))
+            (reporter,) = (runner for runner in self.runners if runner.replica.is_reporter)
+            self.observer.figures(self._figures(reporter, segment, mini_batch))
         self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
 
     def reports(self) -> list[StageReport]:

@@ -129,7 +129,7 @@ def train_worker(
     """Train as one worker of many; gloo listens where its environment variable says.
 
     Args:
-        observer: is told of progress, where this is the worker that tells.
+        observer: is told of progress, where this is the worker that reports.
 
     Raises:
         RunError: training failed here.

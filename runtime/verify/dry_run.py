@@ -162,7 +162,7 @@ def dry_run(
     Under torchrun or srun every host looks at itself, and a message goes over every cut.
 
     Returns:
-        The findings; None on workers that aren't the one that tells.
+        The findings; None on workers that aren't the one that reports.
 
     Raises: as `run`, for what makes a run impossible; TargetError where hooks or stages fail.
     """
