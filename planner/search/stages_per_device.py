@@ -16,12 +16,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain, pairwise
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
@@ -29,23 +27,16 @@ from ..costs.layer_graph import held_together
 from ..costs.recomputation import Selection, of_stage
 from ..costs.tied_parameters import misplaced
 from ..evaluate import Evaluation, Question
-from ..partition.chains import Chains, Found
-from ..partition.dp.lattice import Lattice, joined
 from ..partition.placings import pattern
 from ..partition.problem import SAME, members
-from ..partition.solve import DpSource, source_for
+from ..partition.solve import source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
-from .local_search.improve import LocalSearch, Standing, improve, starts_with
+from .local_search.improve import LocalSearch, Standing, fastest_first, improve, starts_with
+from .placed_bounds import PlacedBounds
 from .relaxed.relaxation import Relaxation
-from .relaxed.rows import Rows
 from .state import FAR, FAR_OFF, Budget, OutOfBudget, SearchState
-
-Pins = Sequence[tuple[int, int]]
-
-_MOST_DOWNSETS = 3_000
-"""Of graphs with more, cuts aren't listed."""
 
 _MOST_SUBSETS = 32
 """Of the ways to leave devices out, so many are looked at."""
@@ -71,14 +62,12 @@ _FITTING_EFFORT = 800_000
 _FITTING_S = 0.4
 """For finding out whether something would do."""
 
-_ABOUT = 2.0
-"""How much periods may be above the least."""
+_CUTS, _EVEN = 4, 2
+"""Of cuts that come near to a bound, by what they need at the least, and of even ones, those that
+are looked at."""
 
-_CUTS, _EVEN = 2, 2
-"""Of cuts that come near to a bound, and of even ones, those that are looked at."""
-
-_PER_ROUND = 1
-"""Simulated operations that take as long as a round of looking for a bound, for each stage."""
+_AGAIN = 2
+"""Times that cuts are looked for which need less memory than the fastest ones."""
 
 _MOST_STEPS = 20_000
 """Stages that are begun while the cuts of a branch are listed; with more, they aren't."""
@@ -199,102 +188,6 @@ def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) 
     )
 
 
-# Bounds ------------------------------------------------------------------------------------------
-
-
-class PlacedBounds:
-    """Bounds the branches of a search.
-
-    Args:
-        relaxation: of plans with several stages on each device.
-        pins: (layer, stage).
-    """
-
-    def __init__(
-        self, search: SearchState, relaxation: Relaxation, micro_batches: int, pins: Pins
-    ) -> None:
-        """`micro_batches`: any N that may be looked at."""
-        self.search, self.relaxation, self._pins = search, relaxation, pins
-        self._problem = relaxation.problem(Branch(micro_batches))
-        self._rows: dict[int, Rows] = {}
-        self._bounded = set[PlacedBranch]()
-
-    def bound(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
-        """Bound a branch. Returns cuts that come near to it."""
-        search = self.search
-        self._bounded.add(branch)
-        if self.lattice is None:
-            return []
-        chains = self.rows(branch.micro_batches).chains(branch.on)
-        about_s = min(search.period_s, _ABOUT * search.bounds[branch])
-        found = self.solved(chains, about_s)
-        search.bounds[branch] = max(search.bounds[branch], found.bound_s)
-        return found.cuts[:_CUTS]
-
-    def bound_anew(self, branch: PlacedBranch) -> None:
-        """Bound it again, where the best plan's period makes it higher: what memory there is counts
-        for that."""
-        if branch not in self._bounded or self.relaxation.limited:
-            self.bound(branch)
-
-    def solved(self, chains: Chains, about_s: float) -> Found:
-        """The bound of chains for a period about this. Raises OutOfBudget."""
-        found = chains.bound(about_s)
-        self.search.budget.take(found.rounds * chains.stages * _PER_ROUND)
-        return found
-
-    @cached_property
-    def _groups(self) -> list[int]:
-        return joined(self._problem)
-
-    @cached_property
-    def lattice(self) -> Lattice | None:
-        """All places to cut at; None: they are too many."""
-        source = self.search.source
-        if self.relaxation is not self.search.relaxation:
-            source = source_for(self._problem, deadline=self.search.budget.deadline)
-        lattice = source.lattice if isinstance(source, DpSource) else None
-        complete = lattice is not None and lattice.complete and lattice.size <= _MOST_DOWNSETS
-        return lattice if complete else None
-
-    def rows(self, micro_batches: int) -> Rows:
-        """What plans with so many cost; there must be a lattice."""
-        assert self.lattice is not None
-        if micro_batches not in self._rows:
-            self._rows[micro_batches] = Rows(self.relaxation, self.lattice, micro_batches)
-        return self._rows[micro_batches]
-
-    def least_s(self, micro_batches: int, devices: Sequence[int] = ()) -> float:
-        """No plan with so many micro-batches has a shorter period, whatever the placement.
-
-        Args:
-            devices: those that it uses; empty: any.
-        """
-        relaxation, listed = self.relaxation, self.search.question.cluster.devices
-        costs = relaxation.graph.costs(relaxation.seconds.size(micro_batches, 1))
-        speeds = [listed[d].speed for d in devices or range(len(listed))]
-        each = (costs.forward_s + costs.backward_s) * micro_batches
-        alone = max(float(each[[*members(group)]].sum()) for group in self._groups)
-        least_s = max(alone / max(speeds), float(each.sum()) / sum(speeds))
-        if relaxation.variant.flushes:
-            trip, _ = relaxation.seconds.heads(costs, both=False)
-            least_s = max(least_s, float(trip.sum()))
-        return least_s
-
-    def allowed(self, branch: PlacedBranch, chains: Chains) -> list[NDArray[np.bool_]]:
-        """Per stage, where it may end: with pinned layers on their stages, and the last at the
-        end."""
-        stages, found = len(branch.placement), []
-        for s in range(stages):
-            top = np.arange(len(chains.masks)) == len(chains.masks) - 1
-            allowed = top if s == stages - 1 else ~top
-            for layer, stage in self._pins:
-                has = np.array([bool(mask >> layer & 1) for mask in chains.masks])
-                allowed = allowed & (has if stage <= s else ~has)
-            found.append(allowed)
-        return found
-
-
 # The search over them ----------------------------------------------------------------------------
 
 
@@ -313,7 +206,7 @@ class PlacedSearch:
         asked: StagesAsked,
         counts: Sequence[int],
         stages: int | None,
-        pins: Pins,
+        pins: Sequence[tuple[int, int]],
     ) -> None:
         self.search, self.asked, self._pins = search, asked, pins
         self._counts, self._stages = counts, stages
@@ -481,7 +374,7 @@ class PlacedSearch:
             if not self._may_gain(branch):
                 left.remove(branch)
             elif branch not in bounded:
-                bounded[branch] = self._bounds.bound(branch)
+                bounded[branch] = self._bounds.cuts(branch)
             else:
                 left.remove(branch)
                 turn += 1
@@ -493,26 +386,26 @@ class PlacedSearch:
     def _look(
         self, local: LocalSearch, branch: PlacedBranch, cuts: Sequence[tuple[int, ...]]
     ) -> Iterator[Standing]:
-        """First cuts of a branch: some that come near to its bound, even ones, and where none of
-        them fits, those that may by what they have in flight."""
+        """First cuts of a branch: some that come near to its bound, even ones, and where the
+        fastest doesn't fit, those that may by what it has in flight."""
         even = local.near.first_cuts(branch.micro_batches, branch.lying)[:_EVEN]
-        found = list[Standing]()
-        for standing in starts_with(local, branch, dict.fromkeys([*cuts, *even])):
-            found.append(standing)
-            yield standing
-        if (
-            self._bounds.lattice is None
-            or not found
-            or any(not standing.over for standing in found)
-        ):
-            return
-        for standing in sorted(found, key=lambda s: s.over)[:_CUTS]:
-            rows = self._bounds.rows(branch.micro_batches)
-            chains = rows.chains_like(standing.found, standing.point.downsets)
-            for cut in self._bounds.solved(chains, standing.period_s).cuts[:_CUTS]:
-                again = local.look(replace(standing.point, downsets=cut))
-                if again is not None:
-                    yield again
+        near = fastest_first(local, branch, cuts)[:_CUTS]
+        found = list(starts_with(local, branch, dict.fromkeys([*near, *even])))
+        yield from found
+        for _ in range(_AGAIN if found else 0):
+            some = {min(found, key=lambda s: s.period_s), min(found, key=lambda s: s.over)}
+            found = []
+            for standing in some:
+                if standing.over:
+                    again = self._bounds.cuts_like(branch, standing)
+                    points = [
+                        replace(standing.point, downsets=cut)
+                        for cut in fastest_first(local, branch, again)[:_CUTS]
+                    ]
+                    found += [x for point in points if (x := local.look(point)) is not None]
+            yield from found
+            if not found:
+                return
 
     # Bounds, and the proof -------------------------------------------------------------------
 
@@ -523,28 +416,28 @@ class PlacedSearch:
         """
         search, bounds = self.search, self.search.bounds
         for branch in sorted(branches, key=lambda b: (bounds[b], len(b.placement))):
-            if self._may_gain(branch) and self._bounds.lattice is not None:
+            if self._may_gain(branch):
                 search.say(search.standing)
-                self._bounds.bound_anew(branch)
-            if self._may_gain(branch) and self._bounds.lattice is not None:
+                self._bounds.bound(branch)
+            if self._may_gain(branch):
                 self._try_all(branch)
 
     def _try_all(self, branch: PlacedBranch) -> None:
         """Try all cuts of a branch, unless they are too many."""
-        search, left = self.search, [_MOST_STEPS]
-        chains = self._bounds.rows(branch.micro_batches).chains(branch.on)
+        search, left, chains = self.search, [_MOST_STEPS], self._bounds.chains(branch)
+        if chains is None:
+            return
 
-        def go_on(places: int) -> bool:
+        def go_on(links: int) -> bool:
             search.budget.spend_steps(1)
             left[0] -= 1
             return left[0] >= 0
 
-        found = chains.below(search.period_s / SAME, go_on, self._bounds.allowed(branch, chains))
+        found = chains.below(search.period_s / SAME, go_on)
         unresolved = float("inf")
-        for load_s, positions in found or ():
+        for load_s, downsets in found or ():
             if load_s * SAME >= search.period_s:
                 break
-            downsets = [chains.masks[p] for p in positions]
             unresolved = min(unresolved, self._try_ways(branch, downsets, load_s))
             known_s = min(load_s, unresolved, search.period_s)
             search.bounds[branch] = max(search.bounds[branch], known_s)

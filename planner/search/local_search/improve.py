@@ -493,6 +493,17 @@ def starts_with(
                 break
 
 
+def fastest_first(
+    local: LocalSearch, branch: PlacedBranch, cuts: Iterable[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Cuts of a branch, by what they need at the least under the widest limits."""
+    lying, n = branch.lying, branch.micro_batches
+    again, limits = local.relaxation.recompute[:1], next(local.near.usual_limits(len(lying), lying))
+    points = [Point(cut, lying, again * len(lying), n, limits) for cut in cuts]
+    known = [(seen.least_s, p.downsets) for p in points if (seen := local.foreseen(p)) is not None]
+    return [cut for _, cut in sorted(known)]
+
+
 def _under_less(
     local: LocalSearch, point: Point, less: Sequence[tuple[int, ...]]
 ) -> Iterator[Standing]:

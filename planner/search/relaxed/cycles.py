@@ -68,33 +68,16 @@ def cycle_problem(
 
     None where there are none (`has_cycles`).
     """
-    variant, question, stages = relaxation.variant, relaxation.question, branch.stages
+    variant, stages = relaxation.variant, branch.stages
     if stages is None or not has_cycles(relaxation, branch):
         return None
-    rule, cluster, n = _RULES[variant.schedule], question.cluster, branch.micro_batches
-    loads = relaxation.problem(branch, Assumptions(view="cycle", unreplicated=True))
-    size = relaxation.size(n, 1)
-    graph = relaxation.graph
-    costs = graph.costs(size)
-    once = costs.input_s if variant.split_backward else costs.backward_s
-    modes = [loads.modes[option.mode] for option in loads.options]
-    forward = np.array([costs.forward_s for _ in modes])
-    backward = np.array(
-        [
-            once + _recomputed_s(mode, costs.recompute_s, costs.forward_s, relaxation)
-            for mode in modes
-        ]
-    )
-    ranges = relaxation.limit_ranges(stages)
-    places = [loads.place(0, stages - s) for s in range(stages)]
-    path = graph.heaviest_path(costs.forward_s + costs.backward_s)
-    # Of a whole mini-batch, where a backward takes it.
-    gradients = n if variant.backward_unit == "mini" else 1
+    n, found = branch.micro_batches, stage_problem(relaxation, branch)
+    cluster, ranges = relaxation.question.cluster, relaxation.limit_ranges(stages)
+    places = [found.loads.place(0, stages - s) for s in range(stages)]
     latency_s = min((link.latency_s for link in cluster.links), default=0.0)
-    return CycleProblem(
-        loads=replace(loads, modes=tuple(modes)),
-        rule=rule,
-        micro_batches=n,
+    return replace(
+        found,
+        rule=_RULES[variant.schedule],
         stages=tuple(
             CycleStage(
                 speed=place.speed,
@@ -105,17 +88,39 @@ def cycle_problem(
             )
             for s, place in enumerate(places)
         ),
-        forward_s=forward,
-        backward_s=backward,
-        messages=_messages(relaxation, gradients, size),
         every_user=every_user,
         every_mode=every_mode,
-        path=tuple(path),
-        path_s=tuple(
-            (1 + gradients) * nbytes / cluster.fastest_bytes_per_s
-            for nbytes in graph.sent_along(path, size)
-        ),
         latency_s=latency_s,
+    )
+
+
+def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
+    """What stages cost alone, in no sequence yet, with messages over the fastest link and without
+    latencies."""
+    variant, n, graph = relaxation.variant, branch.micro_batches, relaxation.graph
+    loads = relaxation.problem(branch, Assumptions(view="cycle", unreplicated=True))
+    size = relaxation.size(n, 1)
+    costs = graph.costs(size)
+    once = costs.input_s if variant.split_backward else costs.backward_s
+    modes = [loads.modes[option.mode] for option in loads.options]
+    backward = [
+        once + _recomputed_s(mode, costs.recompute_s, costs.forward_s, relaxation) for mode in modes
+    ]
+    path = graph.heaviest_path(costs.forward_s + costs.backward_s)
+    # Of a whole mini-batch, where a backward takes it.
+    gradients = n if variant.backward_unit == "mini" else 1
+    fastest = relaxation.question.cluster.fastest_bytes_per_s
+    return CycleProblem(
+        loads=replace(loads, modes=tuple(modes)),
+        rule="room" if variant.backward_unit == "mini" else "turns",
+        micro_batches=n,
+        stages=(),
+        forward_s=np.array([costs.forward_s for _ in modes]),
+        backward_s=np.array(backward),
+        messages=_messages(relaxation, gradients, size),
+        path=tuple(path),
+        path_s=tuple((1 + gradients) * nbytes / fastest for nbytes in graph.sent_along(path, size)),
+        latency_s=0.0,
     )
 
 

@@ -1,48 +1,58 @@
 """What plans with a given device for each stage cost at the least, as sums over their stages.
 
 Along one path through the graph, the heaviest that gradients come back on, everything waits for
-what is before, and for the gradients of what comes after. So no schedule of N micro-batches is
+what is before, and for the gradients of what comes after: a stage that has layers of it runs all of
+its layers between, and sends all that the next one takes. So no schedule of N micro-batches is
 faster than
 
 - a device's work of all its stages, and its updates;
 - where the pipeline flushes, that behind the way of one micro-batch there and back on the path
   before its first stage; or before any of its stages, with the work of those from there on;
-- a wire's messages;
+- a wire's messages, from each stage to the next one;
 - the round trips of micro-batches from a stage to the end and back, one after another as its
   schedule keeps so few at once: N / K of them, or 1 / L of one where L mini-batches are in flight.
 
 A stage that has no layer of the path waits for none of that.
 
-Index letters: N micro-batches; S stages; s, t stages; n layers; P places to cut.
+Index letters: N micro-batches; S stages; s, t stages; n layers; L links (`chains`); P places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...costs.layer_graph import LayerVectors
 from ...costs.memory import room_bytes
 from ...evaluate import Evaluation
-from ...partition.chains import Chains, Term
+from ...partition.chains import Chains, Links, Term
+from ...partition.dp.cost_tables import Flags
+from ...partition.dp.cycle_stages import StageTable
 from ...partition.dp.lattice import Lattice
-from ...partition.problem import Vector
+from ...partition.problem import Vector, members
 from ...schedules.interleaved import interleaved
 from ...simulator.pipeline import Pipeline
 from ...systems.operations import BACKWARDS, FORWARDS
+from ..choices import Branch
+from .carried import Carried
+from .cycles import stage_problem
 from .relaxation import Relaxation
 
-_FORWARD, _BACKWARD, _WORK, _UPDATE, _THERE, _BACK, _BYTES, _PARAMETERS, _KEPT = range(9)
-"""Measures of layers: of those that are waited for, of all work, of the path; bytes that are
-always there, of parameters, and of what each micro-batch keeps, about."""
+_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _SENT, _MESSAGES = range(8)
+"""Measures of links. Of a stage on the path, a micro-batch's forward and backward; of any, all work
+in a period; bytes that are always there, of parameters, and of what each micro-batch keeps, about.
+Between two on the path, what a micro-batch's messages there and back take, and 1, for latencies.
+All on the fastest device or link."""
 
-_SENT, _ONCE = range(2)
-"""Measures of messages: their bytes; and 1, for the latency."""
+
+def _over_wires(age: int) -> tuple[int, int]:
+    """Measures of what messages of a period take, and their gradients: with 1 to the next stage;
+    else of what is carried, from the stage so many before."""
+    return _MESSAGES + 2 * age - 1, _MESSAGES + 2 * age
 
 
 class Rows:
@@ -50,47 +60,74 @@ class Rows:
 
     Args:
         lattice: places to cut at.
+        pins: (layer, stage).
+        deadline: by `time.monotonic`.
+
+    Raises OutOfTime.
     """
 
-    def __init__(self, relaxation: Relaxation, lattice: Lattice, micro_batches: int) -> None:
+    def __init__(
+        self,
+        relaxation: Relaxation,
+        lattice: Lattice,
+        micro_batches: int,
+        pins: Sequence[tuple[int, int]] = (),
+        deadline: float | None = None,
+    ) -> None:
         self.relaxation, self.variant, self._n = relaxation, relaxation.variant, micro_batches
-        self.question, graph = relaxation.question, relaxation.graph
-        self._path = graph.heaviest_path(relaxation.seconds.way_s(micro_batches))
+        self.question, self._lattice, self._pins = relaxation.question, lattice, pins
+        self._table = StageTable(
+            stage_problem(relaxation, Branch(micro_batches)), lattice, deadline
+        )
+        self._carried = Carried(self._table)
+        self._every_on_path = not self._table.off_path[0, 1:-1].any()
+        self.links = self._links()
+
+    def _links(self) -> Links:
+        """Stages, with the kind of the next one and the age of what is carried to it."""
+        table, n, carried, lattice = self._table, self._n, self._carried, self._lattice
         inside = np.array([lattice.column(layer) for layer in range(lattice.layers)])
-        along = inside[self._path].sum(axis=0)
-        order = np.lexsort((inside.sum(axis=0), along))
-        self.masks = [lattice.masks[p] for p in order.tolist()]
-        self._inside = inside[:, order].astype(np.float64)
-        self.gaps: NDArray[np.intp] = along[order].astype(np.intp)
+        held = self._layer_bytes @ inside
+        stages, kinds = table.stages, table.classes
+        per_period = 1 if self.variant.backward_unit == "mini" else n
+        # Kinds of stages that there are; of what comes behind the last one, the first.
+        begins = np.zeros((table.lattice.size, kinds), dtype=np.bool_)
+        begins[stages.below, stages.kind] = begins[-1, 0] = True
+        age, pair = np.nonzero(carried.reached[:, stages.below])
+        number, after = np.nonzero(begins[stages.above[pair]])
+        which, age = pair[number], age[number]
+        begin = (stages.below[which] * kinds + stages.kind[which]) * carried.ages + age
+        order = np.argsort(begin, kind="stable")
+        which, age, after, begin = which[order], age[order], after[order], begin[order]
+        above = stages.above[which]
+        sent, there = stages.sent_s[after, which], stages.wire_s[after, which] / n
+        returns, on_path = sent > -np.inf, stages.on_path[which]
+        linked = on_path & returns & ~table.off_path[after, above]
+        measured = [
+            stages.forward_s[which] * on_path,
+            stages.backward_s[which] * on_path,
+            stages.busy_s[which],
+            *(held[:, above] - held[:, stages.below[which]]),
+            np.where(linked, sent, 0.0),
+            linked,
+            there * n,
+            np.where(returns, sent - there, 0.0) * per_period,
+        ]
+        for each in range(2, carried.ages):
+            there, back = carried.sent_s[:, which] * (age == each)
+            measured += [there * n, back * per_period]
+        end = (above * kinds + after) * carried.ages + carried.older(which, age)
+        kinds *= carried.ages
+        return Links(begin, end, np.array(measured), table.lattice.masks, kinds)
 
     @cached_property
-    def _measures(self) -> Vector:
-        """Over the layers before each place, [F, P]."""
-        graph, seconds = self.relaxation.graph, self.relaxation.seconds
-        costs = graph.costs(seconds.size(self._n, 1))
-        back = costs.input_s if self.variant.split_backward else costs.backward_s
-        work = costs.forward_s + costs.backward_s
-        if self.relaxation.recompute == (True,):
-            back, work = back + costs.forward_s, work + costs.forward_s
-        waiting = graph.drained.waiting if self.variant.flushes else np.ones(len(back))
-        update_s, _ = seconds.serial(self._n, 1)
-        path = np.zeros(len(back))
-        path[self._path] = 1.0
+    def _layer_bytes(self) -> Vector:
+        """Of layers, measures in bytes, [3, n]."""
+        graph = self.relaxation.graph
+        costs = graph.costs(self.relaxation.size(self._n, 1))
         always = (1 + self.question.least_state_factor) * graph.parameter_bytes
-        layers = np.array(
-            [
-                costs.forward_s * waiting,
-                back * waiting,
-                work,
-                update_s,
-                costs.forward_s * path,
-                back * path,
-                always + graph.buffer_bytes,
-                graph.parameter_bytes,
-                self._kept_bytes(costs),
-            ]
-        )
-        found: Vector = layers @ self._inside
+        kept = self._kept_bytes(costs)
+        found: Vector = np.array([always + graph.buffer_bytes, graph.parameter_bytes, kept])
         return found
 
     def _kept_bytes(self, costs: LayerVectors) -> Vector:
@@ -98,17 +135,6 @@ class Rows:
         found: Vector = costs.private_bytes.copy()
         for name, savers in self.relaxation.graph.savers.items():
             found[(savers & -savers).bit_length() - 1] += costs.storages[name]
-        return found
-
-    @cached_property
-    def _messages(self) -> Vector:
-        """What the path sends over each place, [2, P]."""
-        size = self.relaxation.seconds.size(self._n, 1)
-        sent = self.relaxation.graph.sent_along(self._path, size)
-        found = np.zeros((2, len(self.masks)))
-        for p, count in enumerate(self.gaps.tolist()):
-            if 0 < count < len(self._path):
-                found[:, p] = sent[count - 1], 1.0
         return found
 
     def chains(self, devices: Sequence[int]) -> Chains:
@@ -130,18 +156,29 @@ class Rows:
             _PARAMETERS: [factor + stage.versions_held for stage in stages],
             _KEPT: [float(stage.micro_batches_kept) for stage in stages],
         }
-        places = [self.masks.index(mask) for mask in cut]
-        inside = np.diff(self._measures[:, places], axis=1)
+        layers = [[*members(b & ~a)] for a, b in pairwise(cut)]
+        inside = np.array([self._layer_bytes[:, mine].sum(axis=1) for mine in layers]).T
         for d in {*devices}:
             mine = [s for s, other in enumerate(devices) if other == d]
-            about = sum(row[s] * inside[k, s] for k, row in counts.items() for s in mine)
+            about = sum(row[s] * inside[k - _BYTES, s] for k, row in counts.items() for s in mine)
             needs = found.prediction.device_of(mine[0]).memory_bytes
             rows.append(self._holding(devices, d, counts, needs / about if about else 1.0))
         return self._chains(devices, rows)
 
     def _chains(self, devices: Sequence[int], memory: Sequence[Term | None]) -> Chains:
         terms = [*self._terms(tuple(devices)), *(term for term in memory if term is not None)]
-        return Chains(self.masks, self._measures, self._messages, self.gaps, terms)
+        return Chains(self.links, terms, [*self._pinned(len(devices))])
+
+    def _pinned(self, stages: int) -> Iterator[Flags]:
+        """Per stage, the links that have its pinned layers; none where there is no such stage."""
+        kinds, missing = self.links.kinds, any(stage >= stages for _, stage in self._pins)
+        for s in range(stages):
+            some = np.full(len(self.links.begin), not missing)
+            for layer, stage in self._pins:
+                if stage == s:
+                    has = self._lattice.column(layer)
+                    some &= has[self.links.end // kinds] & ~has[self.links.begin // kinds]
+            yield some
 
     # Terms ---------------------------------------------------------------------------------------
 
@@ -149,7 +186,7 @@ class Rows:
         stages, n = len(devices), self._n
         for d in dict.fromkeys(devices):
             mine = [s for s in range(stages) if devices[s] == d]
-            yield self._sum(devices, {s: {_WORK: n, _UPDATE: 1} for s in mine})
+            yield self._sum(devices, {s: {_WORK: 1} for s in mine})
             for at, first in enumerate(mine if self.variant.flushes else ()):
                 behind = {s: {_FORWARD: n, _BACKWARD: n} for s in mine[at:]}
                 yield self._sum(devices, behind, fills=first)
@@ -183,29 +220,18 @@ class Rows:
 
     def _slots(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Both stages of a device share its places for micro-batches (`schedules.v_shaped`)."""
-        if self.gaps[1] != 1 or not self.relaxation.graph.spine[self._path[0]]:
+        if not self._every_on_path:
             # Not all stages have something to do with each other: then there may be more places.
             return
         used = dict.fromkeys(devices)
         places = len(used) + 1 if self.variant.half_memory else 2 * len(used)
         for d in used:
             mine = [s for s, other in enumerate(devices) if other == d]
-            first = self._sum(devices, {}, fills=mine[0])
-            trips = [
-                self._sum(
-                    devices,
-                    {s: {_FORWARD: 1, _BACKWARD: 1}},
-                    trip=s,
-                    rounds=self._n / places,
-                )
-                for s in mine
-            ]
-            yield replace(
-                first,
-                within=first.within + sum(t.within for t in trips),
-                entering=first.entering + sum(t.entering for t in trips),
-                lost=np.sum([t.lost for t in trips], axis=0),
-            )
+            within = self._sum(devices, {}, fills=mine[0]).within.copy()
+            for s in mine:
+                own = {s: {_FORWARD: 1.0, _BACKWARD: 1.0}}
+                within += self._sum(devices, own, trip=s, rounds=self._n / places).within
+            yield Term(within)
 
     def _kept(self, devices: tuple[int, ...]) -> list[int] | None:
         """Per stage, micro-batches that it has at once at the most; None: as many as there are."""
@@ -223,21 +249,30 @@ class Rows:
             for kind, s in zip(kinds, turns, strict=True):
                 held[s] += (kind == FORWARDS) - (kind == BACKWARDS)
                 kept[s] = max(kept[s], held[s])
-        return kept
+        if self._every_on_path:
+            return kept
+        # Where a stage isn't on the path, trips are those of the next one that is.
+        return [*accumulate(reversed(kept), max)][::-1]
 
     def _wires(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Of each wire between two devices, in each direction."""
         stages, found = len(devices), dict[tuple[int, int], Vector]()
-        for s in range(1, stages):
-            a, b = devices[s - 1 : s + 1]
-            if a != b:
-                bandwidth = self.question.cluster.link(a, b).bandwidth_bytes_per_s
-                for wire in ((a, b), (b, a)):
-                    carried = found.setdefault(wire, np.zeros((stages, 2)))
-                    carried[s, _SENT] += self._n / bandwidth
-        none = np.zeros((stages, len(self._measures)))
-        for entering in found.values():
-            yield Term(none, entering, np.zeros(stages))
+        for age in range(1, max(self._carried.ages, 2)):
+            there, back = _over_wires(age)
+            for s in range(stages - age):
+                a, b = devices[s], devices[s + age]
+                for wire, measure in (((a, b), there), ((b, a), back)) if a != b else ():
+                    within = found.setdefault(wire, np.zeros((stages, len(self.links.values))))
+                    # Of what comes to the next one the stage before it knows.
+                    within[s if age == 1 else s + age, measure] += self._slower(a, b)
+        for within in found.values():
+            if (within.any(axis=0) & self.links.values.any(axis=1)).any():
+                yield Term(within)
+
+    def _slower(self, a: int, b: int) -> float:
+        """What messages between two devices take, of those over the fastest link."""
+        cluster = self.question.cluster
+        return cluster.fastest_bytes_per_s / cluster.link(a, b).bandwidth_bytes_per_s
 
     def _holding(
         self,
@@ -256,12 +291,12 @@ class Rows:
         room = room_bytes(self.question.cluster.devices[d], self.question.profile)
         if room is None:
             return None
-        within = np.zeros((stages, len(self._measures)))
+        within = np.zeros((stages, len(self.links.values)))
         for measure, row in counts.items():
             for s in (s for s in range(stages) if devices[s] == d):
                 # A byte for what is rounded.
                 within[s, measure] = row[s] * scale / (room + stages)
-        return Term(within, np.zeros((stages, 2)), np.zeros(stages), in_memory=True)
+        return Term(within, in_memory=True)
 
     def _sum(
         self,
@@ -277,8 +312,8 @@ class Rows:
         """A term in seconds.
 
         Args:
-            own: per stage, how often the measures of its layers count; those of the stage where
-                trips begin in each of them.
+            own: per stage, how often its measures count; those of the stage where trips begin in
+                each of them.
             fills: the first micro-batch's way to this stage, and the last one's back, count.
             trip: those from this stage to the end and back count, the first stage's own part left
                 out.
@@ -287,36 +322,22 @@ class Rows:
             over: in so many periods.
         """
         stages, cluster = len(devices), self.question.cluster
-        within, entering = np.zeros((stages, len(self._measures))), np.zeros((stages, 2))
+        within = np.zeros((stages, len(self.links.values)))
         ways = [(s, 1.0, 1) for s in range(fills)]
-        ends = [(s, 1.0) for s in range(1, fills + 1)]
+        sent = [(s, 1.0) for s in range(fills)]
         if trip is not None:
             ways += [(s, rounds, backward) for s in range(trip + 1, stages)]
-            ends += [(s, rounds) for s in range(trip + 1, stages)]
+            sent += [(s, rounds) for s in range(trip, stages - 1)]
         for s, often, back in ways:
-            within[s, _THERE] += often
-            within[s, _BACK] += often * back
-        for s, often in ends:
-            a, b = devices[s - 1 : s + 1]
-            if a != b:
-                link = cluster.link(a, b)
-                entering[s] += (
-                    2 * often * np.array([1 / link.bandwidth_bytes_per_s, link.latency_s])
-                )
+            within[s, _FORWARD] += often
+            within[s, _BACKWARD] += often * back
         for s, counts in own.items():
             for measure, often in counts.items():
                 within[s, measure] += often * (rounds if s == trip else 1.0)
         within /= np.array([cluster.devices[d].speed for d in devices])[:, None]
-        within, entering = within / over, entering / over
-        lost = np.zeros(stages)
-        # What doesn't wait for the path doesn't wait for its way before the stage, either.
-        for s in own if fills else ():
-            lost[s] = self._most(within[:fills], entering[: fills + 1])
-        if trip is not None:
-            lost[trip] = self._most(within, entering)
-        return Term(within, entering, lost)
-
-    def _most(self, within: Vector, entering: Vector) -> float:
-        """What no sum of these is above."""
-        layers = within.max(axis=0) @ self._measures[:, -1]
-        return float(layers + entering.sum(axis=0) @ self._messages.max(axis=1))
+        for s, often in sent:
+            a, b = devices[s : s + 2]
+            if a != b:
+                within[s, _SENT] += often * self._slower(a, b)
+                within[s, _MESSAGES] += 2 * often * cluster.link(a, b).latency_s
+        return Term(within / over)

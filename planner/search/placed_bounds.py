@@ -1,0 +1,159 @@
+"""Bounds of plans with several stages on each device, and cuts that come near to them.
+
+Index letters: N micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from ..partition.chains import PERIODS, Chains, Found
+from ..partition.dp.lattice import Lattice, joined
+from ..partition.dp.program import Program
+from ..partition.dp.sweep import OutOfTime
+from ..partition.problem import members
+from ..partition.solve import DpSource, source_for
+from .choices import Branch, PlacedBranch
+from .local_search.improve import Standing
+from .relaxed.relaxation import Relaxation
+from .relaxed.rows import Rows
+from .state import OutOfBudget, SearchState
+
+_MOST_DOWNSETS = 1_200
+"""Of graphs with more, cuts are guessed at with few places alone."""
+
+_PER_OPERATION = 80
+"""Links of stages that are gone through while an operation is simulated, about."""
+
+_BOUND_SHARE = 0.05
+"""Of the effort, for the bound of one branch."""
+
+_FIRST_PERIODS = 2
+"""Periods that are asked about where first cuts are looked for."""
+
+_MOST_LINKS = 1_500_000
+"""With more in all stages, first cuts are guessed with fewer places to cut."""
+
+_SHARES, _CHEAPEST = 48, 2
+"""Those: of so many equal shares of the work, so many that are cheapest to cut at."""
+
+
+class PlacedBounds:
+    """Bounds the branches of a search.
+
+    Args:
+        relaxation: of plans with several stages on each device.
+        pins: (layer, stage).
+    """
+
+    def __init__(
+        self,
+        search: SearchState,
+        relaxation: Relaxation,
+        micro_batches: int,
+        pins: Sequence[tuple[int, int]],
+    ) -> None:
+        """`micro_batches`: any N that may be looked at."""
+        self.search, self.relaxation, self._pins = search, relaxation, pins
+        self._problem = relaxation.problem(Branch(micro_batches))
+        self._rows: dict[tuple[int, bool], Rows] = {}
+        self._chains: dict[PlacedBranch, Chains] = {}
+
+    def cuts(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
+        """Cuts that come near to a branch's bound, which is found where that doesn't take long."""
+        chains = self.chains(branch)
+        if chains is not None and chains.size <= _MOST_LINKS:
+            return self.bound(branch, _FIRST_PERIODS)
+        rows = self.rows(branch.micro_batches, coarse=True)
+        if rows is None:
+            return []
+        return self.solved(rows.chains(branch.on), self.search.bounds[branch]).cuts
+
+    def cuts_like(self, branch: PlacedBranch, standing: Standing) -> list[tuple[int, ...]]:
+        """The same within the memory for what a plan's stages have in flight."""
+        rows = self.rows(branch.micro_batches)
+        if rows is None or len(rows.links.begin) * len(branch.on) > _MOST_LINKS:
+            rows = self.rows(branch.micro_batches, coarse=True)
+        if rows is None:
+            return []
+        chains = rows.chains_like(standing.found, standing.point.downsets)
+        return self.solved(chains, self.search.bounds[branch]).cuts
+
+    def bound(self, branch: PlacedBranch, periods: int = PERIODS) -> list[tuple[int, ...]]:
+        """Bound a branch. Returns cuts that come near to it. `periods`: that are asked about."""
+        search, chains = self.search, self.chains(branch)
+        if chains is None:
+            return []
+        found = self.solved(chains, search.bounds[branch], periods)
+        search.bounds[branch] = max(search.bounds[branch], found.bound_s)
+        return found.cuts
+
+    def solved(self, chains: Chains, low_s: float, periods: int = _FIRST_PERIODS) -> Found:
+        """The bound of chains, of those below the best plan. Raises OutOfBudget."""
+        budget = self.search.budget
+        most = max(budget.effort * _BOUND_SHARE, 1) * _PER_OPERATION
+        found = chains.bound(low_s, self.search.period_s, most, periods)
+        budget.take(found.spent // _PER_OPERATION)
+        return found
+
+    def chains(self, branch: PlacedBranch) -> Chains | None:
+        """The branch's; None: there are too many places to cut. Raises OutOfBudget."""
+        if branch not in self._chains:
+            rows = self.rows(branch.micro_batches)
+            if rows is None:
+                return None
+            self._chains[branch] = rows.chains(branch.on)
+        return self._chains[branch]
+
+    @cached_property
+    def _groups(self) -> list[int]:
+        return joined(self._problem)
+
+    @cached_property
+    def _lattice(self) -> Lattice | None:
+        """Places to cut at; None: they are too many."""
+        source = self.search.source
+        if self.relaxation is not self.search.relaxation:
+            source = source_for(self._problem, deadline=self.search.budget.deadline)
+        return source.lattice if isinstance(source, DpSource) else None
+
+    def rows(self, micro_batches: int, *, coarse: bool = False) -> Rows | None:
+        """What plans with so many cost; None where not all places to cut are known, or they are too
+        many. Raises OutOfBudget.
+
+        Args:
+            coarse: with few places to cut, for guesses alone.
+        """
+        lattice, budget, key = self._lattice, self.search.budget, (micro_batches, coarse)
+        if lattice is None:
+            return None
+        if not coarse and not (lattice.complete and lattice.size <= _MOST_DOWNSETS):
+            return None
+        if key not in self._rows:
+            if coarse:
+                lattice = Program(self._problem, lattice).thinned(_SHARES, _CHEAPEST)
+            try:
+                found = Rows(self.relaxation, lattice, micro_batches, self._pins, budget.deadline)
+            except OutOfTime:
+                raise OutOfBudget("time limit") from None
+            budget.take(len(found.links.begin) // _PER_OPERATION)
+            self._rows[key] = found
+        return self._rows[key]
+
+    def least_s(self, micro_batches: int, devices: Sequence[int] = ()) -> float:
+        """No plan with so many micro-batches has a shorter period, whatever the placement.
+
+        Args:
+            devices: those that it uses; empty: any.
+        """
+        relaxation, listed = self.relaxation, self.search.question.cluster.devices
+        costs = relaxation.graph.costs(relaxation.seconds.size(micro_batches, 1))
+        speeds = [listed[d].speed for d in devices or range(len(listed))]
+        each = (costs.forward_s + costs.backward_s) * micro_batches
+        alone = max(float(each[[*members(group)]].sum()) for group in self._groups)
+        least_s = max(alone / max(speeds), float(each.sum()) / sum(speeds))
+        if relaxation.variant.flushes:
+            trip, _ = relaxation.seconds.heads(costs, both=False)
+            least_s = max(least_s, float(trip.sum()))
+        return least_s
