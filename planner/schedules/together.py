@@ -2,8 +2,9 @@
 
 Where a pattern alone says what stages run, and no two stages' messages share a wire, operations
 come in the same sequence whatever they take. So one pass over it, with a vector of times for each
-stage, does for all pipelines what `steady_state` does for one. It ends after some mini-batches,
-settled or not: a local search ranks its moves by it, and simulates what it takes exactly.
+stage, does for all pipelines what `steady_state` does for one; `nf1b_together` does it where times
+make the sequence. It ends after some mini-batches, settled or not: a local search ranks its moves
+by it, and simulates what it takes exactly.
 
 Index letters: K pipelines; S stages.
 """
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from ..simulator.executor import execute
 from ..simulator.pipeline import Link, Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES
+from .nf1b_together import nf1b_periods_s
 from .schedules import PATTERNS, make_schedule
 
 Seconds = NDArray[np.float64]
@@ -32,11 +34,11 @@ _MOST_OPERATIONS = 30_000
 
 
 def simulates_together(pipeline: Pipeline) -> bool:
-    """Whether its operations come in a sequence that times don't change."""
+    """Whether it can be simulated at once with others."""
     variant = pipeline.variant
     return (
         variant.order is None
-        and variant.schedule in PATTERNS
+        and (variant.schedule in PATTERNS or variant.schedule == "nf1b")
         and not variant.split_backward
         and not pipeline.placement
         and not pipeline.paces
@@ -57,10 +59,12 @@ def periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     """Period of each, about, [K]: the mean over the second half of a simulation that begins empty.
 
     Args:
-        pipelines: of one system, with the same stages, micro-batches, limits and update interval,
-            that `simulates_together`.
+        pipelines: of one system, with the same stages, micro-batches, limits (where the schedule
+            has a pattern) and update interval, that `simulates_together`.
     """
     first = pipelines[0]
+    if first.variant.schedule not in PATTERNS:
+        return nf1b_periods_s(pipelines)
     stages, n, every = first.stages, first.micro_batches, first.update_every
     deep = max(first.limits)
     span = every * (1 if first.variant.flushes else max(-(-deep // every), 2))

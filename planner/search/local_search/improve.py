@@ -25,6 +25,7 @@ from typing import NamedTuple
 from ....profiles.errors import PlanError, ScheduleError
 from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
+from ...schedules.schedules import has_pattern, is_patterned
 from ...schedules.together import periods_s, simulates_together, stand_in
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
@@ -32,7 +33,7 @@ from ..choices import Branch, Choice, PlacedBranch
 from ..effort import operations_of
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .memory_about import over_about
+from .memory_about import fitted, over_about
 from .neighbours import Neighbours, Point, layings_of
 
 _LAID_OUT = 200
@@ -43,6 +44,14 @@ _TOGETHER = 30
 
 _TOGETHER_AT_ALL = 3000
 """And of that, however few they are."""
+
+_LISTED_SHARE, _LISTED_AT_ALL = 12, 8
+"""Where a list schedule makes what stages run, one of many takes so much less than by itself, and
+all of them at least as long as so many."""
+
+_MOST_LISTED, _VAGUE = 12, 1.003
+"""Of moves that are simulated at once there, those that are simulated by themselves; and how much
+longer their periods may seem than that of the plan that they are to better: few settle in time."""
 
 _ABOUT = 1.005
 """Those with other limits may be so much shorter than expected."""
@@ -149,6 +158,9 @@ class LocalSearch:
         relaxation: whose graph says which layers must share a stage.
         pins: (layer, stage); the search's by default.
         moves_devices: stages may have others than the cluster lists at their place.
+
+    Attributes:
+        is_listed: a list schedule makes what stages run, whatever their limits are.
     """
 
     def __init__(
@@ -165,6 +177,7 @@ class LocalSearch:
         if pins is None:
             pins = search.branches[0].pins if search.branches else ()
         self.near = Neighbours(search, self.relaxation, pins, moves_devices=moves_devices)
+        self.is_listed = not has_pattern(self.relaxation.variant)
         self._standings: dict[Point, Standing | None] = {}
         self._seen: dict[Point, Foreseen | None] = {}
         # Periods that points are known to be longer than.
@@ -243,7 +256,7 @@ class LocalSearch:
         flushes = self.relaxation.variant.flushes
         if flushes and pipeline.update_every == 1 and not pipeline.paces:
             least_s = max(least_s, filled_and_drained_s(pipeline))
-        if flushes or simulates_together(pipeline):
+        if flushes or (is_patterned(pipeline) and simulates_together(pipeline)):
             return least_s
         return max(least_s, round_trip_s(pipeline))
 
@@ -304,9 +317,8 @@ class LocalSearch:
         if not seen:
             return []
         expected = [found.least_s for found, _ in seen]
-        if simulates_together(stand_in(seen[0][0].pipeline)):
-            self.search.budget.take(_TOGETHER * len(seen) + _TOGETHER_AT_ALL)
-            expected = periods_s([stand_in(found.pipeline) for found, _ in seen]).tolist()
+        if simulates_together(stand_in(seen[0][0].pipeline)) and not self.is_listed:
+            expected = _at_once_s(self, [stand_in(found.pipeline) for found, _ in seen])
         best_s, most = self.search.period_s, _MOST_STARTS
         operations = operations_of(
             self.relaxation.variant, points[0].stages, points[0].micro_batches
@@ -413,13 +425,18 @@ class LocalSearch:
             if seen is None or self._useless(seen, here):
                 continue
             if over_about(seen.laid, point, here, self.question) > _MAY_FIT:
-                continue
+                narrower = _narrower(self, seen, point, here)
+                if narrower is None:
+                    continue
+                seen, point = narrower
             if simulates_together(stand_in(seen.pipeline)):
-                alike.setdefault(_alike(point), []).append((seen, point))
+                alike.setdefault(_alike(self, point), []).append((seen, point))
             else:
                 found.append((seen, point))
         for key, some in alike.items():
-            if key == _alike(here.point) or len(some) > 1:
+            if self.is_listed and len(some) <= _LISTED_AT_ALL:
+                found += some
+            elif key == _alike(self, here.point) or len(some) > 1:
                 found += self._together(some, here)
             elif any(a > b for a, b in zip(some[0][1].limits, here.point.limits, strict=False)):
                 # Where a pattern says what stages run, fewer in flight make nothing faster.
@@ -427,24 +444,28 @@ class LocalSearch:
         found.sort(key=lambda item: item[0].expected_s)
         return [point for _, point in found]
 
-    def _together(self, some: Sequence[_Ranked], here: Standing) -> Iterator[_Ranked]:
+    def _together(self, some: Sequence[_Ranked], here: Standing) -> list[_Ranked]:
         """Those of one schedule that may be better, with what is expected of them."""
-        self.search.budget.take(_TOGETHER * len(some) + _TOGETHER_AT_ALL)
-        pipelines = [stand_in(seen.pipeline) for seen, _ in some]
-        alike = _alike(here.point) == _alike(some[0][1])
+        pipelines, found = [stand_in(seen.pipeline) for seen, _ in some], list[_Ranked]()
+        alike = _alike(self, here.point) == _alike(self, some[0][1])
         # What doesn't settle in time is as far off for both.
         mine = stand_in(here.found.pipeline) if alike else pipelines[0]
-        *periods, mine_s = periods_s([*pipelines, mine])
-        limit_s = float(mine_s) if alike else here.period_s * _ABOUT
+        *periods, mine_s = _at_once_s(self, [*pipelines, mine])
+        limit_s = mine_s if alike else here.period_s * _ABOUT
         if self.relaxation.variant.split_backward:
             limit_s *= _STANDS_IN
-        for (found, point), period_s in zip(some, map(float, periods), strict=True):
-            bottlenecks = _bottlenecks(found.loads_s, here.period_s)
+        limit_s *= _VAGUE if self.is_listed else 1.0
+        for (seen, point), period_s in zip(some, periods, strict=True):
+            bottlenecks = _bottlenecks(seen.loads_s, here.period_s)
             shorter = period_s * SAME < limit_s
             if shorter or (
                 period_s <= limit_s * SAME and bottlenecks < here.bottlenecks - _WORTH_IT
             ):
-                yield found._replace(expected_s=max(period_s, found.least_s)), point
+                found.append((seen._replace(expected_s=max(period_s, seen.least_s)), point))
+        if self.is_listed:
+            found.sort(key=lambda item: item[0].expected_s)
+            del found[_MOST_LISTED:]
+        return found
 
     def _busiest(self, here: Standing) -> list[int]:
         """Stages, the busiest first; before them those that need too much memory."""
@@ -454,9 +475,36 @@ class LocalSearch:
         return sorted(range(here.point.stages), key=lambda s: (s not in over, -busy[s], s))
 
 
-def _alike(point: Point) -> Hashable:
+def _alike(local: LocalSearch, point: Point) -> Hashable:
     """Points with the same are simulated together."""
-    return point.stages, point.micro_batches, point.limits
+    return point.stages, point.micro_batches, () if local.is_listed else point.limits
+
+
+def _narrower(local: LocalSearch, seen: Foreseen, point: Point, here: Standing) -> _Ranked | None:
+    """A point that doesn't fit with fewer in flight, where times make what stages run; None
+    where that is known, can't fit, or can't be better."""
+    if not local.is_listed or seen.pipeline.placement:
+        return None
+    least = [low for low, _ in local.relaxation.limit_ranges(point.stages)]
+    other = fitted(seen.laid, point, here, local.question, least)
+    if other is None or other in local._standings:
+        return None
+    pipeline = replace(seen.pipeline, limits=other.limits)
+    least_s = local._least_s(pipeline, max(seen.loads_s))
+    laid = seen.laid._replace(pipeline=pipeline)
+    narrower = local._seen[other] = Foreseen(least_s, least_s, seen.loads_s, laid)
+    return None if local._useless(narrower, here) else (narrower, other)
+
+
+def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]:
+    """Simulated at once. Raises OutOfBudget when the budget is used up."""
+    first, each, at_all = pipelines[0], _TOGETHER, _TOGETHER_AT_ALL
+    if local.is_listed:
+        operations = operations_of(first.variant, first.stages, first.micro_batches)
+        each, at_all = operations // _LISTED_SHARE, operations * _LISTED_AT_ALL
+    local.search.budget.take(each * len(pipelines) + at_all)
+    found: list[float] = periods_s(pipelines).tolist()
+    return found
 
 
 def _bottlenecks(loads: Sequence[float], period_s: float) -> float:

@@ -7,6 +7,8 @@ where limits, micro-batches and messages stay, an estimate elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,9 +39,8 @@ def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) 
             return 0.0
         if devices not in needs:
             needs[devices] = predicted.device_of(s).memory_bytes
-        holds = _holds(laid, s, held, question, point.again[s])
-        scale, moments = point.limits[s] / mine.limits[s], here.found.moments[s]
-        needs[devices] += max(holds.total(_scaled(moment, scale)) for moment in moments)
+        moments = here.found.moments[s]
+        needs[devices] += _most_held(laid, s, point, here, question, held)
         needs[devices] -= max(map(held.total, moments))
     over = 0.0
     for devices, need in needs.items():
@@ -50,11 +51,59 @@ def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) 
     return over
 
 
-def _scaled(moment: Moment, scale: float) -> Moment:
-    """With so many times as much in flight."""
-    if scale == 1.0:
+def fitted(
+    laid: LaidOut, point: Point, here: Standing, question: Question, least: Sequence[int]
+) -> Point | None:
+    """The point with fewer in flight where that fits the devices, about; None where it doesn't, or
+    nothing is known. Of points with a device for each stage.
+
+    Args:
+        least: per stage, mini-batches in flight at the least.
+    """
+    limits = list(point.limits)
+    while over_about(laid, point, here, question) > 0:
+        over = [s for s in range(point.stages) if _is_over(laid, s, point, here, question)]
+        # None before it has fewer in flight.
+        fewer = next((s for s in reversed(over) if limits[s] > least[s]), None)
+        if fewer is None:
+            return None
+        limits[fewer] -= 1
+        limits[fewer + 1 :] = [min(limit, limits[fewer]) for limit in limits[fewer + 1 :]]
+        point = replace(point, limits=tuple(limits))
+    return point
+
+
+def _is_over(laid: LaidOut, s: int, point: Point, here: Standing, question: Question) -> bool:
+    held, devices = here.found.prediction.stages[s].holds, point.devices[s]
+    smallest = question.cluster.tightest(devices)
+    room = None if smallest is None else smallest.usable_bytes
+    if held is None or room is None:
+        return False
+    need = here.found.prediction.device_of(s).memory_bytes
+    need -= max(map(held.total, here.found.moments[s]))
+    return need + _most_held(laid, s, point, here, question, held) > room
+
+
+def _most_held(
+    laid: LaidOut, s: int, point: Point, here: Standing, question: Question, held: StageBytes
+) -> int:
+    """What a stage of the point holds at its fullest moment, in bytes."""
+    holds, mine = _holds(laid, s, held, question, point.again[s]), here.point.limits
+    scale, more = point.limits[s] / mine[s], None
+    if question.system.synchronises and question.system.backward_weights == "latest":
+        # Versions that stage 0 still enters with.
+        more = (point.limits[0] - mine[0]) - (point.limits[s] - mine[s])
+    moments = (_scaled(moment, scale, more) for moment in here.found.moments[s])
+    return max(map(holds.total, moments))
+
+
+def _scaled(moment: Moment, scale: float, more: int | None) -> Moment:
+    """With so many times as much in flight, and so many more versions; None: times as many."""
+    if scale == 1.0 and not more:
         return moment
     versions = 1 + round((moment.versions - 1) * scale)
+    if more is not None:
+        versions = max(moment.versions + more, 1)
     return moment._replace(versions=versions, kept=round(moment.kept * scale))
 
 

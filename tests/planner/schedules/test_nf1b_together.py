@@ -1,0 +1,52 @@
+"""What is simulated at once is what the list schedule of each pipeline makes of it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.schedules.together import periods_s, simulates_together
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.systems.variants import VARIANTS
+
+
+def drawn_links(rng: random.Random, stages: int) -> tuple[Link, ...]:
+    """A chain; sometimes with a tensor that passes stages, or a place that has no link."""
+    times = [(rng.choice([0, 0.2, 1]), rng.choice([0, 0.1, 0.3])) for _ in range(stages)]
+    links = [Link(s, s + 1, *times[s], rng.choice([0, 0.1])) for s in range(stages - 1)]
+    if stages > 2 and rng.random() < 0.5:
+        links.append(Link(0, stages - 1, 0.3, 0.1, 0.0, has_gradient=rng.random() < 0.5))
+    if stages > 3 and rng.random() < 0.3:
+        links = [link for link in links if link.source != 1] + [Link(1, 3, 0.2, 0.2, 0.1)]
+    return tuple(links)
+
+
+def drawn_pipeline(rng: random.Random, stages: int, n: int, every: int) -> Pipeline:
+    limits = sorted((rng.randint(1, stages) for _ in range(stages - 1)), reverse=True)
+    return Pipeline(
+        VARIANTS["timeprest"],
+        n,
+        tuple(rng.uniform(0.5, 2) for _ in range(stages)),
+        tuple(rng.uniform(0.5, 3) for _ in range(stages)),
+        tuple(rng.choice([0, 0.3]) for _ in range(stages)),
+        drawn_links(rng, stages),
+        (*limits, 1),
+        update_every=every,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "n", "every"), [(1, 2, 1), (2, 4, 1), (3, 4, 2), (4, 2, 1), (5, 3, 1)]
+)
+def test_pipelines_that_settle_have_their_period(stages, n, every):
+    rng = random.Random(stages)
+    pipelines = [drawn_pipeline(rng, stages, n, every) for _ in range(40)]
+    assert all(map(simulates_together, pipelines))
+    found, steady = periods_s(pipelines), [steady_state(each) for each in pipelines]
+    exact = np.array([each.period_s for each in steady])
+    at_once = np.array([each.cycle == every and each.mini_batches < 8 for each in steady])
+    assert at_once.sum() >= 2
+    assert found[at_once] == pytest.approx(exact[at_once])
+    assert np.abs(found / exact - 1).max() < 0.5
