@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from ...profiles.errors import PlanError, ScheduleError
@@ -29,10 +29,11 @@ from ..partition.dp.cycle_stages import CycleProblem, Flight, StageTable
 from ..partition.dp.sweep import OutOfTime
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
+from ..schedules.schedules import has_pattern
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
-from .choices import Branch, Choice
-from .relaxed.cycles import cycle_problem, has_cycles
+from .choices import Branch, Choice, caps
+from .relaxed.cycles import cycle_problem, filled_up, has_cycles
 from .state import OutOfBudget, SearchState
 
 _MOST_COUNTS = 16
@@ -49,6 +50,12 @@ _ROOMIER = (1.0, 0.97, 0.93)
 
 _PER_CUT = 200
 """Simulated operations that take as long as laying a cut out, about."""
+
+_PACES = (1.0, 1.03, 1.1)
+"""What stages but the last may take longer, where a list schedule makes what they run."""
+
+_GUESSED_SHARE = 0.2
+"""Of the budget, for them."""
 
 _COARSE, _COARSER, _WORTH_IT = 2e-3, 5, 1.01
 """Bounds are first found so closely, guesses so many times less, and bounds to the end where the
@@ -67,6 +74,8 @@ class _Way(NamedTuple):
     Attributes:
         every_user, every_mode, share: as of `cycle_problem`.
         thinned: with fewer places to cut.
+        filled: what is in flight at the most, and the pace, as of `filled_up`; None: what cycles
+            leave.
     """
 
     branch: Branch
@@ -74,6 +83,7 @@ class _Way(NamedTuple):
     every_mode: bool = False
     share: float = 1.0
     thinned: bool = False
+    filled: tuple[int, float] | None = None
 
 
 class CycleSearch:
@@ -114,19 +124,23 @@ class CycleSearch:
         return self._programs[way]
 
     def _problem(self, way: _Way) -> CycleProblem | None:
-        return cycle_problem(
-            self.search.relaxation,
+        relaxation = self.search.relaxation
+        problem = cycle_problem(
+            relaxation,
             way.branch,
             every_user=way.every_user,
             every_mode=way.every_mode,
             share=way.share,
         )
+        if problem is None or way.filled is None:
+            return problem
+        return filled_up(problem, relaxation.variant, *way.filled)
 
     def _table(self, way: _Way) -> StageTable:
         """One for all numbers of stages, from the largest on."""
         search = self.search
         whole = next(b for b in search.branches if way.branch in self._parts(b))
-        way = way._replace(branch=[*self._parts(whole)][-1])
+        way = way._replace(branch=[*self._parts(whole)][-1], filled=None)
         if way not in self.tables:
             problem, source = self._problem(way), search.source
             assert problem is not None
@@ -179,6 +193,38 @@ class CycleSearch:
         if self.search.relaxation.variant.flushes:
             whole_s += seconds.way_and_back_s(n)
         return whole_s, n
+
+    def guesses(self) -> list[Evaluation]:
+        """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
+        best, as many as there is effort for."""
+        search, found = self.search, list[Evaluation]()
+        branches = [branch for branch in search.branches if self.covers(branch)]
+        if not has_pattern(search.relaxation.variant):
+            with suppress(OutOfBudget), search.budget.part(_GUESSED_SHARE):
+                for branch in sorted(branches, key=self._hoped_s):
+                    search.say(f"{search.standing}; guesses")
+                    for part in reversed([*self._parts(branch)]):
+                        self._guess(part, found)
+        return found
+
+    def _guess(self, part: Branch, found: list[Evaluation]) -> None:
+        """Add plans with so many stages: with less and less in flight, where memory is limited, and
+        with some memory left free where it is too small for what was guessed."""
+        search, relaxation, tried = self.search, self.search.relaxation, set[CycleCut]()
+        assert part.stages is not None
+        most, shares = caps(relaxation.limit_ranges(part.stages)), (1.0, _ROOMIER[-1])
+        low_s = relaxation.seconds.shared_out_s(part.micro_batches) / 2
+        for cap, pace in product(most if relaxation.limited else most[:1], _PACES):
+            for share in shares:
+                way = _Way(part, thinned=True, share=share, filled=(cap, pace))
+                cut = self._best(way, low_s, _COARSE * _COARSER).cut
+                if cut is None or cut in tried:
+                    break
+                tried.add(cut)
+                plan = self._plan(way, cut)
+                found += [] if plan is None else [plan]
+                if plan is None or not plan.over_limit(search.question.cluster):
+                    break
 
     def _bounded(self, way: _Way) -> tuple[float, list[Evaluation]]:
         """What no plan is below, and plans of the cut that comes to that, where there is any that

@@ -116,7 +116,8 @@ def run(search: SearchState) -> str | None:
 def _bound_by_cycles(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
     """Bounds by critical cycles, and those plans of the cuts that they are from improved that
     fit."""
-    found = [x for each in cycles.bound() if (x := local.look(local.near.point_of(each)))]
+    plans = [*cycles.guesses(), *cycles.bound()]
+    found = [x for each in plans if (x := local.look(local.near.point_of(each)))]
     found = sorted((s for s in found if not s.over), key=lambda s: s.period_s)
     for standing in found[:_DESCENDED]:
         local.descend(standing)

@@ -124,6 +124,31 @@ def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
     )
 
 
+def filled_up(problem: CycleProblem, variant: Variant, cap: int, pace: float) -> CycleProblem:
+    """A guess, not a bound, at how list schedules run: each stage has as much in flight as limits
+    of at most `cap` allow, and all of that is there when a backward begins.
+
+    Args:
+        pace: of all stages but the last, as if they took so many times as long. Where it is the
+            last that sets the period, gradients leave it evenly, and all others keep up; where it
+            is another one, they come there sooner each time, until forwards are put off.
+    """
+    most, n = min(cap, problem.stages[0].flights[-1].limit), problem.micro_batches
+    stages = []
+    for s, stage in enumerate(problem.stages):
+        limit = min(cap, stage.flights[-1].limit)
+        versions = 1
+        if variant.synchronises:
+            # Versions that stage 0 still enters with; where they are kept, of all in flight.
+            latest = variant.backward_weights == "latest"
+            versions = most - limit + 1 if latest else most
+        flight = Flight(limit, limit, float(versions), float(limit * n))
+        last = s == len(problem.stages) - 1
+        speed = stage.speed if last else stage.speed / pace
+        stages.append(replace(stage, flights=(flight,), speed=speed))
+    return replace(problem, stages=tuple(stages))
+
+
 def _recomputed_s(
     mode: Mode, recompute_s: Vector, forward_s: Vector, relaxation: Relaxation
 ) -> Vector:

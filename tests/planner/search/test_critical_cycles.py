@@ -13,6 +13,7 @@ from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
@@ -191,3 +192,25 @@ def test_tables_end_with_the_time(stages):
     assert {way.branch.stages for way in cycles.tables} == {stages or 8}
     assert search.best is not None
     assert 0 < search.bound_s <= search.period_s * SAME
+
+
+def test_plans_of_nf1b_have_in_flight_what_memory_has_room_for():
+    """Early layers keep much, late ones have the weights: with one mini-batch in flight everywhere
+    the best plan takes twice as long."""
+    layers = [
+        (f"n{k}", round(100 * 1.1**k), 1e-3, 2e-3, round(1200 * 0.9**k), []) for k in range(30)
+    ]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", round(300 * 0.9**k)) for k in range(29)]
+    profile = profile_by_hand(layers, [*edges, ("n29", "output", "last", 4)], sizes=(1, 2, 16))
+    plan = solve(
+        profile,
+        uniform_cluster(6, "90000B", "1GB/s"),
+        "timeprest",
+        stages=6,
+        micro_batches=8,
+        headroom=Headroom(),
+        time_limit_s=None,
+        effort=200_000,
+        tolerance=0.0,
+    )
+    assert plan.predicted.period_s < 0.65
