@@ -120,6 +120,8 @@ class Evaluation:
     prediction: Prediction
     moments: tuple[tuple[Moment, ...], ...]
     """Per stage, what its schedule makes it hold (`Holdings`)."""
+    mini_batches: int
+    """That were simulated, until all repeated itself or in vain."""
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -275,7 +277,9 @@ def evaluate_within(
         ),
     )
     moments = tuple(each.moments for each in held)
-    return Evaluation(stages, micro_batches, pipeline, transfers, prediction, moments)
+    return Evaluation(
+        stages, micro_batches, pipeline, transfers, prediction, moments, steady.mini_batches
+    )
 
 
 def _times(

@@ -12,6 +12,9 @@ _MINI_BATCHES, _LISTED = 8, 32
 """What it takes a simulation to become steady, about; where a list schedule makes it, which takes
 longer for each operation, too."""
 
+_SLOWER = 2
+"""Times as long as an operation of others takes one of a device with several stages there."""
+
 _FLUSHED = 3
 """The same where the pipeline runs empty after each."""
 
@@ -34,3 +37,16 @@ def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
         # A list schedule makes it then.
         each *= _LISTED // _MINI_BATCHES
     return each * operations_of(variant, stages, micro_batches) + _PER_PLACED
+
+
+def unsettled_operations(variant: Variant, operations: int, mini_batches: int) -> int:
+    """What a simulation took beyond what was expected, where a list schedule made it that was long
+    in becoming steady.
+
+    Args:
+        operations: expected.
+        mini_batches: that it took.
+    """
+    if has_pattern(variant, several=True):
+        return 0
+    return operations * max(mini_batches - _LISTED, 0) * _SLOWER // _LISTED

@@ -36,7 +36,7 @@ from .choices import (
     choice_of,
     in_flight_under,
 )
-from .effort import operations_of, placed_operations
+from .effort import operations_of, placed_operations, unsettled_operations
 from .relaxed.relaxation import Relaxation
 
 # What a search may spend: simulated operations, and time -----------------------------------------
@@ -72,10 +72,12 @@ class Budget:
     Attributes:
         effort: simulated operations.
         deadline: by `time.monotonic`; None: no limit.
+        by_length: simulations of several stages on each device count by how long they really were.
     """
 
     effort: int = EFFORT
     deadline: float | None = None
+    by_length: bool = False
     tried: int = 0
     _slowest: float = 0.0
 
@@ -427,6 +429,9 @@ class SearchState:
             begin = time.monotonic()
             found = self._simulated(choice, micro_batches, limits, most_s)
             self.budget.took(operations, time.monotonic() - begin)
+            if found is not None and shared and self.budget.by_length:
+                variant, length = self.relaxation.variant, found.mini_batches
+                self.budget.effort -= unsettled_operations(variant, operations, length)
             if found is None and most_s < inf:
                 return None
             self._tried[key] = found

@@ -206,7 +206,8 @@ def signed_plan(search: SearchState, met: Candidates, moves: Moves) -> Evaluatio
     met.add(search.best)
     budget = search.budget
     deadline = None if budget.deadline is None else budget.deadline + SOON_S
-    search.budget = replace(budget, effort=_EFFORT, deadline=deadline)
+    # Looking around takes no longer than it is worth, however long simulations are.
+    search.budget = replace(budget, effort=_EFFORT, deadline=deadline, by_length=True)
     try:
         _lowest_caps(search, met)
         if len(search.best.stages) <= _MOST_STAGES:
