@@ -42,9 +42,6 @@ _MOST_COUNTS = 16
 _PER_OPERATION = 200
 """Entries of tables that take as long as a simulated operation, about."""
 
-_HALVINGS = 10
-"""Tables of a branch, about."""
-
 _ROOMIER = (1.0, 0.97, 0.93)
 """Of the memory, what first plans may use by what is known of them: less, where they need more."""
 
@@ -244,8 +241,12 @@ class CycleSearch:
     def _best(self, way: _Way, low_s: float, within: float = 0.0) -> CycleAnswer:
         """The best cut below the best plan's period, and what no plan is below."""
         search, program = self.search, self._program(way)
-        search.budget.take(_HALVINGS * program.size // _PER_OPERATION)
-        return program.best(low_s, search.period_s, search.budget.deadline, within=within)
+        search.budget.take(0)
+        before = program.entries
+        found = program.best(low_s, search.period_s, search.budget.deadline, within=within)
+        # What was found is kept, whether there was room for it or not.
+        search.budget.effort -= (program.entries - before) // _PER_OPERATION
+        return found
 
     def _plans(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
         """The cut's plan; and where it takes longer, or more memory, than was known, those of cuts
@@ -299,7 +300,7 @@ class CycleSearch:
         search, unresolved = self.search, float("inf")
         for part in self._parts(branch):
             program = self._program(_Way(part, every_mode=len(search.relaxation.recompute) > 1))
-            search.budget.take(program.size // _PER_OPERATION)
+            before = program.entries
             cuts = program.each_below(lambda: search.period_s, search.budget.deadline)
             try:
                 for steps in cuts:
@@ -308,6 +309,7 @@ class CycleSearch:
                     unresolved = min(unresolved, self._resolved(program, branch, steps))
             except OutOfTime:
                 raise OutOfBudget("time limit") from None
+            search.budget.take((program.entries - before) // _PER_OPERATION)
         search.bounds[branch] = max(search.bounds[branch], min(unresolved, search.period_s))
 
     def _resolved(

@@ -30,15 +30,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ..problem import FITS, Vector
-from .cycle_stages import CycleProblem, CycleStage, Flight, Stages, StageTable, check_time
-from .cycle_tables import (
+from .cycle_stages import (
     FORGIVEN,
+    CycleProblem,
+    CycleStage,
+    Flight,
+    Stages,
+    StageTable,
+    check_time,
+)
+from .cycle_tables import (
     NEVER,
     ROUNDING,
     CycleTable,
@@ -62,6 +70,10 @@ _VAGUE = 1e-5
 
 _STEP = 0.01
 """The first step below a cut that was found, relative."""
+
+_FAR, _RISE, _FASTER, _STEEPEST = 1.5, 1.25, 1.6, 2.0
+"""Where no cut is known that is nearer to the bound: the first step above that, the power of each
+that the next one is, and the largest."""
 
 _NEAR = 1.0005
 """Where bound and best cut are so close, whether any other cut is better is asked."""
@@ -133,20 +145,21 @@ class CriticalCycles(CycleTables):
         """On all places to cut. Raises OutOfTime."""
         return cls(problem, StageTable(problem, lattice, deadline))
 
-    @property
-    def size(self) -> int:
-        """What making one table takes, S · K · p."""
-        return len(self.problem.stages) * self.all.classes * self.all.stages.count
+    @cached_property
+    def least_s(self) -> float:
+        """No cut has a shorter period: all work, shared out evenly."""
+        speeds = sum(stage.speed for stage in self.problem.stages)
+        return float(self.all.work_s[-1]) / speeds * (1 - FORGIVEN)
 
-    @property
+    @cached_property
     def slow_s(self) -> float:
         """More than any cut needs whose stages take turns."""
-        problem, stages = self.problem, self.all.stages
+        problem, n = self.problem, self.problem.micro_batches
         slowest = min(stage.speed for stage in problem.stages)
-        rules = max(stage.per_byte_s for stage in problem.stages) * stages.parameters
-        busy = float((stages.busy_s / slowest + rules).max(initial=0.0))
-        sent = float(np.maximum(stages.sent_s, stages.passed_s).max(initial=0.0))
-        return len(problem.stages) * (busy + sent * problem.micro_batches) * 2
+        rules = max(stage.per_byte_s for stage in problem.stages) * self.all.parameter_bytes
+        sent = sum(m.wire_s + m.back_s for m in problem.messages)
+        sent = max(sent, max(problem.path_s, default=0.0)) + 2 * problem.latency_s
+        return len(problem.stages) * (self.all.most_s / slowest + rules + sent * n) * 2
 
     # The best cut ------------------------------------------------------------------------------
 
@@ -167,24 +180,29 @@ class CriticalCycles(CycleTables):
         found: CycleCut | None = None
         within = max(within, _CLOSE)
         high = below_s * (1 - FORGIVEN) if math.isfinite(below_s) else self.slow_s
-        # The best cut so far may be about the best of all: ever larger steps below it, until there
-        # is a period that none keeps to.
-        if not self.all.stages.count:
-            return CycleAnswer(below_s, None)
         if high <= 0:
             return CycleAnswer(0.0, None)
-        low, target, step = low_s, high, _STEP
+        low, step = max(low_s, self.least_s), _STEP
+        # The best cut so far may be about the best of all: ever larger steps below it, until there
+        # is a period that none keeps to. Where there is none that is near, ever larger ones from
+        # below: of shorter periods tables are smaller.
+        target, rise = high, 0.0
+        if high > low * _FAR:
+            target, rise, step = low * _RISE, _RISE, 0.0
         try:
             while low < high * (1 - within):
-                cut = self.keeps(target, deadline)
+                cut = self.keeps(min(target, high), deadline)
                 if cut is None:
-                    low, step = target, 0.0
+                    low, step = min(target, high), 0.0
                 else:
-                    found, high = cut, min(target, cut.period_s)
+                    found, high, rise = cut, min(target, high, cut.period_s), 0.0
                     if cut.period_s > target * (1 + FORGIVEN):
                         # What is known of cuts together doesn't tell it from one that does.
                         within = max(within, _VAGUE)
-                if step:
+                if rise:
+                    rise = min(rise**_FASTER, _STEEPEST)
+                    target = low * rise
+                elif step:
                     target, step = max(high / (1 + step), low), step * 3
                 elif found is not None and high <= low * _NEAR and within < _VAGUE:
                     target = high * (1 - within / 2)
@@ -206,7 +224,10 @@ class CriticalCycles(CycleTables):
         for stage, picks in zip(self.problem.stages, table.picks, strict=True):
             p = int(picks.best[kind, at])
             flight = stage.flights[int(picks.flight[p])]
-            step = CycleStep(at, int(picks.stages.above[p]), int(picks.stages.mode[p]), flight)
+            which = int(picks.which[p])
+            step = CycleStep(
+                at, int(table.stages.above[which]), int(table.stages.mode[which]), flight
+            )
             steps.append(step)
             at, kind = step.above, int(picks.next_kind[p])
         return CycleCut(tuple(steps), self.period_s(steps))
@@ -297,9 +318,7 @@ class CriticalCycles(CycleTables):
 
     def _stage(self, step: CycleStep) -> Stages:
         """One stage, [1]."""
-        some = self.all.stages.from_downset(step.below)
-        hit = (some.above == step.above) & (some.mode == step.mode)
-        return some.those(np.flatnonzero(hit)[:1])
+        return self.all.stage(step.below, step.above, step.mode)
 
     # All cuts ----------------------------------------------------------------------------------
 
@@ -352,7 +371,9 @@ class CriticalCycles(CycleTables):
         if last is not None:
             most, past = last.most[0][stages.kind], last.most[1][stages.kind]
         timed = self.timed(stages, s)
-        beyond, passed, _ = self.beyond(stages, waits)
+        every = np.arange(stages.count)
+        beyond, _ = self.beyond(stages, every, waits)
+        passed = self.passed(stages, every, waits)
         top = self._most_in_flight(stages, stage)
         units = np.array([flight.units for flight in stage.flights])[top]
         fine = (timed.busy <= room) & (top >= 0) & (past >= 0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,13 @@ CycleRule = Literal["turns", "room", "flush", "forwards-first"]
 _MOST_GROUPS = 3
 """Of tensors that cross a downset and are used by the same layers behind it, those that stages are
 told apart by, the heaviest ones."""
+
+
+FORGIVEN = 1e-9
+"""Of what stages wait for, and of sums of work: what rules nothing out."""
+
+_MADE_AHEAD = 1.5
+"""Stages are made for so many times what is asked for, as more is soon asked for."""
 
 
 class Flight(NamedTuple):
@@ -158,10 +166,22 @@ class Stages:
         """Some of them."""
         return Stages(*(getattr(self, field.name)[..., which] for field in fields(self)))
 
-    def begins(self) -> Positions:
-        """Where those of each lower downset and class begin."""
-        change = np.diff(self.below, prepend=-1) | np.diff(self.kind, prepend=-1)
-        return np.flatnonzero(change)
+    @cached_property
+    def _first(self) -> Positions:
+        """Where those of each lower downset begin, up to the last one that has any."""
+        last = int(self.below[-1]) if self.count else -1
+        found: Positions = np.searchsorted(self.below, np.arange(last + 2))
+        return found
+
+    def between(self, below: Flags, above: Flags) -> Positions:
+        """Positions of those whose downsets are among these, [D] each."""
+        first = self._first
+        lows = np.flatnonzero(below[: len(first) - 1])
+        counts = first[lows + 1] - first[lows]
+        ends = np.cumsum(counts)
+        which = np.repeat(first[lows] - (ends - counts), counts) + np.arange(counts.sum())
+        found: Positions = which[above[self.above[which]]]
+        return found
 
     def from_downset(self, below: int) -> Stages:
         """Those that begin there."""
@@ -170,10 +190,10 @@ class Stages:
 
 
 class StageTable:
-    """All stages of a problem on a lattice; those of the same problem with fewer stages, too.
+    """All stages of a problem on a lattice that fit some device, in modes that may be worth it;
+    those of the same problem with fewer stages, too.
 
     Attributes:
-        stages: those that fit some device, in modes that may be worth it.
         classes, classes_at: how many there are at the most, K, and at each downset, [D].
         off_path: per class and downset, whether stages of that class there have no layers of the
             path, [K, D].
@@ -201,7 +221,41 @@ class StageTable:
         self.off_path = np.zeros((self.classes, lattice.size), dtype=np.bool_)
         for b, border in enumerate(borders):
             self.off_path[: len(border.off_path), b] = border.off_path
-        self.stages = self._all_stages(borders)
+        self._borders, self._made_s = borders, -math.inf
+        self._made: Stages | None = None
+
+    @cached_property
+    def most_s(self) -> float:
+        """No stage is busy for longer, at speed 1; the system's weight rules left out."""
+        costs = self._costs
+        serial_s = self.problem.loads.serial_fixed_s
+        if costs.serial is not None:
+            serial_s += float(costs.serial[-1])
+        return float(costs.compute[:, -1].max()) + serial_s
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Of all layers."""
+        return float(self._costs.parameters[-1])
+
+    def within(self, busy_s: float, deadline: float | None = None) -> Stages:
+        """Those that are busy for no longer, at speed 1. Raises OutOfTime.
+
+        They are made when they are first asked for: where there are many devices stages that keep
+        to a period are few of all.
+        """
+        if self._made is None or busy_s > self._made_s:
+            self._deadline = deadline
+            self._made_s = busy_s * _MADE_AHEAD
+            self._made = self._all_stages(self._made_s)
+        return self._made.those(np.flatnonzero(self._made.busy_s <= busy_s))
+
+    def stage(self, below: int, above: int, mode: int) -> Stages:
+        """One of them, [1]; of those that were asked for."""
+        assert self._made is not None
+        some = self._made.from_downset(below)
+        hit = (some.above == above) & (some.mode == mode)
+        return some.those(np.flatnonzero(hit)[:1])
 
     # What goes over a border -------------------------------------------------------------------
 
@@ -256,47 +310,17 @@ class StageTable:
 
     # Stages ------------------------------------------------------------------------------------
 
-    def _all_stages(self, borders: list[_Border]) -> Stages:
-        problem, costs = self.problem, self._costs
+    def _all_stages(self, busy_s: float) -> Stages:
+        """Those that are busy for no longer."""
+        problem, costs, borders = self.problem, self._costs, self._borders
         forward = np.array([costs.summed(row) for row in problem.forward_s])
         backward = np.array([costs.summed(row) for row in problem.backward_s])
         found: list[tuple[NDArray[Any], ...]] = []
         for below in range(self.lattice.size - 1):
             check_time(self._deadline)
-            above = np.flatnonzero(costs.above(below))
-            kinds = borders[below].kinds[above]
-            order = np.argsort(kinds, kind="stable")
-            above, kinds = above[order], kinds[order]
-            serial = np.zeros(len(above))
-            if costs.serial is not None:
-                serial = costs.serial[above] - costs.serial[below]
-            holds = costs.holders[above] > costs.holders[below]
-            serial = serial + problem.loads.serial_fixed_s * holds
-            once = kept = np.zeros((len(problem.loads.modes), len(above)))
-            if costs.limited:
-                once, kept = costs.bytes_between(below, above)
-            parameters = costs.parameters[above] - costs.parameters[below]
-            ahead = forward[:, above] - forward[:, below, None]
-            back = backward[:, above] - backward[:, below, None]
-            m, some = self._worth_it(ahead + back, once, kept, parameters)
-            order = np.lexsort((m, kinds[some]))
-            m, some = m[order], some[order]
-            b = above[some]
-            found.append(
-                (
-                    np.full(len(b), below),
-                    b,
-                    kinds[some],
-                    m,
-                    self._passed[b] > self._passed[below],
-                    ahead[m, some],
-                    back[m, some],
-                    costs.compute[m, b] - costs.compute[m, below] + serial[some],
-                    parameters[some],
-                    once[m, some],
-                    kept[m, some],
-                )
-            )
+            found += self._stages_from(below, busy_s, forward, backward)
+        if not found:
+            return _none(self.classes)
         columns = [np.concatenate(column) for column in zip(*found, strict=True)]
         lows, highs, on_path = columns[0], columns[1], columns[4]
         sent_s = np.full((self.classes, len(lows)), -math.inf)
@@ -312,40 +336,102 @@ class StageTable:
         columns[8:8] = [sent_s, wire_s, passed_s]
         return Stages(*columns)
 
+    def _stages_from(
+        self, below: int, busy_s: float, forward: Vector, backward: Vector
+    ) -> list[tuple[NDArray[Any], ...]]:
+        """Columns of those that begin at a downset, messages left out; none where there are none.
+
+        Args:
+            forward, backward: of each downset's layers, per mode, [M, D].
+        """
+        problem, costs = self.problem, self._costs
+        above = np.flatnonzero(costs.above(below))
+        # No sum of other modes is below that of the least.
+        least_s = costs.work[above] - costs.work[below]
+        above = above[least_s <= busy_s + FORGIVEN * costs.work[-1]]
+        if not len(above):
+            return []
+        kinds = self._borders[below].kinds[above]
+        order = np.argsort(kinds, kind="stable")
+        above, kinds = above[order], kinds[order]
+        serial = np.zeros(len(above))
+        if costs.serial is not None:
+            serial = costs.serial[above] - costs.serial[below]
+        holds = costs.holders[above] > costs.holders[below]
+        serial = serial + problem.loads.serial_fixed_s * holds
+        once = kept = np.zeros((len(problem.loads.modes), len(above)))
+        if costs.limited:
+            once, kept = costs.bytes_between(below, above)
+        parameters = costs.parameters[above] - costs.parameters[below]
+        ahead = forward[:, above] - forward[:, below, None]
+        back = backward[:, above] - backward[:, below, None]
+        m, some = self._worth_it(ahead + back, once, kept, parameters)
+        busy = costs.compute[m, above[some]] - costs.compute[m, below] + serial[some]
+        fits = busy <= busy_s
+        m, some, busy = m[fits], some[fits], busy[fits]
+        order = np.lexsort((m, kinds[some]))
+        m, some, busy = m[order], some[order], busy[order]
+        b = above[some]
+        on_path = self._passed[b] > self._passed[below]
+        shared = (np.full(len(b), below), b, kinds[some], m, on_path)
+        times = (ahead[m, some], back[m, some], busy)
+        return [(*shared, *times, parameters[some], once[m, some], kept[m, some])]
+
+    @cached_property
+    def _extremes(self) -> tuple[_Holding, _Holding]:
+        """What fits every place does so with the first; what fits none, not with the second."""
+        stages, n = self.problem.stages, self.problem.micro_batches
+        flights = [flight for stage in stages for flight in stage.flights]
+        most = _Holding(
+            max(stage.copies for stage in stages) + max(f.versions for f in flights),
+            max(max(f.kept, float(f.limit * n)) for f in flights),
+            min(stage.memory_bytes for stage in stages) * FITS,
+        )
+        least = _Holding(
+            min(stage.copies for stage in stages) + min(f.versions for f in flights),
+            min(f.kept for f in flights),
+            max(stage.memory_bytes for stage in stages) * FITS,
+        )
+        return most, least
+
     def _worth_it(
         self, own: Vector, once: Vector, kept: Vector, parameters: Vector
     ) -> tuple[Positions, Positions]:
         """Of stages in all modes, [M, B], mode and number of those that fit some place, and are
         faster than in any mode in which they fit every place."""
-        stages, n = self.problem.stages, self.problem.micro_batches
-        flights = [flight for stage in stages for flight in stage.flights]
         if not self._costs.limited:
             some = own if self.problem.every_mode else own[:1]
             mode, number = np.nonzero(np.isfinite(some))
             return mode, number
 
-        def fits(versions: float, units: float, copies: float, room: float) -> Flags:
-            held: Flags = once + (copies + versions) * parameters + units * kept <= room * FITS
-            return held
+        def fits(held: _Holding) -> Flags:
+            inside: Flags = once + held.copies * parameters + held.units * kept <= held.room
+            return inside
 
-        anywhere = fits(
-            max(f.versions for f in flights),
-            max(max(f.kept, float(f.limit * n)) for f in flights),
-            max(stage.copies for stage in stages),
-            min(stage.memory_bytes for stage in stages),
-        )
-        somewhere = fits(
-            min(f.versions for f in flights),
-            min(f.kept for f in flights),
-            min(stage.copies for stage in stages),
-            max(stage.memory_bytes for stage in stages),
-        )
+        anywhere, somewhere = map(fits, self._extremes)
         fastest = np.where(anywhere, own, math.inf)
         worth = own < fastest.min(axis=0)
         worth |= np.arange(len(own))[:, None] == fastest.argmin(axis=0)
         worth |= self.problem.every_mode
         mode, number = np.nonzero(somewhere & worth)
         return mode, number
+
+
+def _none(classes: int) -> Stages:
+    """No stages."""
+    at, seconds = np.zeros(0, dtype=np.intp), np.zeros(0)
+    wide = np.zeros((classes, 0))
+    flags = np.zeros(0, dtype=np.bool_)
+    four = (seconds, seconds, seconds, seconds)
+    return Stages(at, at, at, at, flags, seconds, seconds, seconds, wide, wide, *four)
+
+
+class _Holding(NamedTuple):
+    """How much a stage has in flight and in copies of its parameters, and its device's memory."""
+
+    copies: float
+    units: float
+    room: float
 
 
 class _Border(NamedTuple):

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ..problem import FITS, Vector
 from .cost_tables import Flags
-from .cycle_stages import CycleProblem, Stages, StageTable, check_time
+from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable, check_time
 from .lattice import Positions
 
 ROUNDING = 1e-12
 """Of a period."""
-
-FORGIVEN = 1e-9
-"""Of what stages wait for, and of sums of work: what rules nothing out."""
 
 NEVER = -math.inf
 """What isn't waited for."""
@@ -42,6 +40,10 @@ class Timed(NamedTuple):
     own: Vector
     busy: Vector
     update: Vector
+
+    def those(self, which: Positions) -> Timed:
+        """Some of them."""
+        return Timed(*(each[which] for each in self))
 
 
 class Waits(NamedTuple):
@@ -72,19 +74,23 @@ class Picks(NamedTuple):
     """Of one stage.
 
     Attributes:
-        stages: those that it may be.
+        which: positions of those that it may be, in the table's.
         best: per class and lower downset, the position of that which is waited for least, [K, D].
         flight, next_kind: of each of them, what it has in flight and the next one's class, [p].
     """
 
-    stages: Stages
+    which: Positions
     best: Positions
     flight: Positions
     next_kind: Positions
 
 
 class CycleTable(NamedTuple):
-    """What is known of all cuts under a target: per stage, and of waits also behind the last."""
+    """What is known of all cuts under a target: per stage, and of waits also behind the last.
+
+    Attributes:
+        stages: those that any stage may be, and others.
+    """
 
     target: float
     stages: Stages
@@ -92,63 +98,128 @@ class CycleTable(NamedTuple):
     picks: list[Picks]
 
 
+class _Known(NamedTuple):
+    """Of a target that some cut keeps to, and so of all that are shorter.
+
+    Attributes:
+        stages: those that keep to it.
+        which: per stage, which of these may be in such a cut.
+    """
+
+    target: float
+    stages: Stages
+    which: list[Positions]
+
+
 class CycleTables:
-    """Makes the tables of one problem on one lattice."""
+    """Makes the tables of one problem on one lattice.
+
+    Attributes:
+        entries: classes × stages that were gone through so far.
+    """
 
     def __init__(self, problem: CycleProblem, stages: StageTable) -> None:
         """`stages`: of the same problem, with as many stages or more."""
         self.problem, self.lattice, self.all = problem, stages.lattice, stages
+        self.entries = 0
+        self._known: _Known | None = None
 
     # Tables ------------------------------------------------------------------------------------
 
     def table(self, target: float, deadline: float | None) -> CycleTable | None:
-        stages, shape = self.within(target), (self.all.classes, self.lattice.size)
-        if not stages.count:
-            return None
-        ways = self.ways(stages, target, deadline) if self.problem.flushes else None
+        """None where no cut keeps to the target."""
+        known = self.known(target, deadline)
+        stages, shape = self._on_time(known.stages, target), (self.all.classes, self.lattice.size)
+        every_timed = self._each_timed(stages)
+        which = [
+            each[timed.busy[each] <= target * (1 + ROUNDING)]
+            for each, timed in zip(known.which, every_timed, strict=True)
+        ]
+        ways = None
+        if self.problem.flushes:
+            ways = self.ways(stages, which, every_timed, deadline)
         waits = Waits(np.full(shape, math.inf), np.full(shape, math.inf))
         # Behind the last stage there is nothing to wait for.
         waits.linked[0, -1], waits.passed[0, -1] = 0.0, NEVER
         every, picks = [waits], list[Picks]()
         for s in range(len(self.problem.stages) - 1, -1, -1):
             check_time(deadline)
-            # What is before it must be done by the devices before it.
-            room = target * sum(stage.speed for stage in self.problem.stages[:s])
-            begins = self.all.work_s <= room * (1 + FORGIVEN)
-            ends = any_class(waits.linked)
-            mine = stages.those(np.flatnonzero(ends[stages.above] & begins[stages.below]))
-            timed = self.timed(mine, s)
-            beyond, passed, nexts = self.beyond(mine, waits)
-            before = None if ways is None else ways[s].linked[mine.kind, mine.below]
-            value, flight = self.waited(mine, timed, s, beyond, target, before)
+            some = which[s][any_class(waits.linked)[stages.above[which[s]]]]
+            self.entries += len(some) * self.all.classes
+            beyond, nexts = self.beyond(stages, some, waits)
+            fits = np.flatnonzero(np.isfinite(beyond))
+            some, beyond, nexts = some[fits], beyond[fits], nexts[fits]
+            before = None
+            if ways is not None:
+                before = ways[s].linked[stages.kind[some], stages.below[some]]
+            timed = every_timed[s].those(some)
+            value, flight = self.waited(stages, some, timed, s, beyond, target, before)
             fits = np.flatnonzero(np.isfinite(value))
             if not len(fits):
                 return None
-            mine = mine.those(fits)
-            value, starts = value[fits], mine.begins()
-            at = mine.kind[starts], mine.below[starts]
-            waits = Waits(np.full(shape, math.inf), np.full(shape, math.inf))
-            least = np.minimum.reduceat(value, starts)
-            waits.linked[at] = least
-            waits.passed[at] = np.minimum.reduceat(passed[fits], starts)
-            hits = np.flatnonzero(value == np.repeat(least, np.diff([*starts, len(value)])))
-            best = np.full(shape, -1)
-            best[at] = hits[np.searchsorted(hits, starts)]
+            waits, best = self._least(stages, some[fits], value[fits], waits)
             every.append(waits)
-            picks.append(Picks(mine, best, flight[fits], nexts[fits]))
+            picks.append(Picks(some[fits], best, flight[fits], nexts[fits]))
         if not np.isfinite(waits.linked[:, 0]).any():
             return None
+        self._known = _Known(target, known.stages, _on_the_way(stages, picks[::-1]))
         return CycleTable(target, stages, every[::-1], picks[::-1])
 
-    def within(self, target: float) -> Stages:
-        """Stages that are busy for no longer than that on the fastest device; where a message
-        would keep a wire busy for longer, it takes for ever."""
+    def _each_timed(self, stages: Stages) -> list[Timed]:
+        """Per stage, all of these on its device."""
+        kinds = [(stage.speed, stage.per_byte_s) for stage in self.problem.stages]
+        found = {kind: self.timed(stages, kinds.index(kind)) for kind in set(kinds)}
+        return [found[kind] for kind in kinds]
+
+    def known(self, target: float, deadline: float | None) -> _Known:
+        """What any stage may be. A cut that keeps to a target keeps to longer ones, too, and so do
+        its last stages alone: what can be in no cut for a longer one is left out."""
+        if self._known is not None and target <= self._known.target:
+            return self._known
+        stages, borders = self.within(target, deadline), self.borders(target)
+        which = [stages.between(a, b) for a, b in pairwise(borders)]
+        return _Known(target, stages, which)
+
+    def _least(
+        self, stages: Stages, which: Positions, value: Vector, behind: Waits
+    ) -> tuple[Waits, Positions]:
+        """What is waited for of some stages at the least, and which of these that is, [K, D]."""
+        shape, passed = (self.all.classes, self.lattice.size), self.passed(stages, which, behind)
+        below, kind = stages.below[which], stages.kind[which]
+        starts = np.flatnonzero(np.diff(below, prepend=-1) | np.diff(kind, prepend=-1))
+        at, least = (kind[starts], below[starts]), np.minimum.reduceat(value, starts)
+        waits = Waits(np.full(shape, math.inf), np.full(shape, math.inf))
+        waits.linked[at], waits.passed[at] = least, np.minimum.reduceat(passed, starts)
+        hits = np.flatnonzero(value == np.repeat(least, np.diff([*starts, len(value)])))
+        best = np.full(shape, -1)
+        best[at] = hits[np.searchsorted(hits, starts)]
+        return waits, best
+
+    def borders(self, target: float) -> list[Flags]:
+        """Per stage, and behind the last one, the downsets where it may begin, [S + 1] of [D]: the
+        stages before it can do what is in them, and those from it on the rest, none of them busy
+        for longer than the target."""
+        work, slack = self.all.work_s, FORGIVEN * self.all.work_s[-1]
+        done = np.cumsum([0.0, *(stage.speed for stage in self.problem.stages)])
+        return [
+            (work <= target * before + slack)
+            & (work[-1] - work <= target * (done[-1] - before) + slack)
+            for before in done
+        ]
+
+    def within(self, target: float, deadline: float | None = None) -> Stages:
+        """Stages that are busy for no longer than that on the fastest device."""
         fastest = max(stage.speed for stage in self.problem.stages)
-        room = target * (1 + ROUNDING)
-        every = self.all.stages
-        stages = every.those(np.flatnonzero(every.busy_s <= room * fastest))
-        stages.sent_s[stages.wire_s > room] = math.inf
-        return replace(stages, wire_s=np.empty((0, stages.count)))
+        return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
+
+    def _on_time(self, stages: Stages, target: float) -> Stages:
+        """Where a message would keep a wire busy for longer than that, it takes for ever."""
+        late = stages.wire_s > target * (1 + ROUNDING)
+        return (
+            replace(stages, sent_s=np.where(late, math.inf, stages.sent_s))
+            if late.any()
+            else stages
+        )
 
     def timed(self, stages: Stages, s: int) -> Timed:
         stage = self.problem.stages[s]
@@ -158,49 +229,59 @@ class CycleTables:
         update = np.maximum(busy - self.problem.micro_batches * own, 0.0)
         return Timed(forward, backward, own, busy, update)
 
-    def beyond(self, stages: Stages, waits: Waits) -> tuple[Vector, Vector, Positions]:
-        """What stages wait for beyond themselves, what is waited for where a message passes them,
-        and the next one's class that goes with the first, [p], by what comes behind them."""
-        every, all_off = stages.above, self.all.off_path
-        least = np.full(stages.count, math.inf)
-        passed, nexts = least.copy(), np.zeros(stages.count, dtype=np.intp)
-        classes = self.all.classes_at[every]
+    def beyond(self, stages: Stages, which: Positions, waits: Waits) -> tuple[Vector, Positions]:
+        """What some stages wait for beyond themselves, and the next one's class that goes with it,
+        [p], by what comes behind them."""
+        above, all_off = stages.above[which], self.all.off_path
+        least, nexts = np.full(len(which), math.inf), np.zeros(len(which), dtype=np.intp)
         for k in range(self.all.classes):
-            some = np.flatnonzero(classes > k) if k else slice(None)
-            above = every[some]
-            linked, around, off = waits.linked[k][above], waits.passed[k][above], all_off[k][above]
+            linked = waits.linked[k]
             there = np.isfinite(linked)
-            with np.errstate(invalid="ignore"):
-                value = np.maximum(stages.sent_s[k][some] + linked, 0.0)
+            if not there.any():
+                continue
+            some: Positions | slice = slice(None)
+            if self.all.classes > 1:
+                some = np.flatnonzero(there[above])
+            at, mine = above[some], which[some]
+            value = stages.sent_s[k][mine] + linked[at]
+            np.maximum(value, 0.0, out=value)
+            if all_off[k][there].any():
                 # Past a stage off the path to the next one on it.
-                past = np.where(off, stages.passed_s[some] + around, NEVER)
-            value = np.where(there, np.maximum(value, past), math.inf)
+                off = np.flatnonzero(all_off[k][at])
+                past = stages.passed_s[mine[off]] + waits.passed[k][at[off]]
+                value[off] = np.maximum(value[off], past)
             better = value < least[some]
             nexts[some] = np.where(better, k, nexts[some])
             least[some] = np.minimum(least[some], value)
-            passed[some] = np.minimum(passed[some], np.where(off, around, linked))
-        return least, np.where(stages.on_path, NEVER, passed), nexts
+        return least, nexts
+
+    def passed(self, stages: Stages, which: Positions, waits: Waits) -> Vector:
+        """What is waited for where a message passes some stages, [p], by what comes behind them."""
+        least = np.where(self.all.off_path, waits.passed, waits.linked).min(axis=0)
+        return np.where(stages.on_path[which], NEVER, least[stages.above[which]])
 
     def waited(
         self,
         stages: Stages,
+        which: Positions,
         timed: Timed,
         s: int,
         beyond: Vector,
         target: float,
         before: Vector | None,
     ) -> tuple[Vector, Positions]:
-        """What a stage before these at place s waits for, and the position of what they have in
-        flight, [p]; infinite where they don't keep to the target."""
+        """What a stage before some at place s waits for, and the position of what they have in
+        flight, [p]; infinite where they don't keep to the target.
+
+        Args:
+            timed, beyond, before: of those, [p].
+        """
         stage, n = self.problem.stages[s], self.problem.micro_batches
         units = np.array([flight.units for flight in stage.flights])
-        fine, full = timed.busy <= target * (1 + ROUNDING), None
-        fine &= np.isfinite(beyond)
-        beyond = np.where(fine, beyond, 0.0)
+        fine, full = np.ones(len(which), dtype=np.bool_), None
         if before is not None:
-            needs = self.drained(before, beyond, timed, int(units[0]))
-            fine &= needs <= target * (1 + ROUNDING)
-            needed = np.zeros(stages.count)
+            fine = self.drained(before, beyond, timed, int(units[0])) <= target * (1 + ROUNDING)
+            needed = np.zeros(len(which))
         elif self.problem.rule == "turns":
             extra = timed.update if n == 1 else 0.0
             needed = (timed.own + extra + beyond) / (target / n) - 1
@@ -219,8 +300,8 @@ class CycleTables:
             kept = np.array([flight.kept for flight in stage.flights])[at]
             if full is not None:
                 kept = np.maximum(kept, (full - 1) * n + 1)
-            held = stages.once_bytes + (stage.copies + versions) * stages.parameters
-            fine &= held + kept * stages.kept_bytes <= stage.memory_bytes * FITS
+            held = stages.once_bytes[which] + (stage.copies + versions) * stages.parameters[which]
+            fine &= held + kept * stages.kept_bytes[which] <= stage.memory_bytes * FITS
         return np.where(fine, value, math.inf), at
 
     def behind(self, timed: Timed, beyond: Vector, turns_s: Vector) -> Vector:
@@ -245,21 +326,30 @@ class CycleTables:
 
     # The way to a stage, where the pipeline flushes --------------------------------------------
 
-    def ways(self, stages: Stages, target: float, deadline: float | None) -> list[Ways]:
-        """Per stage, the ways to where it begins."""
+    def ways(
+        self,
+        stages: Stages,
+        which: list[Positions],
+        every_timed: list[Timed],
+        deadline: float | None,
+    ) -> list[Ways]:
+        """Per stage, the ways to where it begins, through those that the stages may be.
+
+        Args:
+            every_timed: per stage, all of these.
+        """
         classes, size = self.all.classes, self.lattice.size
         ways = Ways(np.full((classes, size), math.inf), np.full(size, math.inf))
         ways.linked[:, 0], ways.passed[0] = 0.0, NEVER
         found = [ways]
-        stages = stages.those(np.argsort(stages.above, kind="stable"))
-        for s in range(len(self.problem.stages) - 1):
+        for each, timed in zip(which[:-1], every_timed, strict=False):
             check_time(deadline)
-            reached = np.isfinite(ways.linked[stages.kind, stages.below])
-            mine = stages.those(np.flatnonzero(reached))
-            timed = self.timed(mine, s)
-            fits = np.flatnonzero(timed.busy <= target * (1 + ROUNDING))
-            mine = mine.those(fits)
-            ways_s = ways.linked[mine.kind, mine.below] + timed.own[fits]
+            reached = np.isfinite(ways.linked[stages.kind[each], stages.below[each]])
+            some = each[reached]
+            self.entries += len(some) * classes
+            some = some[np.argsort(stages.above[some], kind="stable")]
+            mine = stages.those(some)
+            ways_s = ways.linked[mine.kind, mine.below] + timed.own[some]
             linked, passed = self.onward(mine, ways_s, ways.passed[mine.below])
             ways = Ways(np.full((classes, size), math.inf), np.full(size, math.inf))
             if mine.count:
@@ -282,6 +372,16 @@ class CycleTables:
         on_path = ~self.all.off_path[:, above]
         linked = np.where(on_path & ~stages.on_path, np.maximum(linked, around), linked)
         return np.maximum(linked, 0.0), np.where(stages.on_path, passed, around)
+
+
+def _on_the_way(stages: Stages, picks: list[Picks]) -> list[Positions]:
+    """Of what each stage may be, what stages before it lead to, as far as downsets tell."""
+    reached, found = np.arange(1), list[Positions]()
+    for pick in picks:
+        mine = pick.which[np.isin(stages.below[pick.which], reached)]
+        found.append(mine)
+        reached = np.unique(stages.above[mine])
+    return found
 
 
 def any_class(waits: Vector) -> Flags:

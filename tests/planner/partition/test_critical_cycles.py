@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
@@ -15,6 +17,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question
+from timeprest.planner.partition.dp.critical_cycles import CriticalCycles
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.systems.variants import VARIANTS
@@ -170,6 +173,41 @@ def test_what_takes_turns_is_bound_and_listed(seed):
     check_best(drawn)
     check_cuts(drawn)
     check_falling(drawn)
+
+
+def everywhere(program: CriticalCycles, _: float) -> list[np.ndarray]:
+    """As `CriticalCycles.borders`, with all downsets."""
+    flags = np.ones(program.lattice.size, dtype=np.bool_)
+    return [flags] * (len(program.problem.stages) + 1)
+
+
+@settings(max_examples=examples(30))
+@given(seeds)
+@example(45)
+@example(62)
+@example(185)
+def test_tables_of_fewer_stages_say_the_same(seed):
+    """Without those that devices before and behind leave too much to do, or that no cut for a
+    longer period has, as with them all; where pipelines flush, no less."""
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    for _, program, _, _ in parts(drawn):
+        answer = program.best(0.0, INF)
+        if answer.cut is None:
+            continue
+        for factor in (3.0, 1.3, 1.001, 0.999, 0.9):
+            target = answer.cut.period_s * factor
+            every = CriticalCycles(program.problem, program.all)
+            every.borders = partial(everywhere, program)
+            few, all_of_them = program.table(target, None), every.table(target, None)
+            waits_s = [
+                INF if table is None else table.waits[0].linked[:, 0].min()
+                for table in (few, all_of_them)
+            ]
+            if drawn.question.system.flushes:
+                assert waits_s[0] >= waits_s[1] * (1 - ROUNDING)
+            else:
+                assert waits_s[0] == pytest.approx(waits_s[1])
 
 
 @st.composite
