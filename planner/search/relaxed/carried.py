@@ -10,6 +10,8 @@ Index letters: P places; p stages between two of them.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ...partition.dp.cost_tables import Flags
@@ -32,8 +34,8 @@ class Carried:
     """
 
     def __init__(self, table: StageTable) -> None:
-        self._stages, lattice = table.stages, table.lattice
-        below, above, messages = table.stages.below, table.stages.above, table.problem.messages
+        self._stages, lattice = table.within(math.inf), table.lattice
+        below, above, messages = self._stages.below, self._stages.above, table.problem.messages
         inside = np.array([lattice.column(layer) for layer in range(lattice.layers)])
         self._made: Flags = inside[[m.maker for m in messages]].reshape(-1, lattice.size)
         # Users that are before each place.

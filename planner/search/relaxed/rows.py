@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class Rows:
         table, n, carried, lattice = self._table, self._n, self._carried, self._lattice
         inside = np.array([lattice.column(layer) for layer in range(lattice.layers)])
         held = self._layer_bytes @ inside
-        stages, kinds = table.stages, table.classes
+        stages, kinds = table.within(inf), table.classes
         per_period = 1 if self.variant.backward_unit == "mini" else n
         # Kinds of stages that there are; of what comes behind the last one, the first.
         begins = np.zeros((table.lattice.size, kinds), dtype=np.bool_)
