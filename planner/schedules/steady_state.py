@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, lcm
 from typing import Protocol
@@ -72,7 +73,8 @@ def steady_state(pipeline: Pipeline) -> Steady:
         raise ScheduleError("deadlock: the stages wait for each other under these in-flight limits")
     period_s = max(_period_s(clock, done, cycle), least_period_s(pipeline))
     if not cycle:
-        period_s = max(period_s, round_trip_s(pipeline))
+        kept = [] if is_patterned(pipeline) or pipeline.paces else _most_kept(pipeline, kinds)
+        period_s = max(period_s, round_trip_s(pipeline), round_trip_s(pipeline, kept))
     return Steady(period_s, cycle, done, clock, kinds, turns)
 
 
@@ -150,6 +152,24 @@ def _lengths(pipeline: Pipeline) -> tuple[int, int]:
     deep = max(pipeline.limits)
     most = min(40 + 8 * deep, affordable)
     return most, most + min(deep, max(most // 2, affordable - most))
+
+
+def _most_kept(pipeline: Pipeline, kinds: Sequence[bytes]) -> list[int]:
+    """Per stage, micro-batches from a mini-batch's first on that run forward before its backward;
+    none where a backward takes less, or devices have several stages."""
+    if pipeline.variant.backward_unit == "micro" or pipeline.placement:
+        return []
+    n, found = pipeline.micro_batches, list[int]()
+    for mine in kinds:
+        most, forwards, backwards = n, 0, 0
+        for kind in mine:
+            if kind == FORWARDS:
+                forwards += 1
+            elif kind == BACKWARDS:
+                most = max(most, forwards - backwards * n)
+                backwards += 1
+        found.append(most)
+    return found
 
 
 # What runs mini-batch after mini-batch -------------------------------------------------------

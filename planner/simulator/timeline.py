@@ -4,7 +4,7 @@ trip."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -163,15 +163,26 @@ def loads_s(pipeline: Pipeline) -> list[float]:
     return [*(busy_s(pipeline, s) for s in range(pipeline.stages)), *wires.values()]
 
 
-def round_trip_s(pipeline: Pipeline) -> float:
+def round_trip_s(pipeline: Pipeline, kept: Sequence[int] = ()) -> float:
     """Lower bound on the period by in-flight limits: the longest round trip of a mini-batch over
     its limit, in seconds.
 
     A stage begins mini-batch b + L after its update for b, so a period takes 1 / L of the time
     from a mini-batch's first forward there to its update.
+
+    Args:
+        kept: per stage, micro-batches from a mini-batch's first on that run forward before its
+            backward, at the most, where that is known. The next forward is behind the update, and
+            the rest of its mini-batch's before the next one.
     """
-    stages = range(pipeline.stages)
-    return max(_stay_s(pipeline, s) / pipeline.limits[s] for s in stages)
+    n, found = pipeline.micro_batches, 0.0
+    for s in range(pipeline.stages):
+        trips, rest_s = pipeline.limits[s], 0.0
+        if kept:
+            trips = -(-kept[s] // n)
+            rest_s = (trips * n - kept[s]) * pipeline.forward_s[s]
+        found = max(found, (_stay_s(pipeline, s) + rest_s) / trips)
+    return found
 
 
 def _stay_s(pipeline: Pipeline, stage: int) -> float:
@@ -195,9 +206,14 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
         if came:
             down[t] = max(came) + forward_s[t]
     up: dict[int, float] = {}
+    micro = pipeline.variant.backward_unit == "micro"
     for t in sorted(down, reverse=True):
         back = [
-            up[link.target] + min(r.backward_s + r.latency_s for r in link.all_routes())
+            up[link.target]
+            + min(
+                r.backward_s * (1 if micro else pipeline.messages_per_route(link)) + r.latency_s
+                for r in link.all_routes()
+            )
             for link in pipeline.links
             if link.source == t and link.has_gradient
         ]

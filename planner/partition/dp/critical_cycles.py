@@ -11,7 +11,7 @@ mean, as of a max-plus matrix). Those that count go from a stage to one behind i
 
 - *room*: in whatever sequence, a stage begins a mini-batch when the one u(s) before it is back, so
   u(s) · T is at least what a mini-batch stays: all its forwards at s, one at each stage behind, all
-  backwards, and messages.
+  backwards, and messages. So is how many it keeps (`CycleTables.least_kept`).
 
 - *flush*: N micro-batches, P one's way to the stage, W that from it on, both there and back. In
   GPipe T ≥ P + W + N·(f + b); in 1F1B with u < N in flight, for 1 ≤ m ≤ (N - 1) / u,

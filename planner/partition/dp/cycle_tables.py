@@ -286,11 +286,17 @@ class CycleTables:
             extra = timed.update if n == 1 else 0.0
             needed = (timed.own + extra + beyond) / (target / n) - 1
         else:
-            stay = n * timed.own + beyond
-            needed = (stay + timed.update) / target
-            # When the last one of those comes that are there at once, the others' forwards are
-            # all kept, and no backward has begun.
-            full = np.ceil((stay - n * timed.backward) / target * (1 - ROUNDING) - ROUNDING)
+            stay = n * timed.own + beyond + timed.update
+            needed = stay / target
+            full = self.least_kept(stay, timed.forward, target)
+            if not s:
+                # The first stage always has forwards. So it never idles, and the period is its
+                # load, or it does as its limit is reached and all that it allows is kept.
+                busy = np.maximum(timed.busy, target * FORGIVEN) * (1 + FORGIVEN)
+                filled = n * np.ceil(needed * (1 - ROUNDING) - ROUNDING)
+                full = np.maximum(
+                    full, np.minimum(filled, self.least_kept(stay, timed.forward, busy))
+                )
         at = np.searchsorted(units, needed * (1 - ROUNDING) - ROUNDING)
         fine &= at < len(units)
         at = np.minimum(at, len(units) - 1)
@@ -299,10 +305,26 @@ class CycleTables:
             versions = np.array([flight.versions for flight in stage.flights])[at]
             kept = np.array([flight.kept for flight in stage.flights])[at]
             if full is not None:
-                kept = np.maximum(kept, (full - 1) * n + 1)
+                kept = np.maximum(kept, full)
             held = stages.once_bytes[which] + (stage.copies + versions) * stages.parameters[which]
             fine &= held + kept * stages.kept_bytes[which] <= stage.memory_bytes * FITS
         return np.where(fine, value, math.inf), at
+
+    def least_kept(self, stay: Vector, forward: Vector, period: float | Vector) -> Vector:
+        """Micro-batches that a stage keeps at some backward, at the least, [p].
+
+        With u of them kept from a mini-batch's first on at its backward, at the most, the next
+        forward is behind its update; and from that one the rest of its mini-batch's is to come
+        before the next mini-batch begins. So for u = (j - 1)·N + r
+
+            j · T  ≥  stay + (N - r)·f,  1 ≤ r ≤ N.
+        """
+        n = self.problem.micro_batches
+        trips = np.maximum(np.ceil(stay / period * (1 - FORGIVEN)), 1.0)
+        spare = np.maximum(trips * period * (1 + FORGIVEN) - stay, 0.0)
+        ahead = np.divide(spare, forward, out=np.full(len(stay), float(n)), where=forward > 0)
+        found: Vector = (trips - 1) * n + np.maximum(n - np.floor(ahead * (1 + FORGIVEN)), 1.0)
+        return found
 
     def behind(self, timed: Timed, beyond: Vector, turns_s: Vector) -> Vector:
         """What a stage before these waits for. `turns_s`: of all that they have in flight."""

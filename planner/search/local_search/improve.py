@@ -45,7 +45,7 @@ _TOGETHER = 30
 _TOGETHER_AT_ALL = 3000
 """And of that, however few they are."""
 
-_LISTED_SHARE, _LISTED_AT_ALL = 12, 8
+_LISTED_SHARE, _LISTED_AT_ALL = 14, 5
 """Where a list schedule makes what stages run, one of many takes so much less than by itself, and
 all of them at least as long as so many."""
 

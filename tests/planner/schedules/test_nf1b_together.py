@@ -1,4 +1,4 @@
-"""What is simulated at once is what the list schedule of each pipeline makes of it."""
+"""nF1B: what is simulated at once is what each list schedule makes of it; what those keep."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.schedules.together import periods_s, simulates_together
 from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.simulator.timeline import round_trip_s
+from timeprest.planner.systems.operations import BACKWARDS, FORWARDS
 from timeprest.planner.systems.variants import VARIANTS
 
 
@@ -50,3 +52,31 @@ def test_pipelines_that_settle_have_their_period(stages, n, every):
     assert at_once.sum() >= 2
     assert found[at_once] == pytest.approx(exact[at_once])
     assert np.abs(found / exact - 1).max() < 0.5
+
+
+def most_kept(kinds: bytes, n: int) -> int:
+    """Micro-batches from a mini-batch's first on that are run forward before its backward."""
+    forwards, found, done = 0, [n], 0
+    for kind in kinds:
+        forwards += kind == FORWARDS
+        if kind == BACKWARDS:
+            found.append(forwards - done * n)
+            done += 1
+    return max(found)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_period_leaves_what_is_kept_time_to_come_back(stages):
+    """What bounds of memory rest on, at every stage; the first is full, too, if it ever idles."""
+    rng, full = random.Random(stages), 0
+    for n in [1, 2, 3, 5] * 20:
+        pipeline = drawn_pipeline(rng, stages, n, 1)
+        steady = steady_state(pipeline)
+        if not steady.cycle:
+            continue
+        kept = [most_kept(mine, n) for mine in steady.kinds]
+        assert steady.period_s >= round_trip_s(pipeline, kept) * (1 - 1e-9)
+        if steady.period_s > pipeline.work_s(0) * (1 + 1e-9):
+            full += 1
+            assert kept[0] == pipeline.limits[0] * n
+    assert full > 10
