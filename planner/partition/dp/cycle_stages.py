@@ -284,6 +284,11 @@ class StageTable:
         codes = np.unique(code[above])
         kinds = np.searchsorted(codes, code)
         per_period = 1 if problem.rule == "room" else n
+        # Whichever stage behind it takes a tensor, some wire has it.
+        alone = np.zeros(size)
+        for message in crossing:
+            busy_s = max(n * message.wire_s, per_period * message.back_s)
+            alone = np.maximum(alone, busy_s * ~lattice.column(message.maker))
         sent, wires, off = [], [], []
         # Of the others, what the path's next layer needs goes to all stages that have it.
         sure = 0
@@ -304,7 +309,7 @@ class StageTable:
                 there += message.wire_s * outside
                 back += message.back_s * outside
             sent.append(np.where(linked, there + back + 2 * problem.latency_s, -math.inf))
-            wires.append(np.maximum(n * there, per_period * back))
+            wires.append(np.maximum(np.maximum(n * there, per_period * back), alone))
             off.append(not each & 1)
         return _Border(kinds, off, np.array(sent), np.array(wires))
 

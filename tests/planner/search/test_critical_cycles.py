@@ -214,3 +214,19 @@ def test_plans_of_nf1b_have_in_flight_what_memory_has_room_for():
         tolerance=0.0,
     )
     assert plan.predicted.period_s < 0.65
+
+
+@pytest.mark.parametrize("system", ["pipedream", "timeprest", "pipedream-flush", "pipedream-2bw"])
+def test_what_passes_a_stage_keeps_a_wire_busy(system):
+    """A tensor that not the next stage uses, but the one behind it."""
+    layers = [(f"n{k}", 100, 1e-6, 2e-6, 0, []) for k in range(3)]
+    edges = [("n0", "n1", "x", 10), ("n0", "n2", "y", 10**6), ("n1", "n2", "z", 10)]
+    profile = profile_by_hand(layers, [*edges, ("n2", "output", "o", 4)], sizes=(1, 2, 4))
+    asked = Question(profile, uniform_cluster(3, "1GB", "1GB/s"), system, 4, 0.0)
+    search = explore(asked, SearchRequest(stages=3), lambda *_: None, None)
+    search.forget_bounds()
+    CycleSearch(search).bound()
+    # Four samples; bounds are found by bisection.
+    assert search.bound_s >= 3.98e-3
+    assert search.best is not None
+    assert search.bound_s <= search.period_s * SAME
