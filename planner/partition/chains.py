@@ -144,6 +144,11 @@ class Chains:
         # The shortest period that is asked about so far, and what is left below it.
         self._left: tuple[float, list[_Row]] = inf, self._all_rows
 
+    def begin_as(self, other: Chains) -> None:
+        """Look for weights from those of others on, with the same terms."""
+        if len(other._weights) == len(self._weights):
+            self._weights = other._weights
+
     @property
     def size(self) -> int:
         """Links of all stages."""
@@ -246,11 +251,11 @@ class Chains:
 
     def _alone(self, rows: Sequence[_Row], target: float) -> list[_Row]:
         """Stages that alone make no term longer."""
-        most, found = self._most(target), []
+        most, found = self._most(target)[:, None], []
         for s, row in enumerate(rows):
-            counts = np.flatnonzero(self._within[:, s].any(axis=1))
-            within = self._within[counts, s] @ row.values <= most[counts, None]
-            some = within.all(axis=0)
+            # Of many terms a stage's part is the same.
+            own = np.unique(np.concatenate([self._within[:, s], most], axis=1), axis=0)
+            some: Flags = np.logical_and.reduce(own[:, :-1] @ row.values <= own[:, -1:], axis=0)
             found.append(row if some.all() else row.those(some))
         return found
 

@@ -20,7 +20,7 @@ from ..systems.orders import Order
 from .choices import Branch, Freedom, PlacedBranch, StagesAsked, micro_batch_counts
 from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch
-from .state import Budget, OutOfBudget, Progress, SearchState
+from .state import Budget, Progress, SearchState
 
 
 def under(question: Question, order: Order) -> Question:
@@ -86,8 +86,8 @@ def search_of(
     budget: Budget,
     progress: Progress,
     seen: Callable[[Evaluation], None],
-) -> tuple[SearchState, PlacedSearch, Callable[[], str | None]]:
-    """The search, its part for these devices, and what runs it: says what ended it early.
+) -> tuple[SearchState, PlacedSearch]:
+    """The search, and its part for these devices.
 
     Args:
         question: with the order.
@@ -122,17 +122,9 @@ def search_of(
         progress=progress,
         seen=seen,
     )
-    asked = StagesAsked(False, False, (), (), False)
-    placed = PlacedSearch(search, asked, [n], order.stages, pins(relaxation))
     placement = order.placement or tuple(range(order.stages))
-    devices = tuple(row.device for row in order.rows)
-    branches = [PlacedBranch(n, placement, devices)]
-
-    def run() -> str | None:
-        try:
-            placed.look_at(branches)
-        except OutOfBudget as reason:
-            return str(reason)
-        return None
-
-    return search, placed, run
+    branch = PlacedBranch(n, placement, tuple(row.device for row in order.rows))
+    most = max(len(row.stages) for row in order.rows)
+    asked = StagesAsked(False, False, (most,), (), False)
+    pinned = pins(relaxation)
+    return search, PlacedSearch(search, asked, [n], order.stages, pinned, [[branch]])

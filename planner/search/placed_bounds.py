@@ -26,14 +26,18 @@ _MOST_DOWNSETS = 1_200
 _PER_OPERATION = 80
 """Links of stages that are gone through while an operation is simulated, about."""
 
-_BOUND_SHARE = 0.05
-"""Of the effort, for the bound of one branch."""
+_BOUND_SHARE, _LEAST_SHARE = 0.3, 0.05
+"""Of the effort, for bounds of all branches together, and for each at the least."""
 
 _FIRST_PERIODS = 2
 """Periods that are asked about where first cuts are looked for."""
 
-_MOST_LINKS = 1_500_000
-"""With more in all stages, first cuts are guessed with fewer places to cut."""
+_ROUNDS, _LEAST_ROUNDS = 15, 3
+"""Where there is effort for fewer, first cuts are guessed with fewer places to cut; and nothing is
+bound."""
+
+_PER_PAIR, _FEW_LINKS = 2.5, 4_000_000
+"""Links for each pair of places, about; and what is soon done whatever the effort."""
 
 _SHARES, _CHEAPEST = 48, 2
 """Those: of so many equal shares of the work, so many that are cheapest to cut at."""
@@ -41,6 +45,9 @@ _SHARES, _CHEAPEST = 48, 2
 
 class PlacedBounds:
     """Bounds the branches of a search.
+
+    Attributes:
+        share: of the effort, for the bound of one branch.
 
     Args:
         relaxation: of plans with several stages on each device.
@@ -56,29 +63,40 @@ class PlacedBounds:
     ) -> None:
         """`micro_batches`: any N that may be looked at."""
         self.search, self.relaxation, self._pins = search, relaxation, pins
-        self._problem = relaxation.problem(Branch(micro_batches))
+        self._problem, self.share = relaxation.problem(Branch(micro_batches)), _BOUND_SHARE
         self._rows: dict[tuple[int, bool], Rows] = {}
         self._chains: dict[PlacedBranch, Chains] = {}
+        # With few places to cut.
+        self._few: dict[PlacedBranch, Chains] = {}
+
+    def share_out(self, branches: int) -> None:
+        """So many branches are bounded."""
+        self.share = max(_BOUND_SHARE / max(branches, 1), _LEAST_SHARE)
 
     def cuts(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
-        """Cuts that come near to a branch's bound, which is found where that doesn't take long."""
-        chains = self.chains(branch)
-        if chains is not None and chains.size <= _MOST_LINKS:
+        """Cuts that come near to a branch's bound, which is found where that is soon done."""
+        if self._soon(branch, _ROUNDS):
             return self.bound(branch, _FIRST_PERIODS)
         rows = self.rows(branch.micro_batches, coarse=True)
         if rows is None:
             return []
-        return self.solved(rows.chains(branch.on), self.search.bounds[branch]).cuts
+        self._few[branch] = chains = rows.chains(branch.on)
+        return self.solved(chains, self.search.bounds[branch]).cuts
 
     def cuts_like(self, branch: PlacedBranch, standing: Standing) -> list[tuple[int, ...]]:
         """The same within the memory for what a plan's stages have in flight."""
-        rows = self.rows(branch.micro_batches)
-        if rows is None or len(rows.links.begin) * len(branch.on) > _MOST_LINKS:
-            rows = self.rows(branch.micro_batches, coarse=True)
+        rows = self.rows(branch.micro_batches, coarse=not self._soon(branch, _ROUNDS))
         if rows is None:
             return []
         chains = rows.chains_like(standing.found, standing.point.downsets)
         return self.solved(chains, self.search.bounds[branch]).cuts
+
+    def _soon(self, branch: PlacedBranch, rounds: int) -> bool:
+        """Whether there is effort for so many rounds with all places to cut."""
+        lattice = self._lattice
+        size = 0 if lattice is None else lattice.size
+        links = _PER_PAIR * size**2 * len(branch.placement) * rounds
+        return links <= max(self._most_links, _FEW_LINKS)
 
     def bound(self, branch: PlacedBranch, periods: int = PERIODS) -> list[tuple[int, ...]]:
         """Bound a branch. Returns cuts that come near to it. `periods`: that are asked about."""
@@ -91,19 +109,26 @@ class PlacedBounds:
 
     def solved(self, chains: Chains, low_s: float, periods: int = _FIRST_PERIODS) -> Found:
         """The bound of chains, of those below the best plan. Raises OutOfBudget."""
-        budget = self.search.budget
-        most = max(budget.effort * _BOUND_SHARE, 1) * _PER_OPERATION
-        found = chains.bound(low_s, self.search.period_s, most, periods)
-        budget.take(found.spent // _PER_OPERATION)
+        found = chains.bound(low_s, self.search.period_s, self._most_links, periods)
+        self.search.budget.take(found.spent // _PER_OPERATION)
         return found
 
+    @property
+    def _most_links(self) -> float:
+        """That may be gone through for one bound."""
+        return max(self.search.budget.effort * self.share, 1) * _PER_OPERATION
+
     def chains(self, branch: PlacedBranch) -> Chains | None:
-        """The branch's; None: there are too many places to cut. Raises OutOfBudget."""
+        """The branch's; None: there are too many places to cut for what effort there is. Raises
+        OutOfBudget."""
         if branch not in self._chains:
-            rows = self.rows(branch.micro_batches)
+            soon = self._soon(branch, _LEAST_ROUNDS)
+            rows = self.rows(branch.micro_batches) if soon else None
             if rows is None:
                 return None
-            self._chains[branch] = rows.chains(branch.on)
+            self._chains[branch] = chains = rows.chains(branch.on)
+            if branch in self._few:
+                chains.begin_as(self._few[branch])
         return self._chains[branch]
 
     @cached_property

@@ -172,11 +172,11 @@ def solve(
     placed: PlacedSearch | None = None
     if order is not None:
         question = under(question, order)
-        search, placed, go = _ordered(question, request, order, progress, seen)
+        search, placed = _ordered(question, request, order, progress, seen)
     else:
         search = explore(question, request, progress, seen)
         placed = _placed(search, request)
-        go = partial(_run, search, placed, request)
+    go = partial(_run, search, placed, request)
     try:
         apart = placed is None and order is None
         fitting = Fitting(search, request.micro_batches)
@@ -259,8 +259,8 @@ def _ordered(
     order: Order,
     progress: Progress,
     seen: Callable[[Evaluation], None] | None,
-) -> tuple[SearchState, PlacedSearch, Callable[[], str | None]]:
-    """The search for the cut that suits an order, and what runs it. Raises PlanError."""
+) -> tuple[SearchState, PlacedSearch]:
+    """The search for the cut that suits an order. Raises PlanError."""
     _check_request(question, request)
     check_asked(
         order,

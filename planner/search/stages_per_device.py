@@ -198,6 +198,7 @@ class PlacedSearch:
         counts: N to look at.
         stages: S; None: any.
         pins: (layer, stage).
+        branches: for each number of stages on a device; None: all that may be.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class PlacedSearch:
         counts: Sequence[int],
         stages: int | None,
         pins: Sequence[tuple[int, int]],
+        branches: Sequence[Sequence[PlacedBranch]] | None = None,
     ) -> None:
         self.search, self.asked, self._pins = search, asked, pins
         self._counts, self._stages = counts, stages
@@ -215,7 +217,8 @@ class PlacedSearch:
         # one, where that may be; but they may take less memory, of what an operation needs.
         one = asked.straight and stages is None and not any(stage for _, stage in pins)
         self._least = 2 if one and not search.relaxation.limited else 1
-        self.branches = [
+        self._given = branches is not None
+        self.branches = branches or [
             placed_branches(self.relaxation, asked, v, counts, stages, self._least)
             for v in asked.per_device
         ]
@@ -269,6 +272,8 @@ class PlacedSearch:
     def _left_out(self) -> bool:
         """Whether there may be more ways to leave devices out than were looked at."""
         cluster = self.search.question.cluster
+        if self._given:
+            return False
         numbers = {len(branch.devices) for branch in chain.from_iterable(self.branches)}
         return not all(_subsets(cluster, number)[1] for number in numbers)
 
@@ -276,6 +281,7 @@ class PlacedSearch:
         """Look for the best plan of these branches alone. Raises as `run`."""
         search, budget = self.search, self.search.budget
         self._enter(branches)
+        self._bounds.share_out(len(branches))
         local = self.local_search(search)
         with budget.part(_STARTING_SHARE):
             begun = self._begin(local, branches)
@@ -415,6 +421,7 @@ class PlacedSearch:
         Raises OutOfBudget when the budget is used up; the bounds are true then, too.
         """
         search, bounds = self.search, self.search.bounds
+        self._bounds.share_out(1)
         for branch in sorted(branches, key=lambda b: (bounds[b], len(b.placement))):
             if self._may_gain(branch):
                 search.say(search.standing)

@@ -393,9 +393,9 @@ class LocalSearch:
                 point for kind in together for point in kind(here.point, busiest)
             )
             ranked: Callable[..., Iterable[Point]] = self._fitting if here.over else self._ranked
-            some = (
-                _chunks(self, list(points), here) if here.found.pipeline.placement else [[*points]]
-            )
+            some: Iterable[list[Point]] = [[*points]]
+            if here.found.pipeline.placement and not here.over:
+                some = _chunks(self, [*points], here)
             for point in chain.from_iterable(ranked(each, here) for each in some):
                 found = self.look(point, here)
                 if found is None or not found.better(here):
@@ -516,9 +516,9 @@ def _chunks(local: LocalSearch, points: list[Point], here: Standing) -> Iterator
     """A few points at a time: where they aren't simulated together, laying out all of them takes
     longer than the simulations of a few. Those first that leave the busiest device least to do,
     unless it is idle for long."""
-    if not here.over and local.work_s(here.point) > _BUSY * here.period_s:
+    if local.work_s(here.point) > _BUSY * here.period_s:
         points.sort(key=local.work_s)
-    elif not here.over:
+    else:
         local.near.random.shuffle(points)
     for first in range(0, len(points), _CHUNK):
         yield points[first : first + _CHUNK]

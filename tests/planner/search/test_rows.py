@@ -6,7 +6,10 @@ from itertools import accumulate
 from math import inf
 
 import pytest
+from helpers.by_hand.profiles import profile_by_hand
 from helpers.drawn.questions import drawn_placed
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
@@ -49,3 +52,26 @@ def test_no_plan_is_below_its_bound(first):
                     assert cuts[cut] <= plan.prediction.period_s * (1 + 1e-9), (seed, devices)
             seen += 1
     assert seen > 3
+
+
+def residual(sent):
+    """Four layers in a row; the last one uses what the first one makes, too, of so many bytes."""
+    layers = [(f"n{k}", 0, 1e-3, 2e-3, 0, []) for k in range(4)]
+    edges = [("n0", "n1", "x", sent), ("n1", "n2", "y", 8), ("n2", "n3", "z", 8)]
+    return profile_by_hand(layers, [*edges, ("n0", "n3", "x", sent), ("n3", "output", "o", 8)])
+
+
+@pytest.mark.parametrize(
+    ("devices", "messages"), [((0, 1, 0, 2), 1), ((0, 1, 2, 1), 2), ((0, 1, 2, 0), 1)]
+)
+def test_a_tensor_that_passes_stages_keeps_their_wires_busy(devices, messages):
+    """From the first device to that of the last stage; with what the second stage gets, if that is
+    there, too."""
+    cluster = uniform_cluster(3, bandwidth="1MB/s", latency="0s")
+    question = Question(residual(10_000), cluster, "timeprest", 4, 1.0)
+    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+    found = Rows(relaxation, lattice, 4).chains(devices).bound(1e-2, inf)
+    # Four micro-batches of a sample each.
+    assert found.bound_s >= 4 * messages * 10e-3 * 0.99
+    assert found.bound_s < 4 * (messages + 1) * 10e-3

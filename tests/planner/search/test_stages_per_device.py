@@ -13,8 +13,8 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_
 from timeprest.planner.partition.placings import pattern
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.search import placed_bounds, stages_per_device
 from timeprest.planner.search import solve as solve_module
-from timeprest.planner.search import stages_per_device
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of, placements
@@ -262,6 +262,14 @@ def test_borders_lie_where_little_is_sent_over_slow_links():
     assert plan.predicted.period_s < 0.14
     # Its messages and what fills the pipeline are in the bound.
     assert plan.solver.bound_s > 0.1
+
+
+def test_where_places_to_cut_are_many_few_are_guessed_with(monkeypatch):
+    monkeypatch.setattr(placed_bounds, "_FEW_LINKS", 0)
+    asked = {"stages": 4, "time_limit_s": None, "effort": 20_000}
+    found = small(placement="loop", **asked)
+    monkeypatch.undo()
+    assert found.predicted.period_s == small(placement="loop", **asked).predicted.period_s
 
 
 @pytest.mark.parametrize("how", ["ilp", "many"])
