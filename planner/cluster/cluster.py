@@ -154,6 +154,14 @@ class Cluster(
             for device in self.devices
         )
 
+    @property
+    def best_device(self) -> Device:
+        """With the most memory and the highest speed that any device has."""
+        rooms = [device.usable_bytes for device in self.devices]
+        room = None if None in rooms else max(room for room in rooms if room is not None)
+        speed = max(device.speed for device in self.devices)
+        return Device(name="best", memory_bytes=room, speed=speed)
+
     def with_headroom(self, headroom: Headroom) -> Cluster:
         """With so much reserved on each device that doesn't say it itself.
 

@@ -25,7 +25,8 @@ from ..partition.dp.critical_cycles import (
     quick,
     thinned,
 )
-from ..partition.dp.cycle_stages import CycleProblem, Flight, StageTable
+from ..partition.dp.cycle_devices import Flight
+from ..partition.dp.cycle_stages import CycleProblem, StageTable
 from ..partition.dp.sweep import OutOfTime
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
@@ -33,7 +34,7 @@ from ..schedules.schedules import has_pattern
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
 from .choices import Branch, Choice, caps
-from .relaxed.cycles import cycle_problem, filled_up, has_cycles
+from .relaxed.cycles import cycle_problem, filled_up, has_cycles, kinds_of, same_anywhere
 from .state import OutOfBudget, SearchState
 
 _MOST_COUNTS = 16
@@ -96,12 +97,20 @@ class CycleSearch:
         self.tables: dict[_Way, StageTable] = {}
 
     def covers(self, branch: Branch) -> bool:
-        """Whether all plans of a branch are looked at."""
+        """Whether all plans of a branch are bounded."""
         source, relaxation = self.search.source, self.search.relaxation
         if not isinstance(source, DpSource) or not quick(source.lattice, len(relaxation.recompute)):
             return False
         parts = list(self._parts(branch))
         return bool(parts) and all(has_cycles(relaxation, part) for part in parts)
+
+    def proves(self, branch: Branch) -> bool:
+        """Whether all plans of a branch can be tried."""
+        cluster, any_sequence = self.search.question.cluster, self.search.any_sequence
+        return self.covers(branch) and all(
+            same_anywhere(cluster, part.stages or 0, any_sequence=any_sequence)
+            for part in self._parts(branch)
+        )
 
     def _parts(self, branch: Branch) -> Iterator[Branch]:
         """The branch by numbers of stages that the system runs; none where they are too many."""
@@ -125,6 +134,7 @@ class CycleSearch:
         problem = cycle_problem(
             relaxation,
             way.branch,
+            any_sequence=self.search.any_sequence,
             every_user=way.every_user,
             every_mode=way.every_mode,
             share=way.share,
@@ -281,9 +291,7 @@ class CycleSearch:
             inside = masks[step.above] & ~masks[step.below]
             nodes.append(tuple(loads.names[j] for j in members(inside)))
             recompute.append(of_stage(loads.modes[step.mode].again, nodes[-1]))
-        devices, stages = len(self.search.question.cluster.devices), len(nodes)
-        mine = tuple((d,) for d in range(devices - stages, devices))
-        return Choice(tuple(nodes), mine, tuple(recompute))
+        return Choice(tuple(nodes), _positions(self.search, steps), tuple(recompute))
 
     # Proofs ------------------------------------------------------------------------------------
 
@@ -293,7 +301,7 @@ class CycleSearch:
         Raises OutOfBudget when the budget is used up.
         """
         for branch in self.search.promising():
-            if not self.search.hopeless(branch) and self.covers(branch):
+            if not self.search.hopeless(branch) and self.proves(branch):
                 self._prove(branch)
 
     def _prove(self, branch: Branch) -> None:
@@ -352,6 +360,18 @@ class CycleSearch:
             return float("inf")
         search.try_some(choice, n, least_s)
         return float("inf") if least_s * SAME >= search.period_s else least_s
+
+
+def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[int], ...]:
+    """Of a cut's devices, as the cluster lists them: of those of a kind, the last ones."""
+    cluster, mine = search.question.cluster, [step.place.device for step in steps]
+    if not (search.any_sequence or cluster.uniform):
+        return tuple((device,) for device in mine)
+    left = [
+        iter(positions[len(positions) - mine.count(kind) :])
+        for kind, positions in enumerate(kinds_of(cluster))
+    ]
+    return tuple((next(left[kind]),) for kind in mine)
 
 
 def least_turning(

@@ -67,6 +67,10 @@ _CLOSE, _NEARLY, _FAR = 1.1, 0.5, 0.15
 """How far the best plan may be above the bound, for so much of what is left to be spent on a proof;
 and what is spent where it is further."""
 
+_SHARP = 1.02
+"""Where cycles leave a wider gap, and devices aren't alike, other bounds and guesses at what is in
+flight are worth their time."""
+
 _FEW_TRIES, _TRIES = 6, 40
 """Times that a plan is improved from elsewhere without gain: before the proof, and after it."""
 
@@ -74,7 +78,8 @@ _FEW_TRIES, _TRIES = 6, 40
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
     search.forget_bounds()
-    budget, local, cycles = search.budget, LocalSearch(search), CycleSearch(search)
+    budget, cycles = search.budget, CycleSearch(search)
+    local = LocalSearch(search, moves_devices=search.any_sequence)
     try:
         with suppress(OutOfBudget), budget.part(_NEARLY):
             _bound_by_cycles(search, local, cycles)
@@ -85,17 +90,19 @@ def run(search: SearchState) -> str | None:
         if not any(search.promising()):
             return None
         _start(search, local)
-        search.by_cycles = all(map(cycles.covers, search.promising()))
-        if not search.by_cycles:
+        search.by_cycles = all(map(cycles.proves, search.promising()))
+        vague = search.period_s > search.bound_s * _SHARP
+        if not search.by_cycles or (vague and not search.question.cluster.uniform):
             with budget.part(_NEARLY):
                 _bound_all(search)
-                _try_guesses(search)
+                if not search.any_sequence:
+                    _try_guesses(search)
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             improve(search, local, _FEW_TRIES)
         close = search.period_s <= search.bound_s * _CLOSE
         with budget.part(_NEARLY if close else _FAR):
             cycles.prove()
-            if not search.by_cycles:
+            if not (search.by_cycles or search.any_sequence):
                 _prove(search)
     except OutOfBudget as why:
         stopped = str(why)
@@ -141,6 +148,9 @@ def _start(search: SearchState, local: LocalSearch) -> None:
 
 def _bound_all(search: SearchState) -> None:
     """Bound every branch, in each view, and try the cuts that the bounds are from."""
+    for branch in search.branches if search.any_sequence else ():
+        least_s = search.relaxation.seconds.shared_out_s(branch.micro_batches)
+        search.bounds[branch] = max(search.bounds[branch], least_s)
     if search.identical and search.best is not None and isinstance(search.source, DpSource):
         _raise_lowest(search, search.source)
         return
@@ -253,7 +263,10 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
 def _views(search: SearchState) -> list[Assumptions]:
     """Of the relaxed problem, those that make the bound. Where devices are taken as identical,
     what is in flight is known better."""
-    relaxation = search.relaxation
+    relaxation, cluster = search.relaxation, search.question.cluster
+    if search.any_sequence:
+        best = cluster.best_device
+        return [Assumptions(view=v, identical=True, device=best) for v in relaxation.views]
     listed = [Assumptions(view=view) for view in relaxation.views]
     identical = [Assumptions(view=view, identical=True) for view in relaxation.views]
     if search.identical:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -16,7 +15,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.headroom import Headroom, usual_headroom
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
-from ..evaluate import Evaluation, Question, better, gap_between, make_plan
+from ..evaluate import Evaluation, Question, gap_between, make_plan
 from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
@@ -34,13 +33,7 @@ from .choices import (
     micro_batch_counts,
     stages_asked,
 )
-from .device_sequences import (
-    SEQUENCES,
-    bound_sequences,
-    sequence_matters,
-    try_near,
-    try_sequences,
-)
+from .device_sequences import SEQUENCES, sequence_matters
 from .exploration import run
 from .given_order import check_asked, search_of, under
 from .local_search.improve import LocalSearch
@@ -56,14 +49,8 @@ LEAST_GAIN = 0.05
 versions, messages and waits that the simulation sees in part. In races (docs/benchmarks.md) plans
 that were to gain 0 to 8 % gained −12 to +4."""
 
-WAITS_SHARE = 1 / 3
-"""Of the time, for bounds by what stages wait for, of devices that are alike or of any kinds."""
-
-LISTED_SHARE = 2 / 3
-"""Of the rest, for those devices as listed, before other sequences are tried."""
-
-PROVEN_SHARE = 1 / 20
-"""The same where nothing can be better than what was found in another sequence."""
+LISTED_SHARE = 1 / 3
+"""Of effort and time, for devices as listed, before other sequences are tried."""
 
 
 @dataclass(frozen=True)
@@ -341,88 +328,22 @@ def _run(search: SearchState, placed: PlacedSearch | None, request: SearchReques
 
 def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
-    alike = not sequence_matters(search.question.cluster)
-    if not alike and request.sequence == "listed":
+    if request.sequence == "listed" or not sequence_matters(search.question.cluster):
         return run(search)
-    if alike and not search.large and request.stages is not None:
-        return _run_and_bound(search)
     budget = search.budget
-    deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
-    if not (alike and search.large):
-        budget.deadline = None if left is None else time.monotonic() + left * WAITS_SHARE
-        with suppress(OutOfBudget):
-            bound_sequences(search)
-    if alike:
-        budget.effort, budget.deadline = effort, deadline
-        return run(search)
-    # Set aside, so that the listed sequence is kept where it is as good.
-    share = LISTED_SHARE if search.bound_s * SAME < search.period_s else PROVEN_SHARE
-    first = _without_best(search)
-    budget.effort, budget.deadline = effort, deadline
-    left = budget.seconds_left
-    budget.deadline = None if left is None else time.monotonic() + left * share
     try:
-        late = run(search) == "time limit"
+        with budget.part(LISTED_SHARE):
+            run(search)
     except KeyboardInterrupt:
+        search.any_sequence = True
         search.forget_bounds()
-        _keep(search, first)
         raise
-    listed, stopped = search.best, None
-    _keep(search, first)
-    # Other sequences have as much again to spend, and what is near the best of them, too.
-    budget.effort, budget.deadline = effort, deadline
-    left = budget.seconds_left
-    budget.deadline = None if left is None else time.monotonic() + left / 2
-    try:
-        try_sequences(search)
-    except OutOfBudget as reason:
-        stopped = str(reason)
-    budget.effort, budget.deadline = effort, deadline
-    if search.bound_s * SAME < search.period_s:
-        try:
-            try_near(search)
-        except OutOfBudget as reason:
-            stopped = str(reason)
+    listed, search.any_sequence = search.best, True
+    stopped = run(search)
+    # The listed sequence is kept where it is as good.
     if listed is not None and listed.prediction.period_s <= search.period_s * SAME:
         search.best = listed
-    if late and budget.seconds_left:
-        # What there was no time for; the bounds stay those of all sequences.
-        bounds = search.bounds
-        try:
-            run(search)
-        finally:
-            search.bounds = bounds
     return stopped
-
-
-def _run_and_bound(search: SearchState) -> str | None:
-    """Plans of so many stages; where none is proven best, bounds of any number come after them: no
-    cut of theirs need be one that was asked for."""
-    budget = search.budget
-    deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
-    budget.deadline = None if left is None else time.monotonic() + left * (1 - WAITS_SHARE / 2)
-    stopped = run(search)
-    if search.bound_s * SAME < search.period_s and not search.by_cycles:
-        known, budget.effort = search.bounds, effort
-        if left is not None and deadline is not None:
-            budget.deadline = min(deadline, time.monotonic() + left * WAITS_SHARE)
-        with suppress(OutOfBudget):
-            bound_sequences(search)
-        search.bounds = {b: max(s, known.get(b, 0.0)) for b, s in search.bounds.items()}
-    budget.deadline = deadline
-    return stopped
-
-
-def _without_best(search: SearchState) -> Evaluation | None:
-    """Have the search begin anew; the best plan so far."""
-    best, search.best = search.best, None
-    return best
-
-
-def _keep(search: SearchState, other: Evaluation | None) -> None:
-    """Take another plan where it is better than the best one."""
-    if other is not None and (search.best is None or better(other, search.best)):
-        search.best = other
 
 
 def _both(

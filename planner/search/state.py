@@ -183,13 +183,13 @@ class SearchState:
         seen: called with every plan that fits.
         best: the best plan so far.
         bounds: no plan of a branch has a shorter period.
-        floors: of some branches, what bounds are at the least, in whatever sequence of devices.
         sharper_views: of each branch, the view that its bound is from.
         least_difference: the least version difference of plans that fit, but for that.
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
         shortest_s: per choice, its shortest period so far, whether it fits or not.
         blocks: of layers, by their number, for first plans.
+        any_sequence: devices may be taken in any, not only as the cluster lists them.
         by_cycles: all that may be better than the best plan is bounded by critical cycles.
         closest: of all plans, the one that needs the smallest share of some device's memory.
         least_share: that share.
@@ -204,12 +204,12 @@ class SearchState:
     seen: Callable[[Evaluation], None] = lambda _: None
     best: Evaluation | None = None
     bounds: dict[Branch | PlacedBranch, float] = field(default_factory=dict)
-    floors: dict[Branch | PlacedBranch, float] = field(default_factory=dict)
     sharper_views: dict[Branch, str] = field(default_factory=dict)
     least_over: dict[Choice, float] = field(default_factory=dict)
     shortest_s: dict[Choice, float] = field(default_factory=dict)
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
+    any_sequence: bool = False
     by_cycles: bool = False
     least_difference: int | None = None
     least_share: float = float("inf")
@@ -251,13 +251,9 @@ class SearchState:
         return False
 
     def forget_bounds(self) -> None:
-        """Keep those alone that hold for every sequence of devices, and for branches that aren't
-        reached."""
+        """Keep those alone that hold for every sequence of devices."""
         trip_s = self.relaxation.seconds.round_trip_s
-        self.bounds = {
-            branch: max(trip_s(branch.micro_batches), self.floors.get(branch, 0.0))
-            for branch in self.branches
-        }
+        self.bounds = {branch: trip_s(branch.micro_batches) for branch in self.branches}
 
     def hopeless(self, branch: Branch) -> bool:
         """Whether no plan of a branch can beat the best one so far."""

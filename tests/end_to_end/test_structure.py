@@ -52,7 +52,6 @@ imports 16 cli/run.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
-imports 16 planner/search/device_sequences.py
 imports 16 planner/search/first_plans.py
 imports 25 planner/search/solve.py
 imports 16 planner/search/stages_per_device.py
@@ -100,7 +99,6 @@ parameters 13 planner/search/solve.py solve
 parameters 9 profiles/imported/cost_graph.py make_profile
 parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 runtime/run.py Trainer.__init__
-participle planner/partition/dp/kinds.py _Reached
 participle planner/partition/dp/minimax.py Reached
 participle planner/partition/solve.py Enough
 word tell planner/partition/ilp/search.py tell

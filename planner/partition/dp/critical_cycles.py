@@ -37,11 +37,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import FITS, Vector
+from .cycle_devices import CyclePlace, CycleStage, Flight
 from .cycle_stages import (
     FORGIVEN,
     CycleProblem,
-    CycleStage,
-    Flight,
     Stages,
     StageTable,
     check_time,
@@ -95,12 +94,14 @@ def thinned(problem: CycleProblem, lattice: Lattice) -> Lattice:
 
 
 class CycleStep(NamedTuple):
-    """A stage of a cut: positions of its downsets and of its mode, and what it has in flight."""
+    """A stage of a cut: positions of its downsets and of its mode, what it has in flight, and its
+    device."""
 
     below: int
     above: int
     mode: int
     flight: Flight
+    place: CyclePlace
 
 
 class CycleCut(NamedTuple):
@@ -148,15 +149,16 @@ class CriticalCycles(CycleTables):
     @cached_property
     def least_s(self) -> float:
         """No cut has a shorter period: all work, shared out evenly."""
-        speeds = sum(stage.speed for stage in self.problem.stages)
+        _, speeds = self.problem.devices.speeds[0]
         return float(self.all.work_s[-1]) / speeds * (1 - FORGIVEN)
 
     @cached_property
     def slow_s(self) -> float:
         """More than any cut needs whose stages take turns."""
         problem, n = self.problem, self.problem.micro_batches
-        slowest = min(stage.speed for stage in problem.stages)
-        rules = max(stage.per_byte_s for stage in problem.stages) * self.all.parameter_bytes
+        every = problem.devices.every
+        slowest = min(stage.speed for stage in every)
+        rules = max(stage.per_byte_s for stage in every) * self.all.parameter_bytes
         sent = sum(m.wire_s + m.back_s for m in problem.messages)
         sent = max(sent, max(problem.path_s, default=0.0)) + 2 * problem.latency_s
         return len(problem.stages) * (self.all.most_s / slowest + rules + sent * n) * 2
@@ -220,16 +222,29 @@ class CriticalCycles(CycleTables):
         table = self.table(target, deadline)
         if table is None:
             return None
-        steps, at, kind = list[CycleStep](), 0, int(table.waits[0].linked[:, 0].argmin())
-        for stage, picks in zip(self.problem.stages, table.picks, strict=True):
-            p = int(picks.best[kind, at])
-            flight = stage.flights[int(picks.flight[p])]
-            which = int(picks.which[p])
-            step = CycleStep(
-                at, int(table.stages.above[which]), int(table.stages.mode[which]), flight
-            )
-            steps.append(step)
-            at, kind = step.above, int(picks.next_kind[p])
+        steps, at = list[CycleStep](), 0
+        state = min(
+            self.problem.devices.starts,
+            key=lambda state: float(table.waits[0][state].linked[:, 0].min()),
+        )
+        kind = int(table.waits[0][state].linked[:, 0].argmin())
+        for s, places in enumerate(self.problem.devices.places):
+            mine = np.arange(*np.searchsorted(table.stages.below, [at, at + 1]))
+            mine = mine[table.stages.kind[mine] == kind]
+            best, looked, place = math.inf, None, places[0]
+            for each in places:
+                if state in each.used:
+                    found = self.looked(table, mine, each, table.waits[s + 1][each.behind], s)
+                    least = float(found.value.min(initial=math.inf))
+                    if least < best:
+                        best, looked, place = least, found, each
+            assert looked is not None
+            p = int(looked.value.argmin())
+            which = int(looked.which[p])
+            above, mode = int(table.stages.above[which]), int(table.stages.mode[which])
+            flight = place.stage.flights[int(looked.flight[p])]
+            steps.append(CycleStep(at, above, mode, flight, place))
+            at, kind, state = above, int(looked.next_kind[p]), place.behind
         return CycleCut(tuple(steps), self.period_s(steps))
 
     # A cut's own period ------------------------------------------------------------------------
@@ -237,7 +252,7 @@ class CriticalCycles(CycleTables):
     def period_s(self, steps: Sequence[CycleStep]) -> float:
         """The longest cycle of a cut, with what it has in flight."""
         chain = [self._stage(step) for step in steps]
-        timed = [self.timed(one, s) for s, one in enumerate(chain)]
+        timed = [self.timed(one, step.place.stage) for one, step in zip(chain, steps, strict=True)]
         units = [step.flight.units for step in steps]
         own = [float(times.own[0]) for times in timed]
         on_path = [bool(one.on_path[0]) for one in chain]
@@ -358,10 +373,22 @@ class CriticalCycles(CycleTables):
 
     def _moves(self, table: CycleTable, last: _Move | None, s: int, below_s: float) -> list[_Move]:
         """The stages that may come next, those first that are waited for least."""
-        stage, n, target = self.problem.stages[s], self.problem.micro_batches, below_s
+        starts = self.problem.devices.starts
+        states = set(starts) if last is None else {last.step.place.behind}
+        found = list[tuple[float, _Move]]()
+        for place in self.problem.devices.places[s]:
+            if states.intersection(place.used):
+                found += self._moves_to(table, last, s, place, below_s)
+        return [move for _, move in sorted(found, key=lambda item: item[0])]
+
+    def _moves_to(
+        self, table: CycleTable, last: _Move | None, s: int, place: CyclePlace, below_s: float
+    ) -> Iterator[tuple[float, _Move]]:
+        """Of stages on one device, with what is waited for."""
+        stage, n, target = place.stage, self.problem.micro_batches, below_s
         target *= 1 - FORGIVEN
         room, low = target * (1 + ROUNDING), 0 if last is None else last.step.above
-        stages, waits = table.stages.from_downset(low), table.waits[s + 1]
+        stages, waits = table.stages.from_downset(low), table.waits[s + 1][place.behind]
         if self.problem.rule == "turns":
             # What is in flight takes that much less time; nothing else takes more.
             share = min(target / table.target, 1.0)
@@ -370,7 +397,7 @@ class CriticalCycles(CycleTables):
         most, past = np.full((2, stages.count), math.inf)
         if last is not None:
             most, past = last.most[0][stages.kind], last.most[1][stages.kind]
-        timed = self.timed(stages, s)
+        timed = self.timed(stages, stage)
         every = np.arange(stages.count)
         beyond, _ = self.beyond(stages, every, waits)
         passed = self.passed(stages, every, waits)
@@ -400,19 +427,12 @@ class CriticalCycles(CycleTables):
         fine &= np.where(stages.on_path, NEVER, passed) <= past * (1 + FORGIVEN) + _TINY
         nexts, around = self._allowed(stages, waits, rest, past)
         fine &= (nexts >= 0).any(axis=0)
-        found = np.flatnonzero(fine)
         value = self.behind(timed, beyond, np.zeros(1))
-        found = found[np.argsort(value[found], kind="stable")]
-        return [
-            _Move(
-                CycleStep(
-                    low, int(stages.above[p]), int(stages.mode[p]), stage.flights[int(top[p])]
-                ),
-                (nexts[:, p], around[:, p]),
-                (ways[0][:, p], float(ways[1][p])),
-            )
-            for p in found.tolist()
-        ]
+        for p in np.flatnonzero(fine).tolist():
+            flight = stage.flights[int(top[p])]
+            step = CycleStep(low, int(stages.above[p]), int(stages.mode[p]), flight, place)
+            way = ways[0][:, p], float(ways[1][p])
+            yield float(value[p]), _Move(step, (nexts[:, p], around[:, p]), way)
 
     def _allowed(
         self, stages: Stages, waits: Waits, rest: Vector, past: Vector

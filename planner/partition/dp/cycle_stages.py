@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..problem import FITS, StageProblem, Vector, closures, members
 from .cost_tables import Flags, PairCosts
+from .cycle_devices import CycleDevices, CycleStage
 from .lattice import Lattice, Positions
 from .sweep import OutOfTime
 
@@ -38,39 +39,6 @@ FORGIVEN = 1e-9
 
 _MADE_AHEAD = 1.5
 """Stages are made for so many times what is asked for, as more is soon asked for."""
-
-
-class Flight(NamedTuple):
-    """So much in flight at a stage.
-
-    Attributes:
-        limit: of a plan, mini-batches.
-        units: micro-batches, or mini-batches where a backward takes them whole.
-        versions, kept: weight versions, and micro-batches whose activations are kept, when
-            a backward runs, at the least.
-    """
-
-    limit: int
-    units: int
-    versions: float
-    kept: float
-
-
-@dataclass(frozen=True)
-class CycleStage:
-    """A stage's device and what may be in flight there.
-
-    Attributes:
-        copies: of the parameters, besides versions: gradients and optimizer state.
-        per_byte_s: of parameters, what the system's weight rules take in a period.
-        flights: by rising units.
-    """
-
-    speed: float
-    memory_bytes: float
-    copies: float
-    per_byte_s: float
-    flights: tuple[Flight, ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +77,7 @@ class CycleProblem:
     loads: StageProblem
     rule: CycleRule
     micro_batches: int
-    stages: tuple[CycleStage, ...]
+    devices: CycleDevices
     forward_s: Vector
     backward_s: Vector
     messages: tuple[CycleMessage, ...]
@@ -118,6 +86,11 @@ class CycleProblem:
     latency_s: float
     every_user: bool = False
     every_mode: bool = False
+
+    @property
+    def stages(self) -> tuple[CycleStage, ...]:
+        """One of each stage's (`CycleDevices.stages`), [S]."""
+        return self.devices.stages
 
     @property
     def flushes(self) -> bool:
@@ -205,7 +178,7 @@ class StageTable:
     ) -> None:
         """Raises OutOfTime when the deadline, by `time.monotonic`, passed."""
         self.problem, self.lattice, self._deadline = problem, lattice, deadline
-        limited = any(math.isfinite(stage.memory_bytes) for stage in problem.stages)
+        limited = any(math.isfinite(stage.memory_bytes) for stage in problem.devices.every)
         self._costs = costs = PairCosts(problem.loads, lattice, limited=limited)
         self.work_s = costs.work
         marks = np.zeros(problem.loads.layers)
@@ -385,7 +358,7 @@ class StageTable:
     @cached_property
     def _extremes(self) -> tuple[_Holding, _Holding]:
         """What fits every place does so with the first; what fits none, not with the second."""
-        stages, n = self.problem.stages, self.problem.micro_batches
+        stages, n = self.problem.devices.every, self.problem.micro_batches
         flights = [flight for stage in stages for flight in stage.flights]
         most = _Holding(
             max(stage.copies for stage in stages) + max(f.versions for f in flights),

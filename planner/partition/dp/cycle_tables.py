@@ -17,6 +17,7 @@ import numpy as np
 
 from ..problem import FITS, Vector
 from .cost_tables import Flags
+from .cycle_devices import CyclePlace, CycleStage
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable, check_time
 from .lattice import Positions
 
@@ -70,32 +71,36 @@ class Ways(NamedTuple):
     passed: Vector
 
 
-class Picks(NamedTuple):
-    """Of one stage.
+class Looked(NamedTuple):
+    """Stages on one device that keep to a target, [p].
 
     Attributes:
-        which: positions of those that it may be, in the table's.
-        best: per class and lower downset, the position of that which is waited for least, [K, D].
-        flight, next_kind: of each of them, what it has in flight and the next one's class, [p].
+        which: positions in the table's.
+        value: what a stage before them waits for.
+        flight, next_kind: the position of what they have in flight, and the next one's class.
     """
 
     which: Positions
-    best: Positions
+    value: Vector
     flight: Positions
     next_kind: Positions
 
 
 class CycleTable(NamedTuple):
-    """What is known of all cuts under a target: per stage, and of waits also behind the last.
+    """What is known of all cuts under a target.
 
     Attributes:
         stages: those that any stage may be, and others.
+        timed: all of these, by the device.
+        waits: per stage, and behind the last one, by the state of devices from there on.
+        ways: per stage, by the state of devices before it; empty where the pipeline stays full.
     """
 
     target: float
     stages: Stages
-    waits: list[Waits]
-    picks: list[Picks]
+    timed: dict[tuple[float, float], Timed]
+    waits: list[list[Waits]]
+    ways: list[list[Ways]]
 
 
 class _Known(NamedTuple):
@@ -127,49 +132,78 @@ class CycleTables:
     # Tables ------------------------------------------------------------------------------------
 
     def table(self, target: float, deadline: float | None) -> CycleTable | None:
-        """None where no cut keeps to the target."""
-        known = self.known(target, deadline)
-        stages, shape = self._on_time(known.stages, target), (self.all.classes, self.lattice.size)
-        every_timed = self._each_timed(stages)
-        which = [
-            each[timed.busy[each] <= target * (1 + ROUNDING)]
-            for each, timed in zip(known.which, every_timed, strict=True)
-        ]
-        ways = None
-        if self.problem.flushes:
-            ways = self.ways(stages, which, every_timed, deadline)
-        waits = Waits(np.full(shape, math.inf), np.full(shape, math.inf))
-        # Behind the last stage there is nothing to wait for.
-        waits.linked[0, -1], waits.passed[0, -1] = 0.0, NEVER
-        every, picks = [waits], list[Picks]()
-        for s in range(len(self.problem.stages) - 1, -1, -1):
+        """None where no cut keeps to the target. Raises OutOfTime."""
+        devices, known = self.problem.devices, self.known(target, deadline)
+        stages, count = self._on_time(known.stages, target), len(devices.places)
+        timed = {_like(each): self.timed(stages, each) for each in devices.every}
+        ways = self.ways(stages, known.which, timed, target, deadline)
+        every = [[self._nothing() for _ in range(devices.states(count))]]
+        for waits in every[0]:
+            # Behind the last stage there is nothing to wait for.
+            waits.linked[0, -1], waits.passed[0, -1] = 0.0, NEVER
+        table, picks = CycleTable(target, stages, timed, every, ways), list[Positions]()
+        for s in range(count - 1, -1, -1):
             check_time(deadline)
-            some = which[s][any_class(waits.linked)[stages.above[which[s]]]]
-            self.entries += len(some) * self.all.classes
-            beyond, nexts = self.beyond(stages, some, waits)
-            fits = np.flatnonzero(np.isfinite(beyond))
-            some, beyond, nexts = some[fits], beyond[fits], nexts[fits]
-            before = None
-            if ways is not None:
-                before = ways[s].linked[stages.kind[some], stages.below[some]]
-            timed = every_timed[s].those(some)
-            value, flight = self.waited(stages, some, timed, s, beyond, target, before)
-            fits = np.flatnonzero(np.isfinite(value))
-            if not len(fits):
+            found, mine = [self._nothing() for _ in range(devices.states(s))], list[Positions]()
+            for place in devices.places[s]:
+                looked = self.looked(table, known.which[s], place, every[0][place.behind], s)
+                if len(looked.which):
+                    some = [found[used] for used in place.used]
+                    self._take_least(table, looked, every[0][place.behind], some)
+                    mine.append(looked.which)
+            if not mine:
                 return None
-            waits, best = self._least(stages, some[fits], value[fits], waits)
-            every.append(waits)
-            picks.append(Picks(some[fits], best, flight[fits], nexts[fits]))
-        if not np.isfinite(waits.linked[:, 0]).any():
+            every.insert(0, found)
+            picks.insert(0, mine[0] if len(mine) == 1 else np.unique(np.concatenate(mine)))
+        firsts = (every[0][start].linked[:, 0] for start in devices.starts)
+        if not any(np.isfinite(first).any() for first in firsts):
             return None
-        self._known = _Known(target, known.stages, _on_the_way(stages, picks[::-1]))
-        return CycleTable(target, stages, every[::-1], picks[::-1])
+        self._known = _Known(target, known.stages, _on_the_way(stages, picks))
+        return table
 
-    def _each_timed(self, stages: Stages) -> list[Timed]:
-        """Per stage, all of these on its device."""
-        kinds = [(stage.speed, stage.per_byte_s) for stage in self.problem.stages]
-        found = {kind: self.timed(stages, kinds.index(kind)) for kind in set(kinds)}
-        return [found[kind] for kind in kinds]
+    def _nothing(self) -> Waits:
+        shape = (self.all.classes, self.lattice.size)
+        return Waits(np.full(shape, math.inf), np.full(shape, math.inf))
+
+    def looked(
+        self, table: CycleTable, which: Positions, place: CyclePlace, waits: Waits, s: int
+    ) -> Looked:
+        """Those of some stages that keep to a table's target as stage s on one device.
+
+        Args:
+            waits: of the next stage, with the devices that are left behind this one.
+        """
+        stages, timed, target = table.stages, table.timed[_like(place.stage)], table.target
+        # What is before it must be done by the devices before it.
+        work, slack = self.all.work_s, FORGIVEN * self.all.work_s[-1]
+        begins = work <= target * place.speed_before + slack
+        some = which[any_class(waits.linked)[stages.above[which]] & begins[stages.below[which]]]
+        some = some[timed.busy[some] <= target * (1 + ROUNDING)]
+        self.entries += len(some) * self.all.classes
+        beyond, nexts = self.beyond(stages, some, waits)
+        fits = np.flatnonzero(np.isfinite(beyond))
+        some, beyond, nexts = some[fits], beyond[fits], nexts[fits]
+        before: Vector | None = None
+        for state in place.before if table.ways else ():
+            way = table.ways[s][state].linked[stages.kind[some], stages.below[some]]
+            before = way if before is None else np.minimum(before, way)
+        mine = timed.those(some)
+        value, flight = self.waited(stages, some, mine, place.stage, beyond, target, before)
+        fits = np.flatnonzero(np.isfinite(value))
+        return Looked(some[fits], value[fits], flight[fits], nexts[fits])
+
+    def _take_least(
+        self, table: CycleTable, looked: Looked, behind: Waits, every: list[Waits]
+    ) -> None:
+        """Lower what is waited for to that of some stages, where that is less."""
+        stages, which = table.stages, looked.which
+        below, kind = stages.below[which], stages.kind[which]
+        starts = np.flatnonzero(np.diff(below, prepend=-1) | np.diff(kind, prepend=-1))
+        at, least = (kind[starts], below[starts]), np.minimum.reduceat(looked.value, starts)
+        passed = np.minimum.reduceat(self.passed(stages, which, behind), starts)
+        for waits in every:
+            waits.linked[at] = np.minimum(waits.linked[at], least)
+            waits.passed[at] = np.minimum(waits.passed[at], passed)
 
     def known(self, target: float, deadline: float | None) -> _Known:
         """What any stage may be. A cut that keeps to a target keeps to longer ones, too, and so do
@@ -180,36 +214,19 @@ class CycleTables:
         which = [stages.between(a, b) for a, b in pairwise(borders)]
         return _Known(target, stages, which)
 
-    def _least(
-        self, stages: Stages, which: Positions, value: Vector, behind: Waits
-    ) -> tuple[Waits, Positions]:
-        """What is waited for of some stages at the least, and which of these that is, [K, D]."""
-        shape, passed = (self.all.classes, self.lattice.size), self.passed(stages, which, behind)
-        below, kind = stages.below[which], stages.kind[which]
-        starts = np.flatnonzero(np.diff(below, prepend=-1) | np.diff(kind, prepend=-1))
-        at, least = (kind[starts], below[starts]), np.minimum.reduceat(value, starts)
-        waits = Waits(np.full(shape, math.inf), np.full(shape, math.inf))
-        waits.linked[at], waits.passed[at] = least, np.minimum.reduceat(passed, starts)
-        hits = np.flatnonzero(value == np.repeat(least, np.diff([*starts, len(value)])))
-        best = np.full(shape, -1)
-        best[at] = hits[np.searchsorted(hits, starts)]
-        return waits, best
-
     def borders(self, target: float) -> list[Flags]:
         """Per stage, and behind the last one, the downsets where it may begin, [S + 1] of [D]: the
         stages before it can do what is in them, and those from it on the rest, none of them busy
         for longer than the target."""
         work, slack = self.all.work_s, FORGIVEN * self.all.work_s[-1]
-        done = np.cumsum([0.0, *(stage.speed for stage in self.problem.stages)])
         return [
-            (work <= target * before + slack)
-            & (work[-1] - work <= target * (done[-1] - before) + slack)
-            for before in done
+            (work <= target * before + slack) & (work[-1] - work <= target * rest + slack)
+            for before, rest in self.problem.devices.speeds
         ]
 
     def within(self, target: float, deadline: float | None = None) -> Stages:
         """Stages that are busy for no longer than that on the fastest device."""
-        fastest = max(stage.speed for stage in self.problem.stages)
+        fastest = max(stage.speed for stage in self.problem.devices.every)
         return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
 
     def _on_time(self, stages: Stages, target: float) -> Stages:
@@ -221,8 +238,7 @@ class CycleTables:
             else stages
         )
 
-    def timed(self, stages: Stages, s: int) -> Timed:
-        stage = self.problem.stages[s]
+    def timed(self, stages: Stages, stage: CycleStage) -> Timed:
         forward, backward = stages.forward_s / stage.speed, stages.backward_s / stage.speed
         own = forward + backward
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
@@ -265,18 +281,18 @@ class CycleTables:
         stages: Stages,
         which: Positions,
         timed: Timed,
-        s: int,
+        stage: CycleStage,
         beyond: Vector,
         target: float,
         before: Vector | None,
     ) -> tuple[Vector, Positions]:
-        """What a stage before some at place s waits for, and the position of what they have in
+        """What a stage before some on one device waits for, and the position of what they have in
         flight, [p]; infinite where they don't keep to the target.
 
         Args:
             timed, beyond, before: of those, [p].
         """
-        stage, n = self.problem.stages[s], self.problem.micro_batches
+        n = self.problem.micro_batches
         units = np.array([flight.units for flight in stage.flights])
         fine, full = np.ones(len(which), dtype=np.bool_), None
         if before is not None:
@@ -289,7 +305,7 @@ class CycleTables:
             stay = n * timed.own + beyond + timed.update
             needed = stay / target
             full = self.least_kept(stay, timed.forward, target)
-            if not s:
+            if stage.first:
                 # The first stage always has forwards. So it never idles, and the period is its
                 # load, or it does as its limit is reached and all that it allows is kept.
                 busy = np.maximum(timed.busy, target * FORGIVEN) * (1 + FORGIVEN)
@@ -352,34 +368,47 @@ class CycleTables:
         self,
         stages: Stages,
         which: list[Positions],
-        every_timed: list[Timed],
+        every_timed: dict[tuple[float, float], Timed],
+        target: float,
         deadline: float | None,
-    ) -> list[Ways]:
-        """Per stage, the ways to where it begins, through those that the stages may be.
+    ) -> list[list[Ways]]:
+        """Per stage, and state of the devices before it, the ways to where it begins, through those
+        that the stages may be; none where the pipeline never drains."""
+        if not self.problem.flushes:
+            return []
+        devices, classes, size = self.problem.devices, self.all.classes, self.lattice.size
 
-        Args:
-            every_timed: per stage, all of these.
-        """
-        classes, size = self.all.classes, self.lattice.size
-        ways = Ways(np.full((classes, size), math.inf), np.full(size, math.inf))
-        ways.linked[:, 0], ways.passed[0] = 0.0, NEVER
-        found = [ways]
-        for each, timed in zip(which[:-1], every_timed, strict=False):
+        def nowhere(s: int) -> list[Ways]:
+            return [
+                Ways(np.full((classes, size), math.inf), np.full(size, math.inf))
+                for _ in range(devices.states_before(s))
+            ]
+
+        found = [nowhere(0)]
+        for first in found[0]:
+            first.linked[:, 0], first.passed[0] = 0.0, NEVER
+        for s, steps in enumerate(devices.ways):
             check_time(deadline)
-            reached = np.isfinite(ways.linked[stages.kind[each], stages.below[each]])
-            some = each[reached]
-            self.entries += len(some) * classes
-            some = some[np.argsort(stages.above[some], kind="stable")]
-            mine = stages.those(some)
-            ways_s = ways.linked[mine.kind, mine.below] + timed.own[some]
-            linked, passed = self.onward(mine, ways_s, ways.passed[mine.below])
-            ways = Ways(np.full((classes, size), math.inf), np.full(size, math.inf))
-            if mine.count:
+            reached, each = nowhere(s + 1), which[s]
+            each = each[np.argsort(stages.above[each], kind="stable")]
+            for stage, before, nexts in steps:
+                ways, timed = found[-1][before], every_timed[_like(stage)]
+                there = np.isfinite(ways.linked[stages.kind[each], stages.below[each]])
+                some = each[there & (timed.busy[each] <= target * (1 + ROUNDING))]
+                self.entries += len(some) * classes
+                if not len(some):
+                    continue
+                mine = stages.those(some)
+                ways_s = ways.linked[mine.kind, mine.below] + timed.own[some]
+                linked, passed = self.onward(mine, ways_s, ways.passed[mine.below])
                 starts = np.flatnonzero(np.diff(mine.above, prepend=-1))
                 at = mine.above[starts]
-                ways.linked[:, at] = np.minimum.reduceat(linked, starts, axis=1)
-                ways.passed[at] = np.minimum.reduceat(passed, starts)
-            found.append(ways)
+                linked = np.minimum.reduceat(linked, starts, axis=1)
+                passed = np.minimum.reduceat(passed, starts)
+                for other in (reached[k] for k in nexts):
+                    other.linked[:, at] = np.minimum(other.linked[:, at], linked)
+                    other.passed[at] = np.minimum(other.passed[at], passed)
+            found.append(reached)
         return found
 
     def onward(self, stages: Stages, ways_s: Vector, around: Vector) -> tuple[Vector, Vector]:
@@ -396,11 +425,16 @@ class CycleTables:
         return np.maximum(linked, 0.0), np.where(stages.on_path, passed, around)
 
 
-def _on_the_way(stages: Stages, picks: list[Picks]) -> list[Positions]:
+def _like(stage: CycleStage) -> tuple[float, float]:
+    """What times on its device depend on."""
+    return stage.speed, stage.per_byte_s
+
+
+def _on_the_way(stages: Stages, picks: list[Positions]) -> list[Positions]:
     """Of what each stage may be, what stages before it lead to, as far as downsets tell."""
     reached, found = np.arange(1), list[Positions]()
-    for pick in picks:
-        mine = pick.which[np.isin(stages.below[pick.which], reached)]
+    for which in picks:
+        mine = which[np.isin(stages.below[which], reached)]
         found.append(mine)
         reached = np.unique(stages.above[mine])
     return found

@@ -334,13 +334,6 @@ class StageTable:
         """
         return self.stages_of(self.common(below))
 
-    def with_places(self, problem: StageProblem, places: IdenticalPlaces) -> StageTable:
-        """The same for another problem that has other places alone."""
-        other = copy(self)
-        other._problem = problem
-        other._take_places(places)
-        return other
-
     def of_modes(self, below: int) -> ModeCosts:
         """What stages from a downset cost in each mode."""
         costs = self._costs

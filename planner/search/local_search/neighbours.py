@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
+from typing import Any
 
+from ...cluster.cluster import Cluster
 from ...costs.recomputation import Selection, of_stage, selection_of
 from ...costs.stage_costs import sized
 from ...costs.tied_parameters import misplaced
@@ -274,7 +276,8 @@ class Neighbours:
                 yield replace(point, again=(*point.again[:s], way, *point.again[s + 1 :]))
 
     def replica_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
-        """More replicas for one stage, from another one or none; in the listed sequence."""
+        """More replicas for one stage, from another one or none; on devices as listed, unless these
+        may move."""
         devices = len(self.question.cluster.devices)
         counts = self.relaxation.replica_counts(point.micro_batches)
         if counts == [1] or numbered_devices(point.devices):
@@ -287,8 +290,17 @@ class Neighbours:
             by, each[gains] = more - each[gains], more
             if loses is not None:
                 each[loses] -= by
-            if sum(each) <= devices and all(r in counts for r in each):
+            if sum(each) > devices or not all(r in counts for r in each):
+                continue
+            if not self.moves_devices:
                 yield replace(point, devices=_in_a_row(each, devices))
+                continue
+            for spare in _spare(point, loses, by, self.search.device_kinds):
+                mine = list(point.devices)
+                mine[gains] += spare
+                if loses is not None:
+                    mine[loses] = mine[loses][: each[loses]]
+                yield replace(point, devices=tuple(mine))
 
     def device_moves(self, point: Point) -> Iterator[Point]:
         """Two devices in each other's place, or one moved to before or behind another."""
@@ -397,6 +409,24 @@ class Neighbours:
         return point
 
 
+def _spare(
+    point: Point,
+    loses: int | None,
+    count: int,
+    device_kinds: tuple[Sequence[Hashable], Sequence[Hashable]],
+) -> Iterator[tuple[int, ...]]:
+    """So many devices that a stage gives, its last ones, or that are of one kind in one machine
+    and have no stage."""
+    if loses is not None:
+        yield point.devices[loses][-count:]
+        return
+    alike = dict[Hashable, list[int]]()
+    for d, like in enumerate(zip(*device_kinds, strict=True)):
+        if not any(d in mine for mine in point.devices):
+            alike.setdefault(like, []).append(d)
+    yield from (tuple(mine[:count]) for mine in alike.values() if len(mine) >= count)
+
+
 def _in_a_row(each: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
     """So many devices for each stage, the last ones of those listed."""
     at = [*accumulate(each, initial=devices - sum(each))]
@@ -410,6 +440,22 @@ def layings_of(
     if isinstance(branch, PlacedBranch):
         yield branch.lying
         return
-    devices = len(near.question.cluster.devices)
+    cluster = near.question.cluster
+    sequences = _sequences(cluster) if near.moves_devices else [range(len(cluster.devices))]
     for stages in near.stage_counts(branch):
-        yield from near.layings(stages, branch.micro_batches, devices)
+        every = list(near.layings(stages, branch.micro_batches, len(cluster.devices)))
+        for sequence, lying in product(sequences, every):
+            yield tuple(tuple(sequence[d] for d in mine) for mine in lying)
+
+
+def _sequences(cluster: Cluster) -> Iterable[Sequence[int]]:
+    """Of devices: as listed, machine by machine, and by speed, fast ones first and last."""
+    listed, devices = range(len(cluster.devices)), cluster.devices
+    keys: list[Callable[[int], tuple[Any, ...]]] = [
+        lambda d: (d,),
+        lambda d: (devices[d].machine or "",),
+        lambda d: (devices[d].machine or "", -devices[d].speed),
+        lambda d: (-devices[d].speed, devices[d].machine or ""),
+        lambda d: (devices[d].speed, devices[d].machine or ""),
+    ]
+    return dict.fromkeys(tuple(sorted(listed, key=key)) for key in keys)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import prod
 
+import msgspec
 import numpy as np
 
+from ...cluster.cluster import Cluster, Device
 from ...costs.memory import holdings
 from ...costs.stage_costs import sized
-from ...partition.dp.cycle_stages import (
-    CycleMessage,
-    CycleProblem,
-    CycleRule,
+from ...partition.dp.cycle_devices import (
+    CycleDevices,
     CycleStage,
     Flight,
+    in_any_sequence,
+    in_sequence,
 )
-from ...partition.problem import Mode, Vector
+from ...partition.dp.cycle_stages import CycleMessage, CycleProblem, CycleRule
+from ...partition.problem import Mode, Place, StageProblem, Vector
 from ...schedules.schedules import PATTERNS
 from ...systems.operations import BACKWARD, B, F
 from ...systems.variants import ScheduleRule, Variant
 from ..choices import Branch
-from .places import Assumptions
+from .places import Assumptions, PlaceMaker
 from .relaxation import Relaxation
 
 _RULES: dict[ScheduleRule, CycleRule] = {
@@ -39,22 +44,42 @@ _REPEATS = 2
 """Mini-batches, after the pipeline has filled up, until a stage has held what it holds at most."""
 
 
+_MOST_STATES = 2_000
+"""Of how many devices of each kind there may be of those behind a stage: with more, tables take too
+long."""
+
+
 def has_cycles(relaxation: Relaxation, branch: Branch) -> bool:
     """Whether plans of so many stages, each with a device of its own, are all plans of a branch,
     and their schedule says which cycles it has."""
     question, n, stages = relaxation.question, branch.micro_batches, branch.stages
-    cluster = question.cluster
     if relaxation.variant.schedule not in _RULES or stages is None or branch.pins:
         return False
-    listed = len(cluster.devices) == stages or (cluster.uniform and cluster.flat)
     alone = relaxation.replica_counts(n) == [1] and relaxation.allows(stages, n)
-    return alone and listed and cluster.overlap and question.update_every == 1
+    if prod(len(mine) + 1 for mine in kinds_of(question.cluster)) > _MOST_STATES:
+        return False
+    return alone and question.cluster.overlap and question.update_every == 1
+
+
+def same_anywhere(cluster: Cluster, stages: int, *, any_sequence: bool) -> bool:
+    """Whether a cut into so many stages on devices of given kinds, or of given positions where the
+    list says the sequence, is one plan: no other devices are meant by that."""
+    return cluster.flat or (len(cluster.devices) == stages and not any_sequence)
+
+
+def kinds_of(cluster: Cluster) -> list[list[int]]:
+    """Positions of devices by kind, by memory and speed; the fastest kind first."""
+    kinds = dict[Hashable, list[int]]()
+    for position, device in enumerate(cluster.devices):
+        kinds.setdefault((device.usable_bytes, device.speed), []).append(position)
+    return sorted(kinds.values(), key=lambda mine: -cluster.devices[mine[0]].speed)
 
 
 def cycle_problem(
     relaxation: Relaxation,
     branch: Branch,
     *,
+    any_sequence: bool = False,
     every_user: bool = False,
     every_mode: bool = False,
     share: float = 1.0,
@@ -62,6 +87,7 @@ def cycle_problem(
     """The cycles of plans with so many micro-batches and stages, each with a device of its own.
 
     Args:
+        any_sequence: devices are taken in any, else as they are listed.
         every_user: a guess, not a bound: all messages go to the next stage, which needn't be.
         every_mode: as of `CycleProblem`.
         share: of each device's memory, that a guess may use.
@@ -72,25 +98,14 @@ def cycle_problem(
     if stages is None or not has_cycles(relaxation, branch):
         return None
     n, found = branch.micro_batches, stage_problem(relaxation, branch)
-    cluster, ranges = relaxation.question.cluster, relaxation.limit_ranges(stages)
-    places = [found.loads.place(0, stages - s) for s in range(stages)]
-    latency_s = min((link.latency_s for link in cluster.links), default=0.0)
+    links = relaxation.question.cluster.links
     return replace(
         found,
         rule=_RULES[variant.schedule],
-        stages=tuple(
-            CycleStage(
-                speed=place.speed,
-                memory_bytes=place.memory_bytes * share,
-                copies=place.copies - 1.0,
-                per_byte_s=place.sync_s_per_byte,
-                flights=_flights(variant, stages, s, n, ranges[s]),
-            )
-            for s, place in enumerate(places)
-        ),
+        devices=_devices(relaxation, found.loads, n, stages, share, any_sequence=any_sequence),
         every_user=every_user,
         every_mode=every_mode,
-        latency_s=latency_s,
+        latency_s=min((link.latency_s for link in links), default=0.0),
     )
 
 
@@ -114,7 +129,7 @@ def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
         loads=replace(loads, modes=tuple(modes)),
         rule="room" if variant.backward_unit == "mini" else "turns",
         micro_batches=n,
-        stages=(),
+        devices=CycleDevices((), (), ()),
         forward_s=np.array([costs.forward_s for _ in modes]),
         backward_s=np.array(backward),
         messages=_messages(relaxation, gradients, size),
@@ -134,8 +149,8 @@ def filled_up(problem: CycleProblem, variant: Variant, cap: int, pace: float) ->
             is another one, they come there sooner each time, until forwards are put off.
     """
     most, n = min(cap, problem.stages[0].flights[-1].limit), problem.micro_batches
-    stages = []
-    for s, stage in enumerate(problem.stages):
+
+    def filled(s: int, stage: CycleStage) -> CycleStage:
         limit = min(cap, stage.flights[-1].limit)
         versions = 1
         if variant.synchronises:
@@ -144,9 +159,56 @@ def filled_up(problem: CycleProblem, variant: Variant, cap: int, pace: float) ->
             versions = most - limit + 1 if latest else most
         flight = Flight(limit, limit, float(versions), float(limit * n))
         last = s == len(problem.stages) - 1
-        speed = stage.speed if last else stage.speed / pace
-        stages.append(replace(stage, flights=(flight,), speed=speed))
-    return replace(problem, stages=tuple(stages))
+        return replace(stage, flights=(flight,), speed=stage.speed / (1 if last else pace))
+
+    return replace(problem, devices=problem.devices.changed(filled))
+
+
+def _devices(
+    relaxation: Relaxation,
+    loads: StageProblem,
+    n: int,
+    stages: int,
+    share: float,
+    *,
+    any_sequence: bool,
+) -> CycleDevices:
+    """What stages may have of the cluster's devices."""
+    cluster, ranges = relaxation.question.cluster, relaxation.limit_ranges(stages)
+    flights = [_flights(relaxation.variant, stages, s, n, ranges[s]) for s in range(stages)]
+
+    @cache
+    def places(device: Device) -> list[Place]:
+        alike = msgspec.structs.replace(cluster, devices=(device,) * stages)
+        place = PlaceMaker(
+            replace(relaxation.question, cluster=alike),
+            relaxation.freedom,
+            n,
+            Assumptions(view="cycle", unreplicated=True),
+            loads.options,
+            syncs=True,
+            every_device=True,
+        ).places()
+        return [place(0, stages - s) for s in range(stages)]
+
+    def stage_of(s: int, device: Device) -> CycleStage:
+        place = places(device)[s]
+        return CycleStage(
+            speed=place.speed,
+            memory_bytes=place.memory_bytes * share,
+            copies=place.copies - 1.0,
+            per_byte_s=place.sync_s_per_byte,
+            flights=flights[s],
+            first=not s,
+        )
+
+    if any_sequence or cluster.uniform:
+        kinds = kinds_of(cluster)
+        firsts = [cluster.devices[mine[0]] for mine in kinds]
+        counts, speeds = [len(mine) for mine in kinds], [device.speed for device in firsts]
+        return in_any_sequence(counts, speeds, stages, lambda s, g: stage_of(s, firsts[g]))
+    speeds = [device.speed for device in cluster.devices]
+    return in_sequence(speeds, stages, lambda s, d: stage_of(s, cluster.devices[d]))
 
 
 def _recomputed_s(

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...costs.layer_graph import LayerVectors, capped, forward_share
+from ...costs.layer_graph import LayerVectors
 from ...costs.stage_costs import RECEIVES_AHEAD, sized
 from ...partition.problem import CutTensor
-from ...partition.waits import Waits, Ways
+from ...partition.waits import Waits
 from .costs import LeastSeconds
 from .memory import LeastBytes
-from .places import fixed_in_flight
 from .scope import Reading
 
 
@@ -29,35 +28,6 @@ def waits(seconds: LeastSeconds, costs: LayerVectors, micro_batches: int) -> Wai
         before[row] = work[row]
     speed = seconds.question.cluster.devices[0].speed
     return Waits(micro_batches, seconds.variant.flushes, speed, before, beyond)
-
-
-def ways(seconds: LeastSeconds, micro_batches: int) -> Ways | None:
-    """What stages wait for on devices of any kinds; None where the schedule doesn't say."""
-    variant, graph, cluster = seconds.variant, seconds.graph, seconds.question.cluster
-    known = fixed_in_flight(variant) or (variant.forwards_first and variant.flushes)
-    # With few updates replicas needn't wait for one another.
-    late = seconds.question.update_every > 1 and max(seconds.replica_counts(micro_batches)) > 1
-    if not known or variant.split_backward or (variant.flushes and late):
-        return None
-    size = seconds.size(micro_batches, 1)
-    share = forward_share(graph.costs(size))
-    costs = capped(graph.costs(size), share)
-    work = costs.forward_s + costs.backward_s
-    path = graph.heaviest_path(work)
-    latency_s = min(link.latency_s for link in cluster.links)
-    sent = graph.sent_along(path, size)
-    messages = [2 * (latency_s + nbytes / cluster.fastest_bytes_per_s) for nbytes in sent]
-    return Ways(
-        micro_batches,
-        variant.flushes,
-        variant.forwards_first,
-        work,
-        tuple(path),
-        tuple(messages),
-        latency_s,
-        graph.costs(size).forward_s,
-        share,
-    )
 
 
 def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:

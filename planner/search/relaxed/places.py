@@ -42,7 +42,6 @@ class Assumptions:
             out, and links are the fastest there are, wherever they lie.
         memory_share: of each device's memory, that a guess may use.
         device: with `identical`, what all devices are like; None: as the first one.
-        link: with `identical`, what a guess sends all messages over; None: the fastest there is.
         alike: sets of layers that take about no time to compute again count as one with keeping
             everything, which has the least time and the least memory of them: for a bound alone,
             as there is no such stage.
@@ -59,7 +58,6 @@ class Assumptions:
     identical: bool = False
     memory_share: float = 1.0
     device: Device | None = None
-    link: Network | None = None
     alike: bool = False
     waits: bool = False
 
@@ -119,9 +117,6 @@ class PlaceMaker:
         question, in_flight, guess = self.question, self._in_flight, self.assumed.guess
         cluster, variant = question.cluster, question.system
         count, device = len(cluster.devices), self.assumed.device or cluster.devices[0]
-        slower = 1.0
-        if self.assumed.link is not None:
-            slower = cluster.fastest_bytes_per_s / self.assumed.link.bandwidth_bytes_per_s
         gradients = 1.0 + question.least_state_factor
         # A bound doesn't know which stage is the last, that predicts nothing.
         gradients += variant.scratch_copies * guess
@@ -158,7 +153,7 @@ class PlaceMaker:
                 memory_bytes=float(room_bytes(device, question.profile) or np.inf),
                 sync_s=fixed_s,
                 sync_s_per_byte=per_byte,
-                lower_scale=slower / links_below(r),
+                lower_scale=1 / links_below(r),
                 upper_scale=1 / r,
                 units=units,
                 copies=gradients + in_flight.versions(0 if per_unit else count),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, permutations
 from typing import NamedTuple
 
 import msgspec
@@ -23,9 +23,10 @@ from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import StageProblem
+from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import StalenessBounds
 from timeprest.planner.search.choices import Branch, Freedom
-from timeprest.planner.search.relaxed.cycles import cycle_problem
+from timeprest.planner.search.relaxed.cycles import cycle_problem, kinds_of
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.systems.variants import VARIANTS
 
@@ -34,10 +35,18 @@ MOST_MICRO_BATCHES, MOST_STAGES = 8, 4
 
 
 def drawn_alone(
-    seed: int, most_plans: int = 300, systems: Sequence[str] = tuple(ALL)
+    seed: int,
+    most_plans: int = 300,
+    systems: Sequence[str] = tuple(ALL),
+    *,
+    any_sequence: bool = False,
 ) -> Drawn | None:
     """The question with this number, of one of these systems, with one N; None where it has more
-    plans than `most_plans`, or none. Most clusters send beside computing."""
+    plans than `most_plans`, or none. Most clusters send beside computing.
+
+    Args:
+        any_sequence: plans take devices in any, not only as they are listed.
+    """
     rng = random.Random(seed)
     variant, profile = VARIANTS[rng.choice(systems)], drawn_profile(rng)
     tied = rng.choice(["together", "split"]) if variant.flushes else "together"
@@ -50,13 +59,32 @@ def drawn_alone(
     if not counts:
         return None
     n = rng.choice(counts)
-    every = list(islice(all_plans(question, freedom, n), most_plans + 1))
+    plans = all_plans(question, freedom, n)
+    if any_sequence:
+        plans = in_any_sequence(plans, len(cluster.devices))
+    every = list(islice(plans, most_plans + 1))
     if not 0 < len(every) <= most_plans:
         return None
     plans = [evaluate(question, stages, n) for _, stages in every]
     question = replace(question, cluster=with_memory(rng, cluster, plans))
     found = [(n, plan) for plan in plans if looked_at(question, again, plan)]
     return Drawn(question, freedom, n, found)
+
+
+def in_any_sequence(
+    plans: Iterable[tuple[int, tuple[PlanStage, ...]]], devices: int
+) -> Iterator[tuple[int, tuple[PlanStage, ...]]]:
+    """Of plans on listed devices, those in all sequences."""
+    for n, stages in plans:
+        if [stage.devices[0] for stage in stages] == list(range(len(stages))):
+            for chosen in permutations(range(devices), len(stages)):
+                yield (
+                    n,
+                    tuple(
+                        msgspec.structs.replace(stage, devices=(device,))
+                        for stage, device in zip(stages, chosen, strict=True)
+                    ),
+                )
 
 
 def _mostly_beside(rng: random.Random, cluster):
@@ -83,12 +111,14 @@ class Part(NamedTuple):
 
     Attributes:
         fitting: those that the devices have memory for.
+        kind_of: of each device, what a cut says of it.
     """
 
     stages: int
     program: CriticalCycles
     plans: list[Evaluation]
     fitting: list[Evaluation]
+    kind_of: list[int]
 
     @property
     def best_s(self) -> float:
@@ -96,17 +126,22 @@ class Part(NamedTuple):
         return min((found.prediction.period_s for found in self.fitting), default=INF)
 
 
-def parts(drawn: Drawn) -> Iterator[Part]:
+def parts(drawn: Drawn, *, any_sequence: bool = False) -> Iterator[Part]:
     """A question's plans by numbers of stages, where critical cycles are known of them."""
+    devices = range(len(drawn.question.cluster.devices))
+    kind_of = list(devices)
+    if any_sequence or drawn.question.cluster.uniform:
+        kinds = kinds_of(drawn.question.cluster)
+        kind_of = [next(k for k, mine in enumerate(kinds) if d in mine) for d in devices]
     relaxation, cluster = Relaxation(drawn.question, drawn.freedom), drawn.question.cluster
     for stages in sorted({len(found.stages) for _, found in drawn.plans}):
-        problem = cycle_problem(relaxation, Branch(drawn.asked, stages))
+        problem = cycle_problem(relaxation, Branch(drawn.asked, stages), any_sequence=any_sequence)
         if problem is None:
             continue
         program = CriticalCycles.of(problem, find_downsets(problem.loads, 10_000))
         plans = [found for _, found in drawn.plans if len(found.stages) == stages]
         fitting = [found for found in plans if not found.over_limit(cluster)]
-        yield Part(stages, program, plans, fitting)
+        yield Part(stages, program, plans, fitting, kind_of)
 
 
 def borders(problem: StageProblem, masks: Sequence[int], found: Evaluation) -> tuple[int, ...]:
@@ -117,3 +152,8 @@ def borders(problem: StageProblem, masks: Sequence[int], found: Evaluation) -> t
         below |= sum(1 << position[name] for name in stage.nodes)
         places.append(at[below])
     return tuple(places)
+
+
+def kinds(part: Part, found: Evaluation) -> tuple[int, ...]:
+    """What a cut says of the devices of a plan's stages."""
+    return tuple(part.kind_of[stage.devices[0]] for stage in found.stages)

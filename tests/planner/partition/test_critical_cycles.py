@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
-from helpers.drawn.lone_devices import INF, all_alone, borders, drawn_alone, parts
+from helpers.drawn.lone_devices import INF, all_alone, borders, drawn_alone, kinds, parts
 from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -43,9 +43,9 @@ def above(bound_s: float, period_s: float) -> bool:
     return bound_s > period_s * SAME
 
 
-def check_best(drawn: Drawn) -> None:
+def check_best(drawn: Drawn, *, any_sequence: bool = False) -> None:
     """No plan that fits is below the bound; where it is infinite, none fits."""
-    for _, program, _, fitting in parts(drawn):
+    for _, program, _, fitting, _ in parts(drawn, any_sequence=any_sequence):
         best_s = min((found.prediction.period_s for found in fitting), default=INF)
         tables = counted(program)
         answer = program.best(0.0, INF)
@@ -76,28 +76,28 @@ def counted(program) -> list[float]:
     return asked
 
 
-def check_cuts(drawn: Drawn) -> None:
+def check_cuts(drawn: Drawn, *, any_sequence: bool = False) -> None:
     """Of plans below a period all cuts are listed, once for each way to compute again."""
-    for _, program, _, fitting in parts(drawn):
-        periods = sorted({found.prediction.period_s for found in fitting})
+    for part in parts(drawn, any_sequence=any_sequence):
+        periods = sorted({found.prediction.period_s for found in part.fitting})
         step = max(len(periods) // MOST_TARGETS, 1)
         for period_s in [s * f for s in periods[::step] for f in (1.001, 1.3)]:
-            check_cuts_below(program, fitting, period_s)
+            check_cuts_below(part, period_s)
 
 
-def check_cuts_below(program, fitting, target) -> None:
-    found = set()
+def check_cuts_below(part, target) -> None:
+    found, program = set(), part.program
     for steps in program.each_below(lambda: target):
-        key = tuple((step.above, step.mode) for step in steps)
+        key = tuple((step.above, step.mode, step.place.device) for step in steps)
         assert key not in found
         found.add(key)
         assert steps[0].below == 0
         assert all(a.above == b.below for a, b in pairwise(steps))
-    cuts = {tuple(place for place, _ in key) for key in found}
+    cuts = {tuple((place, device) for place, _, device in key) for key in found}
     masks, problem = program.lattice.masks, program.problem.loads
     wanted = {
-        borders(problem, masks, plan)
-        for plan in fitting
+        tuple(zip(borders(problem, masks, plan), kinds(part, plan), strict=True))
+        for plan in part.fitting
         if plan.prediction.period_s * SAME < target
     }
     assert wanted <= cuts
@@ -108,18 +108,21 @@ def check_cuts_below(program, fitting, target) -> None:
         assert kept.period_s <= target * (1 + ROUNDING)
 
 
-def check_falling(drawn: Drawn) -> None:
+def check_falling(drawn: Drawn, *, any_sequence: bool = False) -> None:
     """The best plan is of a listed cut, too, where only what is better than all so far is asked
     for."""
-    for part in parts(drawn):
+    for part in parts(drawn, any_sequence=any_sequence):
         masks, problem, best = part.program.lattice.masks, part.program.problem.loads, {}
         for plan in part.fitting:
-            cut = borders(problem, masks, plan)
+            cut = borders(problem, masks, plan), kinds(part, plan)
             best[cut] = min(best.get(cut, INF), plan.prediction.period_s)
         below = [1.3 * max(best.values(), default=1.0)]
         for steps in part.program.each_below(lambda below=below: below[-1]):
-            period_s = best.get(tuple(step.above for step in steps), INF)
-            below.append(min(below[-1], period_s))
+            cut = (
+                tuple(step.above for step in steps),
+                tuple(step.place.device for step in steps),
+            )
+            below.append(min(below[-1], best.get(cut, INF)))
         if best:
             assert below[-1] <= part.best_s * SAME
 
@@ -164,6 +167,16 @@ def test_the_best_cut_is_listed_while_what_is_asked_for_falls(seed):
     check_falling(drawn)
 
 
+@settings(max_examples=examples(60))
+@given(seeds)
+def test_devices_may_come_in_any_sequence(seed):
+    drawn = drawn_alone(seed, 600, any_sequence=True)
+    assume(drawn is not None)
+    check_best(drawn, any_sequence=True)
+    check_cuts(drawn, any_sequence=True)
+    check_falling(drawn, any_sequence=True)
+
+
 @settings(max_examples=examples(36))
 @given(seeds)
 def test_what_takes_turns_is_bound_and_listed(seed):
@@ -191,7 +204,7 @@ def test_tables_of_fewer_stages_say_the_same(seed):
     longer period has, as with them all; where pipelines flush, no less."""
     drawn = drawn_alone(seed)
     assume(drawn is not None)
-    for _, program, _, _ in parts(drawn):
+    for _, program, _, _, _ in parts(drawn):
         answer = program.best(0.0, INF)
         if answer.cut is None:
             continue
@@ -201,7 +214,7 @@ def test_tables_of_fewer_stages_say_the_same(seed):
             every.borders = partial(everywhere, program)
             few, all_of_them = program.table(target, None), every.table(target, None)
             waits_s = [
-                INF if table is None else table.waits[0].linked[:, 0].min()
+                INF if table is None else min(w.linked[:, 0].min() for w in table.waits[0])
                 for table in (few, all_of_them)
             ]
             if drawn.question.system.flushes:

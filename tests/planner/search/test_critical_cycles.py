@@ -129,7 +129,8 @@ def test_the_turns_of_a_cut_leave_no_limits_a_shorter_period(seed):
         flights = [stage.flights for stage in problem.stages]
         cuts = {}
         for plan in part.plans:
-            key = borders(problem.loads, masks, plan), plan.stages[0].devices
+            devices = tuple(stage.devices for stage in plan.stages)
+            key = borders(problem.loads, masks, plan), devices
             again = tuple(stage.recompute for stage in plan.stages)
             cuts.setdefault((key, again), []).append(plan)
         for plans in cuts.values():

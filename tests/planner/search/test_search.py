@@ -376,7 +376,6 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
             for name in ("improve", "start"):
                 patch.setattr(exploration, name, lambda *_: None)
             patch.setattr(solving, "signed_plan", lambda search, *_: search.best)
-            patch.setattr(solving, "bound_sequences", lambda _: None)
             patch.setattr(CycleSearch, "bound", lambda _: [])
             before = solve(*asked, **more)
         assert plan.predicted.period_s < before.predicted.period_s

@@ -1,0 +1,248 @@
+"""Which devices the stages of a row may have, for the dynamic program over critical cycles.
+
+It lays stages from the last one on, so what it has to know of the devices behind a stage is a
+state: where devices are taken in the sequence of a list, the first one from which on they may be
+taken; where any sequence will do, how many of each kind are. Where a pipeline fills, the same is
+known of those before a stage.
+
+Index letters: S stages; D devices; G kinds of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+from typing import NamedTuple
+
+StageOf = Callable[[int, int], "CycleStage"]
+"""Of a stage's number and a device, or a kind of devices."""
+
+
+class Flight(NamedTuple):
+    """So much in flight at a stage.
+
+    Attributes:
+        limit: of a plan, mini-batches.
+        units: micro-batches, or mini-batches where a backward takes them whole.
+        versions, kept: weight versions, and micro-batches whose activations are kept, when
+            a backward runs, at the least.
+    """
+
+    limit: int
+    units: int
+    versions: float
+    kept: float
+
+
+@dataclass(frozen=True)
+class CycleStage:
+    """A stage's device and what may be in flight there.
+
+    Attributes:
+        copies: of the parameters, besides versions: gradients and optimizer state.
+        per_byte_s: of parameters, what the system's weight rules take in a period.
+        flights: by rising units.
+        first: it is a plan's first stage.
+    """
+
+    speed: float
+    memory_bytes: float
+    copies: float
+    per_byte_s: float
+    flights: tuple[Flight, ...]
+    first: bool = False
+
+
+class CyclePlace(NamedTuple):
+    """A device for a stage, beside those of the stages behind it.
+
+    Attributes:
+        device: its position in the list, or its kind.
+        behind: the state of those behind, of the next stage's.
+        used: of this stage's states, those that this device and those behind come under.
+        before: of the states of devices before the stage, those that go with it.
+        speed_before: of the fastest devices that the stages before it may have, together.
+    """
+
+    stage: CycleStage
+    device: int
+    behind: int
+    used: tuple[int, ...]
+    before: tuple[int, ...]
+    speed_before: float
+
+
+class CycleWay(NamedTuple):
+    """A device for a stage, beside those of the stages before it.
+
+    Attributes:
+        before: the state of those before, of this stage's.
+        nexts: of the next stage's states, those that they come under with this device.
+    """
+
+    stage: CycleStage
+    before: int
+    nexts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CycleDevices:
+    """What may be chosen.
+
+    Attributes:
+        places: per stage, [S].
+        ways: per stage but the last.
+        starts: of the first stage's states, those that cuts may have.
+    """
+
+    places: tuple[tuple[CyclePlace, ...], ...]
+    ways: tuple[tuple[CycleWay, ...], ...]
+    starts: tuple[int, ...]
+
+    @property
+    def stages(self) -> tuple[CycleStage, ...]:
+        """One of each stage's, [S]: what may be in flight is the same on all of its devices."""
+        return tuple(mine[0].stage for mine in self.places)
+
+    @property
+    def every(self) -> tuple[CycleStage, ...]:
+        """All stages on all their devices, once."""
+        return tuple(dict.fromkeys(place.stage for mine in self.places for place in mine))
+
+    @property
+    def count(self) -> int:
+        """Of all places."""
+        return sum(map(len, self.places))
+
+    @cached_property
+    def speeds(self) -> tuple[tuple[float, float], ...]:
+        """Per stage, of the devices before it and of those from it on, all together at the most;
+        and behind the last one, [S + 1]."""
+        from_on = [[0.0] * self.states(len(self.places))]
+        for s in range(len(self.places) - 1, -1, -1):
+            behind, mine = from_on[0], [0.0] * self.states(s)
+            for place in self.places[s]:
+                for used in place.used:
+                    mine[used] = max(mine[used], place.stage.speed + behind[place.behind])
+            from_on.insert(0, mine)
+        before = [max(place.speed_before for place in mine) for mine in self.places]
+        before.append(max(from_on[0]))
+        return tuple((b, max(mine)) for b, mine in zip(before, from_on, strict=True))
+
+    def changed(self, change: Callable[[int, CycleStage], CycleStage]) -> CycleDevices:
+        """With each stage as a function of its number and its device's makes it."""
+        once = cache(change)
+        return replace(
+            self,
+            places=tuple(
+                tuple(each._replace(stage=once(s, each.stage)) for each in mine)
+                for s, mine in enumerate(self.places)
+            ),
+            ways=tuple(
+                tuple(each._replace(stage=once(s, each.stage)) for each in mine)
+                for s, mine in enumerate(self.ways)
+            ),
+        )
+
+    def states(self, s: int) -> int:
+        """Of devices of stage s and those behind, how many."""
+        if s == len(self.places):
+            return 1 + max(place.behind for place in self.places[-1])
+        return 1 + max(max(place.used) for place in self.places[s])
+
+    def states_before(self, s: int) -> int:
+        """Of devices before stage s, how many."""
+        return 1 + max(max(place.before) for place in self.places[s])
+
+
+def in_sequence(speeds: Sequence[float], stages: int, stage_of: StageOf) -> CycleDevices:
+    """Devices in the sequence of a list, of which stages may leave out any.
+
+    Args:
+        speeds: of all devices, [D].
+    """
+    spare = len(speeds) - stages
+    made = [[stage_of(s, s + k) for k in range(spare + 1)] for s in range(stages)]
+    # State k of stage s: its devices and those behind are from position s + k on.
+    places = tuple(
+        tuple(
+            CyclePlace(
+                stage=made[s][k],
+                device=s + k,
+                behind=k,
+                used=tuple(range(k + 1)),
+                before=(k,),
+                speed_before=_fastest(speeds[: s + k], s),
+            )
+            for k in range(spare + 1)
+        )
+        for s in range(stages)
+    )
+    ways = tuple(
+        tuple(CycleWay(made[s][k], k, tuple(range(k, spare + 1))) for k in range(spare + 1))
+        for s in range(stages - 1)
+    )
+    return CycleDevices(places, ways, (0,))
+
+
+def in_any_sequence(
+    counts: Sequence[int], speeds: Sequence[float], stages: int, stage_of: StageOf
+) -> CycleDevices:
+    """Devices by kind, in any sequence, of which stages may leave out any.
+
+    Args:
+        counts, speeds: per kind, [G].
+    """
+    made = [[stage_of(s, g) for g in range(len(counts))] for s in range(stages)]
+    # Per number of devices, how many of each kind there may be of them, and the positions of these.
+    vectors = [list(_vectors(counts, total)) for total in range(stages + 1)]
+    at = [{vector: k for k, vector in enumerate(some)} for some in vectors]
+
+    def places(s: int) -> Iterator[CyclePlace]:
+        for behind, g in product(vectors[stages - 1 - s], range(len(counts))):
+            if behind[g] == counts[g]:
+                continue
+            used = _with(behind, g)
+            left = [have - taken for have, taken in zip(counts, used, strict=True)]
+            before = (k for k, some in enumerate(vectors[s]) if all(map(int.__le__, some, left)))
+            rest = [speed for speed, n in zip(speeds, left, strict=True) for _ in range(n)]
+            yield CyclePlace(
+                stage=made[s][g],
+                device=g,
+                behind=at[stages - 1 - s][behind],
+                used=(at[stages - s][used],),
+                before=tuple(before),
+                speed_before=_fastest(rest, s),
+            )
+
+    def ways(s: int) -> Iterator[CycleWay]:
+        for before, g in product(vectors[s], range(len(counts))):
+            if before[g] < counts[g]:
+                yield CycleWay(made[s][g], at[s][before], (at[s + 1][_with(before, g)],))
+
+    return CycleDevices(
+        tuple(tuple(places(s)) for s in range(stages)),
+        tuple(tuple(ways(s)) for s in range(stages - 1)),
+        tuple(range(len(vectors[stages]))),
+    )
+
+
+def _vectors(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """How many of each kind there may be of so many devices."""
+    first, rest = counts[0], counts[1:]
+    if not rest:
+        if total <= first:
+            yield (total,)
+        return
+    for n in range(max(total - sum(rest), 0), min(first, total) + 1):
+        yield from ((n, *others) for others in _vectors(rest, total - n))
+
+
+def _with(counts: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    return (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :])
+
+
+def _fastest(speeds: Sequence[float], count: int) -> float:
+    return sum(sorted(speeds)[len(speeds) - count :]) if count else 0.0
