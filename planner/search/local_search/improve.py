@@ -434,7 +434,9 @@ class LocalSearch:
             else:
                 found.append((seen, point))
         for key, some in alike.items():
-            if self.is_listed and len(some) <= _LISTED_AT_ALL:
+            # With one micro-batch, one by itself is about as short as one of many.
+            one = some[0][1].micro_batches == 1
+            if self.is_listed and (one or len(some) <= _LISTED_AT_ALL):
                 found += some
             elif key == _alike(self, here.point) or len(some) > 1:
                 found += self._together(some, here)
