@@ -8,9 +8,11 @@ cuts between them are tried.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -43,8 +45,11 @@ _MOST_COUNTS = 16
 _PER_OPERATION = 200
 """Entries of tables that take as long as a simulated operation, about."""
 
-_ROOMIER = (1.0, 0.97, 0.93)
-"""Of the memory, what first plans may use by what is known of them: less, where they need more."""
+_ROOMIER = (1.0, 0.93)
+"""Of the memory, what guesses may use by what is known of them: less, where they need more."""
+
+_REPAIRS = 3
+"""Times that a cut is looked for anew with less memory where its plan needs more than was known."""
 
 _PER_CUT = 200
 """Simulated operations that take as long as laying a cut out, about."""
@@ -58,6 +63,13 @@ _GUESSED_SHARE = 0.2
 _COARSE, _COARSER, _WORTH_IT = 2e-3, 5, 1.01
 """Bounds are first found so closely, guesses so many times less, and bounds to the end where the
 best plan is that near."""
+
+_LARGE = 4_000_000
+"""Of S stages and D downsets, S D²: with more, bounds are first found as closely as guesses, and
+from all places to cut at once."""
+
+_TABLES_SHARE = 0.7
+"""Of the time that there is, for a cut; the rest is for its plan."""
 
 _THINNED_SHARE = 0.4
 """Of the budget, for first plans with fewer places to cut, before there are bounds."""
@@ -74,6 +86,7 @@ class _Way(NamedTuple):
         thinned: with fewer places to cut.
         filled: what is in flight at the most, and the pace, as of `filled_up`; None: what cycles
             leave.
+        lacks: per stage, bytes that it needs besides what is known of it; empty: none.
     """
 
     branch: Branch
@@ -82,6 +95,7 @@ class _Way(NamedTuple):
     share: float = 1.0
     thinned: bool = False
     filled: tuple[int, float] | None = None
+    lacks: tuple[float, ...] = ()
 
 
 class CycleSearch:
@@ -139,6 +153,11 @@ class CycleSearch:
             every_mode=way.every_mode,
             share=way.share,
         )
+        if problem is not None and way.lacks:
+            devices = problem.devices.changed(
+                lambda s, x: replace(x, memory_bytes=x.memory_bytes - way.lacks[s])
+            )
+            problem = replace(problem, devices=devices)
         if problem is None or way.filled is None:
             return problem
         return filled_up(problem, relaxation.variant, *way.filled)
@@ -147,7 +166,7 @@ class CycleSearch:
         """One for all numbers of stages, from the largest on."""
         search = self.search
         whole = next(b for b in search.branches if way.branch in self._parts(b))
-        way = way._replace(branch=[*self._parts(whole)][-1], filled=None)
+        way = way._replace(branch=[*self._parts(whole)][-1], filled=None, lacks=())
         if way not in self.tables:
             problem, source = self._problem(way), search.source
             assert problem is not None
@@ -168,7 +187,7 @@ class CycleSearch:
         """
         search, found = self.search, list[Evaluation]()
         branches = [branch for branch in search.branches if self.covers(branch)]
-        branches.sort(key=self._hoped_s)
+        branches.sort(key=partial(_hoped_s, search))
         seconds = search.relaxation.seconds
         for branch in branches:
             n = branch.micro_batches
@@ -193,14 +212,6 @@ class CycleSearch:
             if not thinned:
                 search.bounds[branch] = max(search.bounds[branch], min(bounds_s))
 
-    def _hoped_s(self, branch: Branch) -> tuple[float, int]:
-        """What a branch's best plan takes, about: to begin with the most promising one."""
-        seconds, n = self.search.relaxation.seconds, branch.micro_batches
-        whole_s = seconds.shared_out_s(n)
-        if self.search.relaxation.variant.flushes:
-            whole_s += seconds.way_and_back_s(n)
-        return whole_s, n
-
     def guesses(self) -> list[Evaluation]:
         """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
         best, as many as there is effort for."""
@@ -208,10 +219,11 @@ class CycleSearch:
         branches = [branch for branch in search.branches if self.covers(branch)]
         if not has_pattern(search.relaxation.variant):
             with suppress(OutOfBudget), search.budget.part(_GUESSED_SHARE):
-                for branch in sorted(branches, key=self._hoped_s):
+                for branch in sorted(branches, key=partial(_hoped_s, search)):
                     search.say(f"{search.standing}; guesses")
                     for part in reversed([*self._parts(branch)]):
-                        self._guess(part, found)
+                        if not _is_large(self.search, _Way(part)):
+                            self._guess(part, found)
         return found
 
     def _guess(self, part: Branch, found: list[Evaluation]) -> None:
@@ -219,7 +231,7 @@ class CycleSearch:
         with some memory left free where it is too small for what was guessed."""
         search, relaxation, tried = self.search, self.search.relaxation, set[CycleCut]()
         assert part.stages is not None
-        most, shares = caps(relaxation.limit_ranges(part.stages)), (1.0, _ROOMIER[-1])
+        most, shares = caps(relaxation.limit_ranges(part.stages)), _ROOMIER
         low_s = relaxation.seconds.shared_out_s(part.micro_batches) / 2
         for cap, pace in product(most if relaxation.limited else most[:1], _PACES):
             for share in shares:
@@ -237,13 +249,19 @@ class CycleSearch:
         """What no plan is below, and plans of the cut that comes to that, where there is any that
         is better than the best plan."""
         search, n = self.search, way.branch.micro_batches
-        within = _COARSE * (_COARSER if way.thinned else 1)
+        large = _is_large(self.search, way)
+        if way.thinned and large:
+            return 0.0, []
+        within = _COARSE * (_COARSER if way.thinned or large else 1)
         answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
+        if not way.thinned and way.branch in search.bounds:
+            # Whatever comes of its plans.
+            search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
             return answer.bound_s, []
         found = list(self._plans(way, answer.cut))
-        if not way.thinned and search.period_s < answer.bound_s * _WORTH_IT:
-            answer = self._best(way, answer.bound_s)
+        if not way.thinned and search.period_s < answer.bound_s * (_WORTH_IT + within):
+            answer = self._best(way, answer.bound_s, _COARSE if large else 0.0)
             if answer.cut is not None and (plan := self._plan(way, answer.cut)) is not None:
                 found.append(plan)
         return answer.bound_s, found
@@ -252,30 +270,43 @@ class CycleSearch:
         """The best cut below the best plan's period, and what no plan is below."""
         search, program = self.search, self._program(way)
         search.budget.take(0)
-        before = program.entries
-        found = program.best(low_s, search.period_s, search.budget.deadline, within=within)
+        before, left, deadline = program.entries, search.budget.seconds_left, None
+        if left is not None:
+            # The cut's plan has to be looked at, too.
+            deadline = time.monotonic() + left * _TABLES_SHARE
+        found = program.best(low_s, search.period_s, deadline, within=within)
         # What was found is kept, whether there was room for it or not.
         search.budget.effort -= (program.entries - before) // _PER_OPERATION
         return found
 
     def _plans(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
-        """The cut's plan; and where it takes longer, or more memory, than was known, those of cuts
-        that reckon with all that may be sent, and less memory."""
-        found = self._plan(way, cut)
-        if found is not None:
+        """Plans of the cut, and where these take longer than was known, of one that reckons with
+        all that may be sent."""
+        found: Evaluation | None = None
+        for found in self._repaired(way, cut):
             yield found
-        for share in _ROOMIER:
-            if found is not None and not found.over_limit(self.search.question.cluster):
-                near = found.prediction.period_s <= cut.period_s * _WORTH_IT
-                if near or share < 1.0:
-                    return
-            guess = way._replace(every_user=True, share=share)
-            other = self._best(guess, cut.period_s, _COARSE * _COARSER).cut
-            if other is None:
+        fits = found is not None and not found.over_limit(self.search.question.cluster)
+        if fits and found is not None and found.prediction.period_s <= cut.period_s * _WORTH_IT:
+            return
+        guess = way._replace(every_user=True)
+        other = self._best(guess, cut.period_s, _COARSE * _COARSER).cut
+        if other is not None:
+            yield from self._repaired(guess, other)
+
+    def _repaired(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
+        """The cut's plan, and while that takes too much memory on some stages, those of cuts that
+        reckon with what these were seen to need besides what is known of them."""
+        at: CycleCut | None = cut
+        for _ in range(_REPAIRS + 1):
+            found = None if at is None else self._plan(way, at)
+            if at is None or found is None:
                 return
-            found = self._plan(guess, other)
-            if found is not None:
-                yield found
+            yield found
+            over = found.over_limit(self.search.question.cluster)
+            if not over:
+                return
+            way = way._replace(lacks=_lacks(self._program(way), way.lacks, at, over))
+            at = self._best(way, at.period_s, _COARSE * _COARSER).cut
 
     def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:
         program = self._program(way)
@@ -372,6 +403,41 @@ def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[i
         for kind, positions in enumerate(kinds_of(cluster))
     ]
     return tuple((next(left[kind]),) for kind in mine)
+
+
+def _hoped_s(search: SearchState, branch: Branch) -> tuple[float, int]:
+    """What a branch's best plan takes, about: to begin with the most promising one."""
+    seconds, n = search.relaxation.seconds, branch.micro_batches
+    whole_s = seconds.shared_out_s(n)
+    if search.relaxation.variant.flushes:
+        whole_s += seconds.way_and_back_s(n)
+    return whole_s, n
+
+
+def _is_large(search: SearchState, way: _Way) -> bool:
+    """Whether tables take long; those of thinned ones hardly less then."""
+    assert isinstance(search.source, DpSource)
+    stages, size = way.branch.stages or 1, search.source.lattice.size
+    return stages * size**2 > _LARGE
+
+
+def _lacks(
+    program: CriticalCycles, before: Sequence[float], cut: CycleCut, over: Sequence[tuple[int, int]]
+) -> tuple[float, ...]:
+    """Per stage, bytes that it needs besides what is known of it; where it was seen to.
+
+    Args:
+        before: what was known of that; empty: nothing.
+        over: of the cut's plan, stages and what these lack.
+    """
+    problem = program.problem
+    lacks = list(before) or [0.0] * len(cut.steps)
+    for s, missing in over:
+        unused = 0.0
+        if problem.rule != "room":
+            unused = problem.stages[s].memory_bytes - program.held_bytes(cut.steps[s], s)
+        lacks[s] += max(unused, 0.0) + missing
+    return tuple(lacks)
 
 
 def least_turning(

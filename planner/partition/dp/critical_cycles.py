@@ -247,6 +247,12 @@ class CriticalCycles(CycleTables):
             at, kind, state = above, int(looked.next_kind[p]), place.behind
         return CycleCut(tuple(steps), self.period_s(steps))
 
+    def held_bytes(self, step: CycleStep, s: int) -> float:
+        """What a stage at place s holds at the least."""
+        mine, stage, flight = self._stage(step), self.problem.stages[s], step.flight
+        held = mine.once_bytes + (stage.copies + flight.versions) * mine.parameters
+        return float((held + flight.kept * mine.kept_bytes)[0])
+
     # A cut's own period ------------------------------------------------------------------------
 
     def period_s(self, steps: Sequence[CycleStep]) -> float:

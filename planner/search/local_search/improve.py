@@ -33,7 +33,7 @@ from ..choices import Branch, Choice, PlacedBranch
 from ..effort import operations_of
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .memory_about import fitted, over_about
+from .memory_about import fitted, over_about, share_about
 from .neighbours import Neighbours, Point, layings_of
 
 _LAID_OUT = 200
@@ -76,6 +76,9 @@ _FEW = 20
 
 _MAY_FIT = 0.01
 """Those are simulated that are estimated to need so much more than there is, or less."""
+
+_MUCH_OVER = 1.3
+"""Of memory, what first cuts may be estimated to need at the most."""
 
 _NEARLY = 0.2
 """First cuts are looked at under limits that are estimated to need so much more."""
@@ -295,18 +298,23 @@ class LocalSearch:
         """The same with so many micro-batches, stages having these devices."""
         near, stages, found = self.near, len(lying), list[Standing]()
         cuts = near.first_cuts(micro_batches, lying)
-        wide, *less = near.usual_limits(stages, lying)
-        some = [wide, *less[len(less) // 2 : -1][:1], *less[-1:]]
+        every = list(near.usual_limits(stages, lying))
+        some = dict.fromkeys((0, len(every) // 2, len(every) - 1))
         ways = self.relaxation.recompute
         some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
-        for again, limits in product(some_ways, some):
-            points = [Point(cut, lying, (again,) * stages, micro_batches, limits) for cut in cuts]
-            known = [x for p in self._expected(points) if (x := self.look(p))]
+        for again, narrow in product(some_ways, some):
+            points = dict.fromkeys(
+                _that_may_fit(
+                    self, Point(cut, lying, (again,) * stages, micro_batches, every[0]), limits
+                )
+                for cut, limits in product(cuts, [every[narrow:]])
+            )
+            known = [x for p in self._expected(list(points)) if (x := self.look(p))]
             if all(standing.over for standing in known):
                 # What is slower may need less: even stages.
-                known += [x for p in points[:_EVEN] if (x := self.look(p))]
+                known += [x for p in [*points][:_EVEN] if (x := self.look(p))]
             found += known
-            if limits == wide and any(not standing.over for standing in known):
+            if not narrow and any(not standing.over for standing in known):
                 # With more computed again it is no faster.
                 break
         return found
@@ -507,6 +515,19 @@ def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]
     local.search.budget.take(each * len(pipelines) + at_all)
     found: list[float] = periods_s(pipelines).tolist()
     return found
+
+
+def _that_may_fit(local: LocalSearch, point: Point, limits: Sequence[tuple[int, ...]]) -> Point:
+    """The point under the first of these limits that it doesn't need far more memory under than
+    there is; of those that do simulations take long, and nothing comes of them."""
+    seen = local.foreseen(point) if local.relaxation.limited else None
+    if seen is None:
+        return replace(point, limits=limits[0])
+    for each in limits:
+        under = replace(point, limits=each)
+        if share_about(seen.laid, under, local.question) <= _MUCH_OVER:
+            return under
+    return replace(point, limits=limits[-1])
 
 
 def _bottlenecks(loads: Sequence[float], period_s: float) -> float:

@@ -97,6 +97,30 @@ def _most_held(
     return max(map(holds.total, moments))
 
 
+def share_about(laid: LaidOut, point: Point, question: Question) -> float:
+    """Of its devices' memory, what the fullest needs, about, with as much in flight as it may have:
+    parameters and activations alone, where their backwards take mini-batches, else of a mini-batch
+    in flight for each stage behind."""
+    variant, n = question.system, point.micro_batches
+    needs = dict[tuple[int, ...], float]()
+    for s, (devices, cost) in enumerate(zip(point.devices, laid.costs, strict=True)):
+        kept = cost.kept_bytes
+        if point.again[s] is True:
+            kept = sum(c.nbytes for c in laid.transfers if c.target == s)
+        units = min(point.stages - s, n) if not variant.forwards_first else n
+        if variant.backward_unit == "mini":
+            units = point.limits[s] * laid.pipeline.micro_batches_per_share(s)
+        # Gradients are as large as parameters.
+        held = 2 * cost.parameter_bytes + question.state_bytes(cost) + cost.buffer_bytes
+        needs[devices] = needs.get(devices, 0.0) + held + units * kept
+    shares = [0.0]
+    for devices, need in needs.items():
+        smallest = question.cluster.tightest(devices)
+        room = None if smallest is None else smallest.usable_bytes
+        shares.append(0.0 if room is None else need / room)
+    return max(shares)
+
+
 def _scaled(moment: Moment, scale: float, more: int | None) -> Moment:
     """With so many times as much in flight, and so many more versions; None: times as many."""
     if scale == 1.0 and not more:

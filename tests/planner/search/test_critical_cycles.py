@@ -18,6 +18,7 @@ from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.critical_cycles import CycleSearch, least_turning
+from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
 from timeprest.planner.simulator.timeline import least_period_s
@@ -231,3 +232,30 @@ def test_what_passes_a_stage_keeps_a_wire_busy(system):
     assert search.bound_s >= 3.98e-3
     assert search.best is not None
     assert search.bound_s <= search.period_s * SAME
+
+
+def test_a_cut_is_looked_for_anew_where_its_plan_needs_more_than_is_known_of_it():
+    """The last stage of the best cut holds a fifth more than bounds know of."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(12)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 40 if k < 6 else 8) for k in range(11)]
+    profile = profile_by_hand(layers, [*edges, ("n11", "output", "y", 8)], sizes=(1,))
+    devices = uniform_cluster(4, "1700B", bandwidth="5KB/s", latency="0s")
+    question = Question(profile, devices, "pipedream-2bw", 4, 1.0)
+    search = explore(question, SearchRequest(stages=4, micro_batches=4), lambda *_: None)
+    search.forget_bounds()
+    looked = CycleSearch(search).bound()
+    assert looked[0].over_limit(question.cluster)
+    assert search.best is not None
+    assert not looked[1].over_limit(question.cluster)
+
+
+def test_first_cuts_are_simulated_under_limits_that_may_fit():
+    """Of those far ahead none does, and simulations take long."""
+    profile = chain(12, parameters=1, saved=1000)
+    question = Question(profile, uniform_cluster(6, "40KB"), "timeprest", 4, 0.0)
+    request = SearchRequest(stages=6, micro_batches=4, run_ahead="auto")
+    search = explore(question, request, lambda *_: None)
+    most = search.relaxation.limit_ranges(6)[0][1]
+    found = LocalSearch(search).starts(search.branches[0])
+    assert any(not standing.over for standing in found)
+    assert all(standing.point.limits[0] < most for standing in found)
