@@ -283,8 +283,13 @@ class PlacedSearch:
         self._enter(branches)
         self._bounds.share_out(len(branches))
         local = self.local_search(search)
-        with budget.part(_STARTING_SHARE):
+        begun = list[Standing]()
+        with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+            # When that is used up the rest of the time is left.
             begun = self._begin(local, branches)
+        budget.check()
+        if self._is_far:
+            raise OutOfBudget(FAR_OFF)
         with suppress(OutOfBudget), budget.part(_PROVING_SHARE):
             self._prove(branches)
         budget.check()
@@ -357,8 +362,6 @@ class PlacedSearch:
                 with suppress(OutOfBudget), search.budget.part(share):
                     local.descend(standing, _WORTH_IT)
                 search.budget.check()
-        if self._is_far:
-            raise OutOfBudget(FAR_OFF)
         return fitting
 
     @property
