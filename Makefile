@@ -10,6 +10,7 @@
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that, on 2 and 4 devices; some 7 minutes
 # make bench-battery    hold everyday plans against a hill climb for docs/planner_battery.md (hours)
+# make bench-freedom    hold questions against freer ones, whose plans may be no slower (half an hour)
 # make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-freedom bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -77,6 +78,10 @@ bench-planner: $(READY)
 # BATTERY="--sample 30 --seed 1 --seconds 30 --climb 12" does a part of it.
 bench-battery: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.planner.battery $(BATTERY)
+
+# FREEDOM="replicas pins --count 10 --seconds 5" does a part of it.
+bench-freedom: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.planner.freedom $(FREEDOM)
 
 bench-sequences: $(READY)
 	$(BIN)/python tests/benchmarks/planner/sequences.py

@@ -315,7 +315,7 @@ def processor_s() -> float:
     return sum(os.times()[:4])
 
 
-def _go_by_processor() -> None:
+def go_by_processor() -> None:
     """Have all that looks at the time look at this process's share of a processor from here on,
     also where a module has the clock under its own name."""
     clock = time.monotonic
@@ -431,7 +431,7 @@ def main() -> None:
     path = asked.page or (DOCS / "planner_battery.md" if whole else None)
     for model in {case.model for case in cases}:
         profile_of(model)
-    _go_by_processor()
+    go_by_processor()
     rows: list[str] = []
     all_found: list[Found] = []
     for case in cases:
