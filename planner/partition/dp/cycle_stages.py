@@ -257,9 +257,10 @@ class StageTable:
         codes = np.unique(code[above])
         kinds = np.searchsorted(codes, code)
         per_period = 1 if problem.rule == "room" else n
-        # Whichever stage behind it takes a tensor, some wire has it.
+        # Whichever stage behind it takes a tensor, some wire has it; but where devices have several
+        # stages, that may be on the same.
         alone = np.zeros(size)
-        for message in crossing:
+        for message in crossing if problem.devices.places else ():
             busy_s = max(n * message.wire_s, per_period * message.back_s)
             alone = np.maximum(alone, busy_s * ~lattice.column(message.maker))
         sent, wires, off = [], [], []
