@@ -82,7 +82,7 @@ class _Way(NamedTuple):
     """How a branch's cuts are looked at.
 
     Attributes:
-        every_user, every_mode, share: as of `cycle_problem`.
+        every_mode, share: as of `cycle_problem`.
         thinned: with fewer places to cut.
         filled: what is in flight at the most, and the pace, as of `filled_up`; None: what cycles
             leave.
@@ -90,7 +90,6 @@ class _Way(NamedTuple):
     """
 
     branch: Branch
-    every_user: bool = False
     every_mode: bool = False
     share: float = 1.0
     thinned: bool = False
@@ -149,7 +148,6 @@ class CycleSearch:
             relaxation,
             way.branch,
             any_sequence=self.search.any_sequence,
-            every_user=way.every_user,
             every_mode=way.every_mode,
             share=way.share,
         )
@@ -280,20 +278,6 @@ class CycleSearch:
         return found
 
     def _plans(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
-        """Plans of the cut, and where these take longer than was known, of one that reckons with
-        all that may be sent."""
-        found: Evaluation | None = None
-        for found in self._repaired(way, cut):
-            yield found
-        fits = found is not None and not found.over_limit(self.search.question.cluster)
-        if fits and found is not None and found.prediction.period_s <= cut.period_s * _WORTH_IT:
-            return
-        guess = way._replace(every_user=True)
-        other = self._best(guess, cut.period_s, _COARSE * _COARSER).cut
-        if other is not None:
-            yield from self._repaired(guess, other)
-
-    def _repaired(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
         """The cut's plan, and while that takes too much memory on some stages, those of cuts that
         reckon with what these were seen to need besides what is known of them."""
         at: CycleCut | None = cut

@@ -13,10 +13,24 @@ mean, as of a max-plus matrix). Those that count go from a stage to one behind i
   u(s) · T is at least what a mini-batch stays: all its forwards at s, one at each stage behind, all
   backwards, and messages. So is how many it keeps (`CycleTables.least_kept`).
 
-- *flush*: N micro-batches, P one's way to the stage, W that from it on, both there and back. In
-  GPipe T ≥ P + W + N·(f + b); in 1F1B with u < N in flight, for 1 ≤ m ≤ (N - 1) / u,
+- *flush*: P is one micro-batch's way to the stage, R from behind it to stage t, both there and
+  back; W is R to the last stage. In GPipe N micro-batches are in flight at all stages. A mini-batch
+  takes N times a stage's work, or the messages of one wire, m on the busier one and m' on the one
+  back, besides the ways to and from there:
 
-      T ≥ P + (m + 1)·W + (N - m·(u - 1))·(f + b)   and   T ≥ P + W + N·(f + b) - (u - 1)·f.
+      T ≥ P + N·(f + b) + R - (u(s) - u(t))·min(f, b),
+      T ≥ P + f + b + R + (N - 1)·m + (u(t) - 1)·m'.
+
+  In 1F1B with u(s) < N, d = u(s) - u(t) + 1 more micro-batches come with each round to t and back:
+
+      T ≥ P + 2·(f + b + W) + k·(f + b + R) + (N - 1 - u(s) - k·d)·(f + b),
+      T ≥ P + (u(t) - 1)·f + k·(f + b + R) + (N - u(t) - k·d + 1)·(f + b) + W.
+
+  Where backwards are split, b is without the weight part; but the first stage keeps so many
+  micro-batches that it runs each one's weight part before the forward that takes its place.
+
+Messages go to the next stage, or past it along one path through the graph; and each stage's
+heaviest one to its first user, wherever that is (`Waits.users`).
 
 For a period to keep to, stages are laid from the last one on. Of all rows of stages that begin at a
 downset only the one that what comes before it waits least for matters: a stage then has the fewest
@@ -29,9 +43,8 @@ Index letters: S stages; N micro-batches; D downsets; M modes; p pairs of downse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +63,11 @@ from .cycle_tables import (
     ROUNDING,
     CycleTable,
     CycleTables,
+    Row,
     Timed,
     Waits,
     any_class,
+    others_s,
 )
 from .lattice import Lattice, Positions
 from .program import Program
@@ -121,6 +136,13 @@ class CycleAnswer(NamedTuple):
 
     bound_s: float
     cut: CycleCut | None
+
+
+_Link = tuple[int, float, float]
+"""The later stage; and what a message there and one back take on the wire."""
+
+
+_Links = dict[tuple[int, int], tuple[float, float, bool]]
 
 
 class _Move(NamedTuple):
@@ -197,7 +219,9 @@ class CriticalCycles(CycleTables):
                 if cut is None:
                     low, step = min(target, high), 0.0
                 else:
-                    found, high, rise = cut, min(target, high, cut.period_s), 0.0
+                    high, rise = min(target, high, cut.period_s), 0.0
+                    if found is None or cut.period_s < found.period_s:
+                        found = cut
                     if cut.period_s > target * (1 + FORGIVEN):
                         # What is known of cuts together doesn't tell it from one that does.
                         within = max(within, _VAGUE)
@@ -257,84 +281,94 @@ class CriticalCycles(CycleTables):
 
     def period_s(self, steps: Sequence[CycleStep]) -> float:
         """The longest cycle of a cut, with what it has in flight."""
-        chain = [self._stage(step) for step in steps]
-        timed = [self.timed(one, step.place.stage) for one, step in zip(chain, steps, strict=True)]
-        units = [step.flight.units for step in steps]
-        own = [float(times.own[0]) for times in timed]
-        on_path = [bool(one.on_path[0]) for one in chain]
-        sent, wires = list[float](), [float(times.busy[0]) for times in timed]
-        for one, after in pairwise(chain):
-            sent.append(float(one.sent_s[int(after.kind[0]), 0]))
-            wires.append(float(one.wire_s[int(after.kind[0]), 0]) if sent[-1] > NEVER else 0.0)
-        # From each stage on the path, the next one there, if there are others between them.
-        around = dict[int, tuple[int, float]]()
-        along = [s for s, there in enumerate(on_path) if there]
-        for s, t in pairwise(along):
-            if t > s + 1:
-                around[s] = t, float(chain[s].passed_s[0])
-        if self.problem.flushes:
-            return max(*wires, self._flushed_s(chain, timed, units, sent, around))
-        return max(*wires, self._turned_s(timed, units, own, sent, around))
+        timed = [self.timed(self._stage(step), step.place.stage) for step in steps]
+        units, links = [step.flight.units for step in steps], self._links(steps)
+        n, whole = self.problem.micro_batches, self.problem.rule == "room"
+        back = 1 if whole else n
+        wires = [max(n * there_s, back * back_s) for there_s, back_s, _ in links.values()]
+        busy = max(float(times.busy[0]) for times in timed)
+        # To which later stages gradients come back from, and what a message takes both ways.
+        nexts: list[list[_Link]] = [[] for _ in steps]
+        for (s, t), (there_s, back_s, returns) in links.items():
+            if returns:
+                nexts[s].append((t, there_s, back_s))
+        longest_s = self._flushed_s if self.problem.flushes else self._turned_s
+        return max(busy, *wires, longest_s(timed, units, nexts))
+
+    def _links(
+        self, steps: Sequence[CycleStep]
+    ) -> dict[tuple[int, int], tuple[float, float, bool]]:
+        """Per pair of stages that exchange tensors, what a micro-batch's take on the wire there and
+        back, and whether gradients come back."""
+        masks, found = self.lattice.masks, _Links()
+        inside = [masks[step.above] & ~masks[step.below] for step in steps]
+        for message in self.problem.messages:
+            s = next(k for k, mask in enumerate(inside) if mask >> message.maker & 1)
+            for t in range(s + 1, len(steps)):
+                if message.users & inside[t]:
+                    there_s, back_s, returns = found.get((s, t), (0.0, 0.0, False))
+                    found[s, t] = (
+                        there_s + message.wire_s,
+                        back_s + message.back_s,
+                        returns or message.returns,
+                    )
+        return found
 
     def _turned_s(
-        self,
-        timed: Sequence[Timed],
-        units: Sequence[int],
-        own: Sequence[float],
-        sent: Sequence[float],
-        around: Mapping[int, tuple[int, float]],
+        self, timed: Sequence[Timed], units: Sequence[int], nexts: Sequence[Sequence[_Link]]
     ) -> float:
         """The longest cycle where the pipeline never drains."""
         n, longest, turns = self.problem.micro_batches, 0.0, self.problem.rule == "turns"
         # Per stage, by what the last stage of a row has in flight, what the longest row takes.
-        rows: list[dict[int, float]] = [{} for _ in own]
-        for s in range(len(own) - 1, -1, -1):
-            nexts = [(s + 1, sent[s])] if s + 1 < len(own) else []
-            nexts += [around[s]] if s in around else []
-            mine, base = rows[s], own[s]
-            if not turns:
-                base = float(timed[s].forward[0] + n * timed[s].backward[0])
-            for t, message_s in nexts:
-                for u, row_s in rows[t].items() if message_s > NEVER else ():
+        rows: list[dict[int, float]] = [{} for _ in timed]
+        for s in range(len(timed) - 1, -1, -1):
+            mine, own = rows[s], float(timed[s].own[0])
+            base = own if turns else float(timed[s].forward[0] + n * timed[s].backward[0])
+            for t, *wires_s in nexts[s]:
+                for u, row_s in rows[t].items():
+                    message_s = sum(wires_s) + 2 * self.problem.latency_s
                     mine[u] = max(mine.get(u, 0.0), base + message_s + row_s)
             extra = float(timed[s].update[0]) if n == 1 or not turns else 0.0
             for u, row_s in mine.items():
                 if turns:
                     longest = max(longest, n * (row_s + extra) / max(units[s] - u + 1, 1))
                 else:
-                    whole_s = row_s - base + n * own[s] + extra
+                    whole_s = row_s - base + n * own + extra
                     longest = max(longest, whole_s / units[s])
             if not turns:
-                longest = max(longest, (n * own[s] + extra) / units[s])
+                longest = max(longest, (n * own + extra) / units[s])
             last = units[s] if turns else 0
             mine[last] = max(mine.get(last, 0.0), base)
         return longest
 
     def _flushed_s(
-        self,
-        chain: Sequence[Stages],
-        timed: Sequence[Timed],
-        units: Sequence[int],
-        sent: Sequence[float],
-        around: Mapping[int, tuple[int, float]],
+        self, timed: Sequence[Timed], units: Sequence[int], nexts: Sequence[Sequence[_Link]]
     ) -> float:
         """What a pipeline that flushes takes at the least."""
-        count, longest = len(chain), 0.0
-        before, behind = [0.0] * count, [0.0] * count
-        for s in range(count - 1):
-            way_s = before[s] + float(timed[s].own[0])
-            before[s + 1] = max(before[s + 1], way_s + sent[s])
-            if s in around:
-                t, message_s = around[s]
-                before[t] = max(before[t], way_s + message_s)
-        for s in range(count - 1, -1, -1):
-            beyond = max(sent[s] + behind[s + 1], 0.0) if s + 1 < count else 0.0
-            if s in around:
-                t, message_s = around[s]
-                beyond = max(beyond, message_s + behind[t])
-            needs = self.drained(np.array([before[s]]), np.array([beyond]), timed[s], units[s])
+        longest, own = 0.0, [float(times.own[0]) for times in timed]
+        latency_s, places = 2 * self.problem.latency_s, range(len(own))
+        before = [0.0 for _ in places]
+        for s in places:
+            for t, there_s, back_s in nexts[s]:
+                before[t] = max(before[t], before[s] + own[s] + there_s + back_s + latency_s)
+        # Rows from each stage to where they end, both of them included.
+        rows_s = [own[:] for _ in places]
+        for s in reversed(places):
+            rows = dict[int, Row]()
+            for end in places[s:]:
+                beyond = filled = 0.0
+                for t, there_s, back_s in nexts[s]:
+                    if t <= end:
+                        row_s = there_s + back_s + latency_s + rows_s[t][end]
+                        busier_s, other_s = max(there_s, back_s), min(there_s, back_s)
+                        waiting_s = others_s(
+                            self.problem.micro_batches, busier_s, other_s, units[end]
+                        )
+                        beyond, filled = max(beyond, row_s), max(filled, row_s + waiting_s)
+                rows_s[s][end] = own[s] + beyond
+                rows[end] = Row(units[end], np.array([beyond]), np.array([filled]))
+            needs = self.drained(np.array([before[s]]), rows, timed[s], units[s])
             longest = max(longest, float(needs[0]))
-            behind[s] = float(timed[s].own[0]) + beyond
         return longest
 
     def _stage(self, step: CycleStep) -> Stages:
@@ -398,7 +432,7 @@ class CriticalCycles(CycleTables):
         if self.problem.rule == "turns":
             # What is in flight takes that much less time; nothing else takes more.
             share = min(target / table.target, 1.0)
-            waits = Waits(waits.linked * share, waits.passed * share)
+            waits = waits.times(share)
         stages = stages.those(np.flatnonzero(any_class(waits.linked)[stages.above]))
         most, past = np.full((2, stages.count), math.inf)
         if last is not None:
@@ -417,7 +451,8 @@ class CriticalCycles(CycleTables):
             if last is not None:
                 before = last.ways[0][stages.kind]
                 around = np.full(stages.count, last.ways[1])
-            fine &= self.drained(before, beyond, timed, int(stage.flights[0].units)) <= room
+            rows = self.rows(stages, every, waits, beyond)
+            fine &= self.drained(before, rows, timed, self._units[s]) <= room
             ways = self.onward(stages, before + timed.own, around)
         elif self.problem.rule == "turns":
             each, extra = room / n, timed.update if n == 1 else 0.0
@@ -451,8 +486,8 @@ class CriticalCycles(CycleTables):
             past: past them, at the most, [p].
         """
         above, off = stages.above, self.all.off_path[:, stages.above]
-        sent = stages.sent_s
-        linked = np.where(sent == NEVER, math.inf, rest - sent)
+        with np.errstate(invalid="ignore"):
+            linked = np.where(stages.sent_s == NEVER, math.inf, rest - stages.sent_s)
         around = np.where(off & (stages.passed_s > NEVER), rest - stages.passed_s, math.inf)
         # What passes this stage goes to the next one on the path.
         mine = np.where(stages.on_path, math.inf, past)

@@ -33,6 +33,9 @@ _MOST_GROUPS = 3
 """Of tensors that cross a downset and are used by the same layers behind it, those that stages are
 told apart by, the heaviest ones."""
 
+_MOST_HEAVY = 8
+"""Of them, those that any stage behind may be known to wait for."""
+
 
 FORGIVEN = 1e-9
 """Of what stages wait for, and of sums of work: what rules nothing out."""
@@ -69,7 +72,7 @@ class CycleProblem:
         path: layers' positions, each of which sends a gradient back to the one before it.
         path_s: between neighbours on it, messages both ways, latency left out.
         latency_s: of a message.
-        every_user: messages count whichever stages they go to; cycles are a guess then.
+        split: backwards are in two parts, of which others wait for the first alone.
         every_mode: stages in slower modes than some that they seem to fit all places in, too: bytes
             are known from below, so that they may be needed.
     """
@@ -84,7 +87,7 @@ class CycleProblem:
     path: tuple[int, ...]
     path_s: tuple[float, ...]
     latency_s: float
-    every_user: bool = False
+    split: bool = False
     every_mode: bool = False
 
     @property
@@ -106,12 +109,16 @@ class Stages:
         below, above: positions of downsets.
         kind: class, of those of the lower downset.
         on_path: they have layers of the path.
+        whole_s: a micro-batch's forward and backward with its weight part, if that is split off.
         busy_s: compute and updates in a period at speed 1, the system's weight rules left out.
         sent_s: per class of the next stage, messages to it both ways with their latency, [K, p];
             minus infinity where no gradient comes back from there.
         wire_s: of these the busier way in a period, [K, p].
         passed_s: the path's message that passes the next stage, if that isn't on it; minus infinity
             where the path ends.
+        made, user: the heaviest message of those that they make for stages behind them and get a
+            gradient for, and the first layer there that uses it; -1: there is none.
+        taken: the heaviest one that they use of those that stages before them make.
         once_bytes, kept_bytes: held in any case, and for each micro-batch in flight.
     """
 
@@ -122,10 +129,14 @@ class Stages:
     on_path: Flags
     forward_s: Vector
     backward_s: Vector
+    whole_s: Vector
     busy_s: Vector
     sent_s: Vector
     wire_s: Vector
     passed_s: Vector
+    made: Positions
+    user: Positions
+    taken: Positions
     parameters: Vector
     once_bytes: Vector
     kept_bytes: Vector
@@ -137,7 +148,10 @@ class Stages:
 
     def those(self, which: Positions | slice) -> Stages:
         """Some of them."""
-        return Stages(*(getattr(self, field.name)[..., which] for field in fields(self)))
+        every = (getattr(self, field.name) for field in fields(self))
+        if isinstance(which, slice):
+            return Stages(*(each[..., which] for each in every))
+        return Stages(*(each.take(which, axis=-1) for each in every))
 
     @cached_property
     def _first(self) -> Positions:
@@ -171,6 +185,8 @@ class StageTable:
         off_path: per class and downset, whether stages of that class there have no layers of the
             path, [K, D].
         work_s: of a downset's layers, at the least, [D].
+        first_with, last_without: per layer, the first downset that has it, and the last that
+            hasn't, [n].
     """
 
     def __init__(
@@ -185,9 +201,13 @@ class StageTable:
         marks[list(problem.path)] = 1.0
         # Of the path's layers, how many are in a downset.
         self._passed = np.rint(costs.summed(marks)).astype(np.intp)
+        self._number = {message: k for k, message in enumerate(problem.messages)}
         self._needed = closures(problem.loads.needs, problem.loads.together)
         crossing = [-math.inf, *(s + 2 * problem.latency_s for s in problem.path_s), -math.inf]
         self._path_s = np.array(crossing)[self._passed]
+        columns = [lattice.column(layer) for layer in range(problem.loads.layers)]
+        self.first_with = np.array([column.argmax() for column in columns])
+        self.last_without = np.array([lattice.size - 1 - c[::-1].argmin() for c in columns])
         borders = [self._border(b) for b in range(lattice.size)]
         self.classes_at = np.array([len(border.sent_s) for border in borders])
         self.classes = int(self.classes_at.max())
@@ -238,15 +258,16 @@ class StageTable:
         problem, lattice, size = self.problem, self.lattice, self.lattice.size
         above = self._costs.above(b)
         if not above.any():
-            nothing = np.full((1, size), -math.inf)
-            return _Border(np.zeros(size, dtype=np.intp), [True], nothing, np.zeros((1, size)))
+            nothing, none = np.full((1, size), -math.inf), np.full(size, -1)
+            kinds = np.zeros(size, dtype=np.intp)
+            return _Border(kinds, [True], nothing, np.zeros((1, size)), none, none, none)
         mask, n = lattice.masks[b], problem.micro_batches
         crossing = [m for m in problem.messages if mask >> m.maker & 1 and m.users & ~mask]
         groups: dict[int, list[CycleMessage]] = {}
         for message in crossing:
             groups.setdefault(message.users & ~mask, []).append(message)
         ranked = sorted(groups, key=lambda users: -sum(m.wire_s + m.back_s for m in groups[users]))
-        told = [] if problem.every_user else ranked[:_MOST_GROUPS]
+        told = ranked[:_MOST_GROUPS]
         on_path = self._passed > self._passed[b]
         code = on_path.astype(np.intp)
         for k, users in enumerate(told):
@@ -270,9 +291,7 @@ class StageTable:
             sure = self._needed[problem.path[self._passed[b]]] & ~mask
         for each in codes.tolist():
             mine = [m for k, users in enumerate(told) if each >> (k + 1) & 1 for m in groups[users]]
-            if problem.every_user:
-                mine = crossing
-            elif each & 1:
+            if each & 1:
                 rest = [m for users in ranked[_MOST_GROUPS:] if users & sure for m in groups[users]]
                 mine = mine + rest
             there, back = np.zeros((2, size))
@@ -285,7 +304,25 @@ class StageTable:
             sent.append(np.where(linked, there + back + 2 * problem.latency_s, -math.inf))
             wires.append(np.maximum(np.maximum(n * there, per_period * back), alone))
             off.append(not each & 1)
-        return _Border(kinds, off, np.array(sent), np.array(wires))
+        far = self._heaviest(crossing, mask)
+        return _Border(kinds, off, np.array(sent), np.array(wires), *far)
+
+    def _heaviest(
+        self, messages: list[CycleMessage], mask: int
+    ) -> tuple[Positions, Positions, Positions]:
+        """Of messages that cross a downset, [D] each: the heaviest that a stage between each lower
+        downset and this one makes, and its first user; and that a stage up to each upper one
+        takes."""
+        made, user, taken = (np.full(self.lattice.size, -1) for _ in range(3))
+        returned = sorted((m for m in messages if m.returns), key=lambda m: m.wire_s + m.back_s)
+        for message in returned[-_MOST_HEAVY:]:
+            users = message.users & ~mask
+            outside = ~self.lattice.column(message.maker)
+            made[outside] = self._number[message]
+            user[outside] = (users & -users).bit_length() - 1
+            for layer in members(users):
+                taken[self.lattice.column(layer)] = self._number[message]
+        return made, user, taken
 
     # Stages ------------------------------------------------------------------------------------
 
@@ -304,6 +341,7 @@ class StageTable:
         lows, highs, on_path = columns[0], columns[1], columns[4]
         sent_s = np.full((self.classes, len(lows)), -math.inf)
         wire_s = np.zeros((self.classes, len(lows)))
+        made, user, taken = (np.full(len(lows), -1) for _ in range(3))
         by_border = np.argsort(highs, kind="stable")
         ends = np.searchsorted(highs[by_border], np.arange(len(borders) + 1))
         for at, border in enumerate(borders):
@@ -311,8 +349,11 @@ class StageTable:
             rows = slice(0, len(border.sent_s))
             sent_s[rows, which] = border.sent_s[:, lows[which]]
             wire_s[rows, which] = border.wire_s[:, lows[which]]
+            made[which], user[which] = border.made[lows[which]], border.user[lows[which]]
+            first, end = np.searchsorted(lows, [at, at + 1]).tolist()
+            taken[first:end] = border.taken[highs[first:end]]
         passed_s = np.where(on_path, self._path_s[highs], -math.inf)
-        columns[8:8] = [sent_s, wire_s, passed_s]
+        columns[9:9] = [sent_s, wire_s, passed_s, made, user, taken]
         return Stages(*columns)
 
     def _stages_from(
@@ -345,15 +386,16 @@ class StageTable:
         ahead = forward[:, above] - forward[:, below, None]
         back = backward[:, above] - backward[:, below, None]
         m, some = self._worth_it(ahead + back, once, kept, parameters)
-        busy = costs.compute[m, above[some]] - costs.compute[m, below] + serial[some]
-        fits = busy <= busy_s
-        m, some, busy = m[fits], some[fits], busy[fits]
+        compute = costs.compute[m, above[some]] - costs.compute[m, below]
+        fits = compute + serial[some] <= busy_s
+        m, some, compute = m[fits], some[fits], compute[fits]
         order = np.lexsort((m, kinds[some]))
-        m, some, busy = m[order], some[order], busy[order]
+        m, some, compute = m[order], some[order], compute[order]
         b = above[some]
         on_path = self._passed[b] > self._passed[below]
         shared = (np.full(len(b), below), b, kinds[some], m, on_path)
-        times = (ahead[m, some], back[m, some], busy)
+        whole = compute / problem.micro_batches
+        times = (ahead[m, some], back[m, some], whole, compute + serial[some])
         return [(*shared, *times, parameters[some], once[m, some], kept[m, some])]
 
     @cached_property
@@ -401,8 +443,8 @@ def _none(classes: int) -> Stages:
     at, seconds = np.zeros(0, dtype=np.intp), np.zeros(0)
     wide = np.zeros((classes, 0))
     flags = np.zeros(0, dtype=np.bool_)
-    four = (seconds, seconds, seconds, seconds)
-    return Stages(at, at, at, at, flags, seconds, seconds, seconds, wide, wide, *four)
+    times, held = (seconds, seconds, seconds, seconds), (seconds, seconds, seconds)
+    return Stages(at, at, at, at, flags, *times, wide, wide, seconds, at, at, at, *held)
 
 
 class _Holding(NamedTuple):
@@ -420,12 +462,17 @@ class _Border(NamedTuple):
         kinds: per upper downset of a stage that begins here, its class, [D].
         off_path: per class.
         sent_s, wire_s: per class and lower downset of the stage before, [K, D].
+        made, user, taken: as of `Stages`; per lower downset of the stage before, and per upper one
+            of that behind.
     """
 
     kinds: Positions
     off_path: list[bool]
     sent_s: Vector
     wire_s: Vector
+    made: Positions
+    user: Positions
+    taken: Positions
 
 
 def check_time(deadline: float | None) -> None:

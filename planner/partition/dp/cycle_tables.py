@@ -9,9 +9,10 @@ Index letters: S stages; N micro-batches; D downsets; K classes; p stages betwee
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,24 +28,33 @@ ROUNDING = 1e-12
 NEVER = -math.inf
 """What isn't waited for."""
 
+_NEAR, _LAST = 3, 4
+"""Rows of stages that end so near, or so many stages before the last one, are looked at."""
+
+Wire = TypeVar("Wire", float, Vector)
+
 
 class Timed(NamedTuple):
     """Stages on the device at their place, [p], in s.
 
     Attributes:
         own: a micro-batch's forward and backward.
+        weight: its weight part, if that is split off.
+        serial: whether all of a backward is done before the next forward that waits for it.
         update: of a period.
     """
 
     forward: Vector
     backward: Vector
     own: Vector
+    weight: Vector
+    serial: Flags
     busy: Vector
     update: Vector
 
     def those(self, which: Positions) -> Timed:
         """Some of them."""
-        return Timed(*(each[which] for each in self))
+        return Timed._make(each[which] for each in self)
 
 
 class Waits(NamedTuple):
@@ -53,10 +63,35 @@ class Waits(NamedTuple):
     Attributes:
         linked: what a stage waits for that sends to them, and gets gradients back.
         passed: likewise, where its message passes them on the path.
+        users: per layer, of the stage that has it, wherever that begins behind; of no layer 0,
+            [n + 1].
+        rows: where the pipeline flushes, as `linked` up to and with some stages, by their place.
     """
 
     linked: Vector
     passed: Vector
+    users: Vector
+    rows: dict[int, Vector]
+
+    def times(self, share: float) -> Waits:
+        """All of them so many times as long, where the pipeline never drains."""
+        return self._replace(
+            linked=self.linked * share, passed=self.passed * share, users=self.users * share
+        )
+
+
+class Row(NamedTuple):
+    """What stages wait for beyond themselves up to another one, where the pipeline flushes.
+
+    Attributes:
+        units: micro-batches in flight at that one.
+        beyond_s: for one micro-batch, [p].
+        filled_s: likewise, messages of all others being before its own on the wire, [p].
+    """
+
+    units: int
+    beyond_s: Vector
+    filled_s: Vector
 
 
 class Ways(NamedTuple):
@@ -65,10 +100,13 @@ class Ways(NamedTuple):
     Attributes:
         linked: with the message to a stage behind it, per class and downset, [K, D].
         passed: with the path's message, that passes the next stage, [D].
+        makers: per layer, the way through the stage that has it, wherever that ends before; of no
+            layer 0, [n + 1].
     """
 
     linked: Vector
     passed: Vector
+    makers: Vector
 
 
 class Looked(NamedTuple):
@@ -78,12 +116,14 @@ class Looked(NamedTuple):
         which: positions in the table's.
         value: what a stage before them waits for.
         flight, next_kind: the position of what they have in flight, and the next one's class.
+        rows_s: where the pipeline flushes, what rows of stages up to some places take.
     """
 
     which: Positions
     value: Vector
     flight: Positions
     next_kind: Positions
+    rows_s: Mapping[int, Vector]
 
 
 class CycleTable(NamedTuple):
@@ -98,7 +138,7 @@ class CycleTable(NamedTuple):
 
     target: float
     stages: Stages
-    timed: dict[tuple[float, float], Timed]
+    timed: dict[Hashable, Timed]
     waits: list[list[Waits]]
     ways: list[list[Ways]]
 
@@ -128,6 +168,15 @@ class CycleTables:
         self.problem, self.lattice, self.all = problem, stages.lattice, stages
         self.entries = 0
         self._known: _Known | None = None
+        # Where the pipeline flushes, micro-batches in flight at each stage.
+        self._units = [stage.flights[0].units for stage in problem.devices.stages]
+        # Of each message a micro-batch's way there and back; and what more it takes until those of
+        # all others have been on the wire. The last ones are of no message.
+        n, messages, latency_s = problem.micro_batches, problem.messages, 2 * problem.latency_s
+        wires, last = [(m.wire_s, m.back_s) for m in messages], self._units[-1]
+        self._way_s = np.array([sum(both) + latency_s for both in wires] + [NEVER])
+        self._others_s = np.array([others_s(n, max(b), min(b), last) for b in wires] + [0.0])
+        self._makers = np.array([m.maker for m in messages] + [problem.loads.layers])
 
     # Tables ------------------------------------------------------------------------------------
 
@@ -137,14 +186,14 @@ class CycleTables:
         stages, count = self._on_time(known.stages, target), len(devices.places)
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
         ways = self.ways(stages, known.which, timed, target, deadline)
-        every = [[self._nothing() for _ in range(devices.states(count))]]
+        every = [[_no_waits(self.all) for _ in range(devices.states(count))]]
         for waits in every[0]:
             # Behind the last stage there is nothing to wait for.
             waits.linked[0, -1], waits.passed[0, -1] = 0.0, NEVER
         table, picks = CycleTable(target, stages, timed, every, ways), list[Positions]()
         for s in range(count - 1, -1, -1):
             check_time(deadline)
-            found, mine = [self._nothing() for _ in range(devices.states(s))], list[Positions]()
+            found, mine = [_no_waits(self.all) for _ in range(devices.states(s))], list[Positions]()
             for place in devices.places[s]:
                 looked = self.looked(table, known.which[s], place, every[0][place.behind], s)
                 if len(looked.which):
@@ -160,10 +209,6 @@ class CycleTables:
             return None
         self._known = _Known(target, known.stages, _on_the_way(stages, picks))
         return table
-
-    def _nothing(self) -> Waits:
-        shape = (self.all.classes, self.lattice.size)
-        return Waits(np.full(shape, math.inf), np.full(shape, math.inf))
 
     def looked(
         self, table: CycleTable, which: Positions, place: CyclePlace, waits: Waits, s: int
@@ -183,14 +228,17 @@ class CycleTables:
         beyond, nexts = self.beyond(stages, some, waits)
         fits = np.flatnonzero(np.isfinite(beyond))
         some, beyond, nexts = some[fits], beyond[fits], nexts[fits]
-        before: Vector | None = None
-        for state in place.before if table.ways else ():
-            way = table.ways[s][state].linked[stages.kind[some], stages.below[some]]
-            before = way if before is None else np.minimum(before, way)
-        mine = timed.those(some)
-        value, flight = self.waited(stages, some, mine, place.stage, beyond, target, before)
+        mine, needs, rows_s = timed.those(some), None, dict[int, Vector]()
+        if table.ways:
+            rows = self.rows(stages, some, waits, beyond)
+            ways = [self.before(stages, some, table.ways[s][state]) for state in place.before]
+            needs = self.drained(np.minimum.reduce(ways), rows, mine, self._units[s])
+            for t in _ends(len(self._units) - 1, s):
+                rows_s[t] = mine.own + (rows[t].beyond_s if t in rows else 0.0)
+        value, flight = self.waited(stages, some, mine, place.stage, beyond, target, needs)
         fits = np.flatnonzero(np.isfinite(value))
-        return Looked(some[fits], value[fits], flight[fits], nexts[fits])
+        rows_s = {t: row_s[fits] for t, row_s in rows_s.items()}
+        return Looked(some[fits], value[fits], flight[fits], nexts[fits], rows_s)
 
     def _take_least(
         self, table: CycleTable, looked: Looked, behind: Waits, every: list[Waits]
@@ -201,7 +249,12 @@ class CycleTables:
         starts = np.flatnonzero(np.diff(below, prepend=-1) | np.diff(kind, prepend=-1))
         at, least = (kind[starts], below[starts]), np.minimum.reduceat(looked.value, starts)
         passed = np.minimum.reduceat(self.passed(stages, which, behind), starts)
+        users = np.minimum(behind.users, _of_each_layer(self.all, stages, which, looked.value))
         for waits in every:
+            np.minimum(waits.users, users, out=waits.users)
+            for t, row_s in looked.rows_s.items():
+                row = waits.rows.setdefault(t, np.full_like(waits.linked, math.inf))
+                row[at] = np.minimum(row[at], np.minimum.reduceat(row_s, starts))
             waits.linked[at] = np.minimum(waits.linked[at], least)
             waits.passed[at] = np.minimum(waits.passed[at], passed)
 
@@ -240,10 +293,17 @@ class CycleTables:
 
     def timed(self, stages: Stages, stage: CycleStage) -> Timed:
         forward, backward = stages.forward_s / stage.speed, stages.backward_s / stage.speed
-        own = forward + backward
+        own, weight = forward + backward, np.zeros(stages.count)
+        if self.problem.split:
+            weight = np.maximum(stages.whole_s / stage.speed - own, 0.0)
+        if self.problem.split and stage.first:
+            # No other stage waits for its backwards, so that all of them is weight part; and it
+            # keeps so many micro-batches that each one's is done before it takes a new one.
+            backward, own, weight = backward + weight, own + weight, np.zeros(stages.count)
+        serial = np.full(stages.count, stage.first or not self.problem.split)
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
         update = np.maximum(busy - self.problem.micro_batches * own, 0.0)
-        return Timed(forward, backward, own, busy, update)
+        return Timed(forward, backward, own, weight, serial, busy, update)
 
     def beyond(self, stages: Stages, which: Positions, waits: Waits) -> tuple[Vector, Positions]:
         """What some stages wait for beyond themselves, and the next one's class that goes with it,
@@ -269,7 +329,41 @@ class CycleTables:
             better = value < least[some]
             nexts[some] = np.where(better, k, nexts[some])
             least[some] = np.minimum(least[some], value)
-        return least, nexts
+        return np.maximum(least, self._far(stages, which, waits)), nexts
+
+    def _far(self, stages: Stages, which: Positions, waits: Waits) -> Vector:
+        """What some stages wait for by their heaviest message, wherever its first user is, [p]."""
+        found: Vector = self._way_s[stages.made[which]] + waits.users[stages.user[which]]
+        return found
+
+    def rows(self, stages: Stages, which: Positions, waits: Waits, least: Vector) -> dict[int, Row]:
+        """What some stages wait for up to some places, where the pipeline flushes; the last one is
+        there.
+
+        Args:
+            least: up to that, of one micro-batch, [p].
+        """
+        found, n, latency_s = dict[int, Row](), self.problem.micro_batches, self.problem.latency_s
+        last, above = len(self._units) - 1, stages.above[which]
+        for t, linked_s in {**waits.rows, last: waits.linked}.items():
+            units = self._units[t]
+            beyond_s, filled_s = np.full((2, len(which)), math.inf)
+            for k in range(self.all.classes):
+                row_s, sent_s = linked_s[k][above], stages.sent_s[k][which]
+                with np.errstate(invalid="ignore"):
+                    # One way is no less busy than the other one: half of both, at the least.
+                    wire_s = np.maximum(sent_s / 2 - latency_s, 0.0)
+                    full_s = sent_s + others_s(n, wire_s, wire_s, units) + row_s
+                    value_s = sent_s + row_s
+                there = np.isfinite(row_s)
+                beyond_s = np.where(there, np.minimum(beyond_s, value_s), beyond_s)
+                filled_s = np.where(there, np.minimum(filled_s, full_s), filled_s)
+            if t == last:
+                beyond_s = least
+                far_s = self._far(stages, which, waits) + self._others_s[stages.made[which]]
+                filled_s = np.maximum(filled_s, far_s)
+            found[t] = Row(units, np.maximum(beyond_s, 0.0), np.maximum(filled_s, 0.0))
+        return found
 
     def passed(self, stages: Stages, which: Positions, waits: Waits) -> Vector:
         """What is waited for where a message passes some stages, [p], by what comes behind them."""
@@ -284,19 +378,20 @@ class CycleTables:
         stage: CycleStage,
         beyond: Vector,
         target: float,
-        before: Vector | None,
+        needs: Vector | None,
     ) -> tuple[Vector, Positions]:
         """What a stage before some on one device waits for, and the position of what they have in
         flight, [p]; infinite where they don't keep to the target.
 
         Args:
-            timed, beyond, before: of those, [p].
+            timed, beyond: of those, [p].
+            needs: what a pipeline that flushes needs, [p].
         """
         n = self.problem.micro_batches
         units = np.array([flight.units for flight in stage.flights])
         fine, full = np.ones(len(which), dtype=np.bool_), None
-        if before is not None:
-            fine = self.drained(before, beyond, timed, int(units[0])) <= target * (1 + ROUNDING)
+        if needs is not None:
+            fine = needs <= target * (1 + ROUNDING)
             needed = np.zeros(len(which))
         elif self.problem.rule == "turns":
             extra = timed.update if n == 1 else 0.0
@@ -350,16 +445,36 @@ class CycleTables:
             return timed.forward + self.problem.micro_batches * timed.backward + beyond
         return timed.own + beyond
 
-    def drained(self, before: Vector, beyond: Vector, timed: Timed, units: int) -> Vector:
+    def drained(self, before: Vector, rows: Mapping[int, Row], timed: Timed, units: int) -> Vector:
         """Of a pipeline that flushes, what its stages need at the least, [p]."""
         n, own = self.problem.micro_batches, timed.own
-        least: Vector = before + beyond + n * own
-        if self.problem.rule == "forwards-first":
-            return least
-        least = least - (units - 1) * timed.forward
-        if units < n:
-            for m in {1, (n - 1) // units}:
-                least = np.maximum(least, before + (m + 1) * beyond + (n - m * (units - 1)) * own)
+        whole = rows[len(self._units) - 1]
+        shorter = np.minimum(timed.forward, timed.backward)
+        # Before its last forward but so many weight parts are done as may be kept.
+        all_s = n * own + max(n - self._units[0], 0) * timed.weight
+        # In rounds they may be beside waiting, and so may be all backwards that none waits for.
+        turn_s = np.where(timed.serial | (before > 0), own, timed.forward)
+        least: Vector = before + all_s
+        for row in rows.values():
+            beyond_s, fewer = row.beyond_s, units - row.units
+            least = np.maximum(least, before + all_s - fewer * shorter + beyond_s)
+            least = np.maximum(least, before + own + row.filled_s)
+            least = np.maximum(least, timed.busy - fewer * timed.forward + beyond_s)
+            rounds, left = divmod(n - row.units, fewer + 1)
+            if rounds:
+                ahead_s = (row.units - 1) * timed.forward
+                turned_s = (
+                    ahead_s + rounds * (turn_s + beyond_s) + (left + 1) * turn_s + whole.beyond_s
+                )
+                least = np.maximum(least, before + turned_s)
+            if units < n:
+                rounds, left = divmod(n - 1 - units, fewer + 1)
+                turned_s = (
+                    (rounds * beyond_s if rounds else 0.0)
+                    + (rounds + left + 2) * turn_s
+                    + 2 * whole.beyond_s
+                )
+                least = np.maximum(least, before + turned_s)
         return least
 
     # The way to a stage, where the pipeline flushes --------------------------------------------
@@ -368,7 +483,7 @@ class CycleTables:
         self,
         stages: Stages,
         which: list[Positions],
-        every_timed: dict[tuple[float, float], Timed],
+        every_timed: dict[Hashable, Timed],
         target: float,
         deadline: float | None,
     ) -> list[list[Ways]]:
@@ -377,10 +492,11 @@ class CycleTables:
         if not self.problem.flushes:
             return []
         devices, classes, size = self.problem.devices, self.all.classes, self.lattice.size
+        none = _no_layer(self.problem.loads.layers)
 
         def nowhere(s: int) -> list[Ways]:
             return [
-                Ways(np.full((classes, size), math.inf), np.full(size, math.inf))
+                Ways(np.full((classes, size), math.inf), np.full(size, math.inf), none.copy())
                 for _ in range(devices.states_before(s))
             ]
 
@@ -393,13 +509,14 @@ class CycleTables:
             each = each[np.argsort(stages.above[each], kind="stable")]
             for stage, before, nexts in steps:
                 ways, timed = found[-1][before], every_timed[_like(stage)]
-                there = np.isfinite(ways.linked[stages.kind[each], stages.below[each]])
+                there = np.isfinite(self.before(stages, each, ways))
                 some = each[there & (timed.busy[each] <= target * (1 + ROUNDING))]
                 self.entries += len(some) * classes
                 if not len(some):
                     continue
                 mine = stages.those(some)
-                ways_s = ways.linked[mine.kind, mine.below] + timed.own[some]
+                ways_s = self.before(stages, some, ways) + timed.own[some]
+                makers = np.minimum(ways.makers, _of_each_layer(self.all, stages, some, ways_s))
                 linked, passed = self.onward(mine, ways_s, ways.passed[mine.below])
                 starts = np.flatnonzero(np.diff(mine.above, prepend=-1))
                 at = mine.above[starts]
@@ -408,7 +525,15 @@ class CycleTables:
                 for other in (reached[k] for k in nexts):
                     other.linked[:, at] = np.minimum(other.linked[:, at], linked)
                     other.passed[at] = np.minimum(other.passed[at], passed)
+                    np.minimum(other.makers, makers, out=other.makers)
             found.append(reached)
+        return found
+
+    def before(self, stages: Stages, which: Positions, ways: Ways) -> Vector:
+        """The ways to some stages, [p]: from the one before them, and by the heaviest message."""
+        taken = stages.taken[which]
+        far = self._way_s[taken] + ways.makers[self._makers[taken]]
+        found: Vector = np.maximum(ways.linked[stages.kind[which], stages.below[which]], far)
         return found
 
     def onward(self, stages: Stages, ways_s: Vector, around: Vector) -> tuple[Vector, Vector]:
@@ -425,9 +550,45 @@ class CycleTables:
         return np.maximum(linked, 0.0), np.where(stages.on_path, passed, around)
 
 
-def _like(stage: CycleStage) -> tuple[float, float]:
+def _like(stage: CycleStage) -> Hashable:
     """What times on its device depend on."""
-    return stage.speed, stage.per_byte_s
+    return stage.speed, stage.per_byte_s, stage.first
+
+
+def others_s(micro_batches: int, busier_s: Wire, other_s: Wire, units: int) -> Wire:
+    """What more it takes until all micro-batches of a mini-batch have been on a wire, and so many
+    of them on the one back, each of which takes so long."""
+    return (micro_batches - 1) * busier_s + (units - 1) * other_s
+
+
+def _ends(last: int, s: int) -> list[int]:
+    """Places of stages that rows from this place end at: some near ones, and the last ones."""
+    return sorted({*range(s, min(s + _NEAR, last)), *range(max(s, last - _LAST), last)})
+
+
+def _no_layer(layers: int) -> Vector:
+    """Of each layer infinite, and of none 0, [n + 1]."""
+    return np.append(np.full(layers, math.inf), 0.0)
+
+
+def _no_waits(table: StageTable) -> Waits:
+    shape = table.classes, table.lattice.size
+    none = _no_layer(table.problem.loads.layers)
+    return Waits(np.full(shape, math.inf), np.full(shape, math.inf), none, {})
+
+
+def _of_each_layer(table: StageTable, stages: Stages, which: Positions, value: Vector) -> Vector:
+    """The least value of stages that have a layer, at the least; of no layer 0, [n + 1]."""
+    size = table.lattice.size
+    least = np.full((size, size), math.inf)
+    # Upper downsets from the last one on.
+    at = (stages.below[which] + 1) * size - 1 - stages.above[which]
+    np.minimum.at(least.ravel(), at, value)
+    np.minimum.accumulate(least, axis=1, out=least)
+    least = least[:, size - 1 - table.first_with]
+    np.minimum.accumulate(least, axis=0, out=least)
+    found = least[table.last_without, np.arange(least.shape[1])]
+    return np.append(found, 0.0)
 
 
 def _on_the_way(stages: Stages, picks: list[Positions]) -> list[Positions]:

@@ -80,7 +80,6 @@ def cycle_problem(
     branch: Branch,
     *,
     any_sequence: bool = False,
-    every_user: bool = False,
     every_mode: bool = False,
     share: float = 1.0,
 ) -> CycleProblem | None:
@@ -88,7 +87,6 @@ def cycle_problem(
 
     Args:
         any_sequence: devices are taken in any, else as they are listed.
-        every_user: a guess, not a bound: all messages go to the next stage, which needn't be.
         every_mode: as of `CycleProblem`.
         share: of each device's memory, that a guess may use.
 
@@ -103,9 +101,9 @@ def cycle_problem(
         found,
         rule=_RULES[variant.schedule],
         devices=_devices(relaxation, found.loads, n, stages, share, any_sequence=any_sequence),
-        every_user=every_user,
         every_mode=every_mode,
         latency_s=min((link.latency_s for link in links), default=0.0),
+        split=variant.split_backward,
     )
 
 

@@ -14,7 +14,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom
-from timeprest.planner.evaluate import Question
+from timeprest.planner.evaluate import Evaluation, Question
+from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.critical_cycles import CycleSearch, least_turning
@@ -29,6 +30,10 @@ ONE_BY_ONE = tuple(
     name
     for name, variant in VARIANTS.items()
     if variant.schedule in ("1f1b", "1f1b-micro", "1f1b-deep")
+)
+
+FLUSHING = tuple(
+    name for name, variant in VARIANTS.items() if variant.flushes and variant.placement == "any"
 )
 
 seeds = st.integers(0, 10**5)
@@ -116,6 +121,32 @@ def test_a_plan_called_optimal_is_so(seed, effort):
         assert plan.solver.bound_s <= drawn.best_s * SAME
         if plan.solver.optimal:
             assert plan.predicted.period_s <= drawn.best_s * SAME
+
+
+@settings(max_examples=examples(90))
+@given(seeds)
+def test_cycles_of_a_cut_that_flushes_take_no_longer_than_its_plan(seed):
+    """In which way soever: the longest one of the cut itself, and what is known of all cuts."""
+    drawn = drawn_alone(seed, systems=FLUSHING)
+    assume(drawn is not None)
+    for part in parts(drawn):
+        program = part.program
+        for plan in part.fitting:
+            period_s = plan.prediction.period_s
+            assert program.keeps(period_s * SAME) is not None
+            if drawn.freedom.recompute == "off":
+                assert program.period_s(steps_of(program, plan)) <= period_s * SAME
+
+
+def steps_of(program: CriticalCycles, plan: Evaluation) -> list[CycleStep]:
+    """A plan that computes nothing again, as a cut."""
+    borders_at = [0, *borders(program.problem.loads, program.lattice.masks, plan)]
+    found = []
+    for s, (below, above) in enumerate(pairwise(borders_at)):
+        places, mine = program.problem.devices.places[s], plan.stages[s].devices[0]
+        place = next((each for each in places if each.device == mine), places[0])
+        found.append(CycleStep(below, above, 0, place.stage.flights[0], place))
+    return found
 
 
 @settings(max_examples=examples(60))
