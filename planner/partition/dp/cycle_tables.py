@@ -182,6 +182,8 @@ class CycleTables:
 
     def table(self, target: float, deadline: float | None) -> CycleTable | None:
         """None where no cut keeps to the target. Raises OutOfTime."""
+        if target <= 0:
+            return None
         devices, known = self.problem.devices, self.known(target, deadline)
         stages, count = self._on_time(known.stages, target), len(devices.places)
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
