@@ -40,7 +40,7 @@ from .relaxed.cycles import cycle_problem, filled_up, has_cycles, kinds_of, same
 from .state import OutOfBudget, SearchState
 
 _MOST_COUNTS = 16
-"""Where any number of stages was asked for, so many are looked at; with more none."""
+"""Where any number of stages was asked for, all are looked at up to so many; with more some."""
 
 _PER_OPERATION = 200
 """Entries of tables that take as long as a simulated operation, about."""
@@ -98,24 +98,31 @@ class _Way(NamedTuple):
 
 
 class CycleSearch:
-    """The cycles of one search's branches.
+    """The cycles of one search's branches: of their plans with a device for each stage.
 
     Attributes:
         tables: of stages, by how they are looked at, the largest numbers of stages alone.
+        alone_s: per branch, what none of its plans without replicas is below.
     """
 
     def __init__(self, search: SearchState) -> None:
         self.search = search
         self._programs: dict[_Way, CriticalCycles] = {}
         self.tables: dict[_Way, StageTable] = {}
+        self.alone_s: dict[Branch, float] = {}
 
-    def covers(self, branch: Branch) -> bool:
-        """Whether all plans of a branch are bounded."""
+    def reaches(self, branch: Branch) -> bool:
+        """Whether some plans of a branch are looked at."""
         source, relaxation = self.search.source, self.search.relaxation
         if not isinstance(source, DpSource) or not quick(source.lattice, len(relaxation.recompute)):
             return False
         parts = list(self._parts(branch))
         return bool(parts) and all(has_cycles(relaxation, part) for part in parts)
+
+    def covers(self, branch: Branch) -> bool:
+        """Whether all plans of a branch are bounded."""
+        alone = self.search.relaxation.replica_counts(branch.micro_batches) == [1]
+        return alone and self.reaches(branch) and _all_alone(self.search, branch)
 
     def proves(self, branch: Branch) -> bool:
         """Whether all plans of a branch can be tried."""
@@ -126,47 +133,32 @@ class CycleSearch:
         )
 
     def _parts(self, branch: Branch) -> Iterator[Branch]:
-        """The branch by numbers of stages that the system runs; none where they are too many."""
+        """The branch by numbers of stages that the system runs; where they are many, by some."""
+        n, most = branch.micro_batches, self.search.most_stages
+        counts: Iterable[int] = range(1, most + 1)
         if branch.stages is not None:
-            yield branch
-        elif self.search.most_stages <= _MOST_COUNTS:
-            n, allows = branch.micro_batches, self.search.relaxation.allows
-            most = (k for k in range(1, self.search.most_stages + 1) if allows(k, n))
-            yield from (replace(branch, stages=stages) for stages in most)
+            counts = (branch.stages,)
+        elif most > _MOST_COUNTS:
+            counts = sorted({most >> k for k in range(most.bit_length())})
+        allows = self.search.relaxation.allows
+        yield from (replace(branch, stages=stages) for stages in counts if allows(stages, n))
 
     def _program(self, way: _Way) -> CriticalCycles:
         """Of a branch that is covered. Raises OutOfBudget when the time is over."""
         if way not in self._programs:
-            problem = self._problem(way)
+            problem = _problem(self.search, way)
             assert problem is not None
             self._programs[way] = CriticalCycles(problem, self._table(way))
         return self._programs[way]
 
-    def _problem(self, way: _Way) -> CycleProblem | None:
-        relaxation = self.search.relaxation
-        problem = cycle_problem(
-            relaxation,
-            way.branch,
-            any_sequence=self.search.any_sequence,
-            every_mode=way.every_mode,
-            share=way.share,
-        )
-        if problem is not None and way.lacks:
-            devices = problem.devices.changed(
-                lambda s, x: replace(x, memory_bytes=x.memory_bytes - way.lacks[s])
-            )
-            problem = replace(problem, devices=devices)
-        if problem is None or way.filled is None:
-            return problem
-        return filled_up(problem, relaxation.variant, *way.filled)
-
     def _table(self, way: _Way) -> StageTable:
         """One for all numbers of stages, from the largest on."""
-        search = self.search
-        whole = next(b for b in search.branches if way.branch in self._parts(b))
-        way = way._replace(branch=[*self._parts(whole)][-1], filled=None, lacks=())
+        search, n = self.search, way.branch.micro_batches
+        alike = (part for b in search.branches if b.micro_batches == n for part in self._parts(b))
+        largest = max(alike, key=lambda part: part.stages or 0)
+        way = way._replace(branch=largest, filled=None, lacks=())
         if way not in self.tables:
-            problem, source = self._problem(way), search.source
+            problem, source = _problem(search, way), search.source
             assert problem is not None
             assert isinstance(source, DpSource)
             lattice = thinned(problem, source.lattice) if way.thinned else source.lattice
@@ -184,10 +176,10 @@ class CycleSearch:
         Raises OutOfBudget when the budget is used up.
         """
         search, found = self.search, list[Evaluation]()
-        branches = [branch for branch in search.branches if self.covers(branch)]
+        branches = [branch for branch in search.branches if self.reaches(branch)]
         branches.sort(key=partial(_hoped_s, search))
         seconds = search.relaxation.seconds
-        for branch in branches:
+        for branch in filter(self.covers, branches):
             n = branch.micro_batches
             least_s = max(seconds.shared_out_s(n), seconds.way_and_back_s(n))
             search.bounds[branch] = max(search.bounds[branch], least_s)
@@ -207,14 +199,16 @@ class CycleSearch:
                 bound_s, plans = self._bounded(_Way(part, thinned=thinned))
                 bounds_s.append(bound_s)
                 found += plans
-            if not thinned:
-                search.bounds[branch] = max(search.bounds[branch], min(bounds_s))
+            if not thinned and _all_alone(search, branch):
+                self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), min(bounds_s))
+                if self.covers(branch):
+                    search.bounds[branch] = max(search.bounds[branch], min(bounds_s))
 
     def guesses(self) -> list[Evaluation]:
         """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
         best, as many as there is effort for."""
         search, found = self.search, list[Evaluation]()
-        branches = [branch for branch in search.branches if self.covers(branch)]
+        branches = [branch for branch in search.branches if self.reaches(branch)]
         if not has_pattern(search.relaxation.variant):
             with suppress(OutOfBudget), search.budget.part(_GUESSED_SHARE):
                 for branch in sorted(branches, key=partial(_hoped_s, search)):
@@ -252,7 +246,7 @@ class CycleSearch:
             return 0.0, []
         within = _COARSE * (_COARSER if way.thinned or large else 1)
         answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
-        if not way.thinned and way.branch in search.bounds:
+        if not way.thinned and way.branch in search.bounds and self.covers(way.branch):
             # Whatever comes of its plans.
             search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
@@ -387,6 +381,29 @@ def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[i
         for kind, positions in enumerate(kinds_of(cluster))
     ]
     return tuple((next(left[kind]),) for kind in mine)
+
+
+def _all_alone(search: SearchState, branch: Branch) -> bool:
+    """Whether what is looked at bounds all plans of a branch without replicas."""
+    return branch.stages is not None or search.most_stages <= _MOST_COUNTS
+
+
+def _problem(search: SearchState, way: _Way) -> CycleProblem | None:
+    problem = cycle_problem(
+        search.relaxation,
+        way.branch,
+        any_sequence=search.any_sequence,
+        every_mode=way.every_mode,
+        share=way.share,
+    )
+    if problem is not None and way.lacks:
+        devices = problem.devices.changed(
+            lambda s, x: replace(x, memory_bytes=x.memory_bytes - way.lacks[s])
+        )
+        problem = replace(problem, devices=devices)
+    if problem is None or way.filled is None:
+        return problem
+    return filled_up(problem, search.relaxation.variant, *way.filled)
 
 
 def _hoped_s(search: SearchState, branch: Branch) -> tuple[float, int]:

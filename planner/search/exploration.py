@@ -29,7 +29,7 @@ from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
-from .local_search.improve import LocalSearch, improve, start
+from .local_search.improve import LocalSearch, improve, improve_others, start
 from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
 
@@ -81,15 +81,9 @@ def run(search: SearchState) -> str | None:
     budget, cycles = search.budget, CycleSearch(search)
     local = LocalSearch(search, moves_devices=search.any_sequence)
     try:
-        with suppress(OutOfBudget), budget.part(_NEARLY):
-            _bound_by_cycles(search, local, cycles)
-        # Bounds are still worth looking for where more of these plans would take too long.
-        if search.best is None:
-            with suppress(OutOfBudget):
-                try_blocks(search)
+        _first_plans(search, local, cycles)
         if not any(search.promising()):
             return None
-        _start(search, local)
         search.by_cycles = all(map(cycles.proves, search.promising()))
         vague = search.period_s > search.bound_s * _SHARP
         if not search.by_cycles or (vague and not search.question.cluster.uniform):
@@ -103,7 +97,7 @@ def run(search: SearchState) -> str | None:
         with budget.part(_NEARLY if close else _FAR):
             cycles.prove()
             if not (search.by_cycles or search.any_sequence):
-                _prove(search)
+                _prove(search, cycles)
     except OutOfBudget as why:
         stopped = str(why)
     else:
@@ -112,12 +106,33 @@ def run(search: SearchState) -> str | None:
     if search.bound_s * SAME >= search.period_s:
         return None
     try:
+        with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+            improve_others(search, local, _FEW_TRIES)
         improve(search, local, _TRIES)
     except OutOfBudget as why:
         stopped = str(why)
     else:
         stopped = stopped if budget.is_late else "effort"
     return stopped if search.bound_s * SAME < search.period_s else None
+
+
+def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
+    """Plans, and bounds by critical cycles. Where these are of some of the plans alone, and others
+    are asked for, too, they come later and on top: else those would get less than without that
+    freedom."""
+    covered, budget = any(map(cycles.covers, search.branches)), search.budget
+    if covered:
+        with suppress(OutOfBudget), budget.part(_NEARLY):
+            _bound_by_cycles(search, local, cycles)
+    # Bounds are still worth looking for where more of these plans would take too long.
+    if search.best is None:
+        with suppress(OutOfBudget):
+            try_blocks(search)
+    if any(search.promising()):
+        _start(search, local)
+    if not covered:
+        with suppress(OutOfBudget), budget.part(_STARTING_SHARE, besides=True):
+            _bound_by_cycles(search, local, cycles)
 
 
 def _bound_by_cycles(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
@@ -378,7 +393,7 @@ def _stage_counts(search: SearchState, branch: Branch) -> list[int | None]:
 # The proof ---------------------------------------------------------------------------------------
 
 
-def _prove(search: SearchState) -> None:
+def _prove(search: SearchState, cycles: CycleSearch) -> None:
     """Try all cuts that the bounds leave, branch by branch."""
     for branch in search.promising():
         if search.hopeless(branch):
@@ -392,6 +407,9 @@ def _prove(search: SearchState) -> None:
         try:
             for cut in _placed(search, problem, cuts):
                 search.say(search.standing)
+                alone = all(problem.options[x.option].replicas == 1 for x in cut.stages)
+                if alone and cycles.alone_s.get(branch, 0.0) * SAME >= search.period_s:
+                    continue
                 if not search.try_cut(problem, cut, branch.micro_batches, every_limit=True):
                     unresolved = min(unresolved, cut.objective_s)
         except OutOfTime:

@@ -116,16 +116,22 @@ class Budget:
         return max(self.effort // _PER_STEP, 0)
 
     @contextmanager
-    def part(self, share: float) -> Iterator[None]:
-        """Within it no more may be spent than so much of what there is."""
+    def part(self, share: float, *, besides: bool = False) -> Iterator[None]:
+        """Within it no more may be spent than so much of what there is.
+
+        Args:
+            besides: the effort comes on top; what follows has as much as without it.
+        """
         deadline, left, rest = self.deadline, self.seconds_left, self.effort
-        rest -= int(self.effort * share)
-        self.effort -= rest
+        mine = int(self.effort * share)
+        rest -= 0 if besides else mine
+        self.effort = mine
         self.deadline = None if left is None else time.monotonic() + left * share
         try:
             yield
         finally:
-            self.effort, self.deadline = max(self.effort, 0) + rest, deadline
+            left_over = 0 if besides else max(self.effort, 0)
+            self.effort, self.deadline = left_over + rest, deadline
 
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
@@ -188,6 +194,7 @@ class SearchState:
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
         shortest_s: per choice, its shortest period so far, whether it fits or not.
+        by_kind: the best plan with so many micro-batches, and replicas of each stage.
         blocks: of layers, by their number, for first plans.
         any_sequence: devices may be taken in any, not only as the cluster lists them.
         by_cycles: all that may be better than the best plan is bounded by critical cycles.
@@ -207,6 +214,7 @@ class SearchState:
     sharper_views: dict[Branch, str] = field(default_factory=dict)
     least_over: dict[Choice, float] = field(default_factory=dict)
     shortest_s: dict[Choice, float] = field(default_factory=dict)
+    by_kind: dict[Hashable, Evaluation] = field(default_factory=dict)
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
     any_sequence: bool = False
@@ -443,6 +451,9 @@ class SearchState:
         if not self.counts(found):
             return found
         self.seen(found)
+        kind = micro_batches, each
+        if kind not in self.by_kind or better(found, self.by_kind[kind]):
+            self.by_kind[kind] = found
         if self.best is None or better(found, self.best):
             self.best = found
         return found

@@ -20,7 +20,7 @@ from ..problem import FITS, Vector
 from .cost_tables import Flags
 from .cycle_devices import CyclePlace, CycleStage
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable, check_time
-from .lattice import Positions
+from .lattice import Lattice, Positions
 
 ROUNDING = 1e-12
 """Of a period."""
@@ -177,6 +177,8 @@ class CycleTables:
         self._way_s = np.array([sum(both) + latency_s for both in wires] + [NEVER])
         self._others_s = np.array([others_s(n, max(b), min(b), last) for b in wires] + [0.0])
         self._makers = np.array([m.maker for m in messages] + [problem.loads.layers])
+        places = range(len(problem.stages) + 1)
+        self._begins = [_by_pins(problem, self.lattice, s) for s in places]
 
     # Tables ------------------------------------------------------------------------------------
 
@@ -272,11 +274,13 @@ class CycleTables:
     def borders(self, target: float) -> list[Flags]:
         """Per stage, and behind the last one, the downsets where it may begin, [S + 1] of [D]: the
         stages before it can do what is in them, and those from it on the rest, none of them busy
-        for longer than the target."""
+        for longer than the target; and pinned layers are on their stages."""
         work, slack = self.all.work_s, FORGIVEN * self.all.work_s[-1]
         return [
-            (work <= target * before + slack) & (work[-1] - work <= target * rest + slack)
-            for before, rest in self.problem.devices.speeds
+            (work <= target * before + slack) & (work[-1] - work <= target * rest + slack) & begins
+            for (before, rest), begins in zip(
+                self.problem.devices.speeds, self._begins, strict=True
+            )
         ]
 
     def within(self, target: float, deadline: float | None = None) -> Stages:
@@ -606,4 +610,13 @@ def _on_the_way(stages: Stages, picks: list[Positions]) -> list[Positions]:
 def any_class(waits: Vector) -> Flags:
     """Downsets with something, [D], of classes, [K, D]."""
     found: Flags = np.isfinite(waits.min(axis=0))
+    return found
+
+
+def _by_pins(problem: CycleProblem, lattice: Lattice, s: int) -> Flags:
+    """Downsets that stage s may begin at, by what layers are pinned to, [D]."""
+    found = np.ones(lattice.size, dtype=np.bool_)
+    for layer, stage in problem.loads.pins:
+        inside = lattice.column(layer)
+        found &= inside if stage < s else ~inside
     return found

@@ -62,6 +62,9 @@ _MOST_STARTS, _NEAR = 4, 0.1
 _SPREAD = 0.1
 """Those of them are descended from whose period is within so much of the best plan's."""
 
+_MOST_OTHERS = 4
+"""Plans of other kinds that are improved besides the best one."""
+
 _STANDS_IN = 1.03
 """How much longer periods with whole backwards may be, where those are split."""
 
@@ -642,3 +645,22 @@ def improve(
             here = there
         else:
             failed += 1
+
+
+def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
+    """Improve plans with other micro-batches, stages or replicas than the best one has, that come
+    near to it: what a search for those alone would have improved. Raises OutOfBudget when the
+    budget is used up."""
+    near = [
+        found
+        for found in search.by_kind.values()
+        if found is not search.best
+        and not found.pipeline.placement
+        and found.prediction.period_s <= search.period_s * (1 + _SPREAD)
+    ]
+    for found in sorted(near, key=lambda each: each.prediction.period_s)[:_MOST_OTHERS]:
+        if search.period_s <= search.bound_s * SAME:
+            return
+        begun = local.look(local.near.point_of(found))
+        if begun is not None:
+            improve(search, local, tries, begun)

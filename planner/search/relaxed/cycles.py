@@ -50,15 +50,15 @@ long."""
 
 
 def has_cycles(relaxation: Relaxation, branch: Branch) -> bool:
-    """Whether plans of so many stages, each with a device of its own, are all plans of a branch,
-    and their schedule says which cycles it has."""
-    question, n, stages = relaxation.question, branch.micro_batches, branch.stages
-    if relaxation.variant.schedule not in _RULES or stages is None or branch.pins:
+    """Whether the schedule of so many stages, each with a device of its own, says which cycles it
+    has."""
+    question, stages = relaxation.question, branch.stages
+    if relaxation.variant.schedule not in _RULES or stages is None:
         return False
-    alone = relaxation.replica_counts(n) == [1] and relaxation.allows(stages, n)
+    runs = relaxation.allows(stages, branch.micro_batches) and question.update_every == 1
     if prod(len(mine) + 1 for mine in kinds_of(question.cluster)) > _MOST_STATES:
         return False
-    return alone and question.cluster.overlap and question.update_every == 1
+    return runs and question.cluster.overlap
 
 
 def same_anywhere(cluster: Cluster, stages: int, *, any_sequence: bool) -> bool:

@@ -10,6 +10,7 @@ from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts
 from helpers.drawn.questions import Drawn
+from helpers.drawn.questions import drawn as any_drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
@@ -93,6 +94,41 @@ def test_no_plan_is_below_what_cycles_prove(seed):
     assume(drawn is not None)
     assume(drawn.fitting)
     check_proofs(drawn)
+
+
+@settings(max_examples=examples(90))
+@given(seeds)
+@example(200)
+def test_what_cycles_say_of_plans_with_pins_and_without_replicas_is_so(seed):
+    """Where others are asked for, too."""
+    drawn = any_drawn(seed)
+    assume(drawn is not None)
+    assume(drawn.fitting)
+    asked = {
+        **asked_of(drawn),
+        "replicas": drawn.freedom.replicas,
+        "stages": drawn.stages,
+        "pins": drawn.pins,
+    }
+    search = explore(drawn.question, SearchRequest(**asked, effort=10**9), lambda *_: None, None)
+    search.forget_bounds()
+    cycles = CycleSearch(search)
+    cycles.bound()
+    for branch in search.branches:
+        plans = [
+            found
+            for found in drawn.fitting
+            if found.micro_batches == branch.micro_batches
+            and branch.stages in (None, len(found.stages))
+        ]
+        alone = [found for found in plans if all(len(x.devices) == 1 for x in found.stages)]
+        for some, bound_s in (
+            (plans, search.bounds[branch]),
+            (alone, cycles.alone_s.get(branch, 0.0)),
+        ):
+            assert all(bound_s <= found.prediction.period_s * SAME for found in some)
+    # It is one of those that were asked for.
+    assert search.period_s * SAME >= drawn.best_s
 
 
 @settings(max_examples=examples(60))
@@ -290,3 +326,31 @@ def test_first_cuts_are_simulated_under_limits_that_may_fit():
     found = LocalSearch(search).starts(search.branches[0])
     assert any(not standing.over for standing in found)
     assert all(standing.point.limits[0] < most for standing in found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "covered"),
+    [
+        ({"pins": (("n3", 1),)}, True),
+        ({"stages": 3, "pins": (("n3", 1), ("n9", 2))}, True),
+        ({"replicas": True}, False),
+        ({"replicas": True, "pins": (("n3", 1),)}, False),
+    ],
+)
+def test_pins_and_replicas_leave_cycles_to_look_at(asked, covered):
+    """Where replicas may be, too, of plans without: as first plans, and as their bound."""
+    question = Question(chain(12), uniform_cluster(4, None, 1e5), "gpipe", 4, 0.0)
+    search = explore(question, SearchRequest(micro_batches=4, **asked), lambda *_: None)
+    search.forget_bounds()
+    cycles = CycleSearch(search)
+    found = cycles.bound()
+    assert found
+    assert all(cycles.covers(branch) == covered for branch in search.branches)
+    alone = explore(
+        question, SearchRequest(micro_batches=4, **{**asked, "replicas": False}), lambda *_: None
+    )
+    alone.forget_bounds()
+    CycleSearch(alone).bound()
+    assert [cycles.alone_s[b] for b in search.branches] == [*alone.bounds.values()]
+    assert search.period_s == alone.period_s
+    assert (max(search.bounds.values()) == 0.0) != covered
