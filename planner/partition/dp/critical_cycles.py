@@ -211,12 +211,15 @@ class CriticalCycles(CycleTables):
         # is a period that none keeps to. Where there is none that is near, ever larger ones from
         # below: of shorter periods tables are smaller.
         target, rise = high, 0.0
-        if high > low * _FAR:
+        if high > low * _FAR and low > 0:
             target, rise, step = low * _RISE, _RISE, 0.0
         try:
             while low < high * (1 - within):
                 cut = self.keeps(min(target, high), deadline)
                 if cut is None:
+                    if target <= low and not step:
+                        # There are no numbers between.
+                        break
                     low, step = min(target, high), 0.0
                 else:
                     high, rise = min(target, high, cut.period_s), 0.0
