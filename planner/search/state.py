@@ -110,11 +110,6 @@ class Budget:
             raise OutOfBudget("effort")
         self.check()
 
-    @property
-    def steps_left(self) -> int:
-        """Steps of listing cuts that may still be taken."""
-        return max(self.effort // _PER_STEP, 0)
-
     @contextmanager
     def part(self, share: float, *, besides: bool = False) -> Iterator[None]:
         """Within it no more may be spent than so much of what there is.
