@@ -123,7 +123,7 @@ def test_hosts_with_different_secrets_are_told_so_in_a_line():
     for line in "".join(said).splitlines():
         assert "Traceback" not in line
     assert re.search(
-        r"in the run's store has no signature of this run: somebody else .* \(TIMEPREST_SECRET, ",
+        r"in the run's store has no signature of this run: somebody else .* \(TIMEPREST_SECRET: ",
         "".join(said),
     )
     assert KEY not in "".join(said)
