@@ -11,6 +11,7 @@ from helpers.by_hand.profiles import profile_by_hand
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.search import exploration
+from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.critical_cycles import CycleSearch
 from timeprest.planner.search.device_sequences import sequence_matters
@@ -200,6 +201,19 @@ def test_as_listed_where_no_sequence_is_better():
     best = solve(profile, cluster, sequence="best", **asked)
     assert best.stages == listed.stages
     assert best.predicted == listed.predicted
+
+
+def test_devices_as_listed_come_first_each_time(monkeypatch):
+    """A search begins once more where the time was over before there was a plan."""
+    asked = []
+    monkeypatch.setattr(solving, "run", lambda search: asked.append(search.any_sequence))
+    cluster = Cluster(devices=devices(1.0, 3.0), network=LINK)
+    request = SearchRequest(sequence="best")
+    question = Question(layers_of([3, 1]), cluster, "pipedream", 4, 0.0)
+    search = explore(question, request, lambda *_: None)
+    for _ in range(2):
+        solving._run_straight(search, request)
+    assert asked == [False, True] * 2
 
 
 def test_large_tensors_stay_in_a_machine():
