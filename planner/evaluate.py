@@ -472,7 +472,7 @@ def _predict_stage(
         if s in (link.source, link.target):
             transfer_s += link.latency_s + link.forward_s
             transfer_s += link.latency_s + link.backward_s if link.has_gradient else 0.0
-    memory = needs.peak(held)
+    memory, delay = needs.peak(held), _steady_delay(pipeline, held, steady.cycle)
     return StagePrediction(
         forward_s=pipeline.forward_s[s],
         backward_s=pipeline.backward_s[s],
@@ -485,7 +485,8 @@ def _predict_stage(
         memory=memory,
         micro_batches_kept=held.micro_batches_kept,
         versions_held=held.versions_held,
-        version_difference=_steady_difference(pipeline, held, steady.cycle),
+        version_difference=0 if pipeline.variant.backward_weights == "forward" else delay,
+        delay=delay,
         idle_share=min(idle_share, 1.0),
         holds=needs,
         accounted=needs.accounted_peak(held),
@@ -543,13 +544,13 @@ def _until_entered(
         yield s, op
 
 
-def _steady_difference(pipeline: Pipeline, held: Holdings, cycle: int) -> int:
+def _steady_delay(pipeline: Pipeline, held: Holdings, cycle: int) -> int:
     """The largest in the last cycle; without one, in the last third, from update to update at the
     least."""
     count = (cycle or pipeline.update_every) * pipeline.backwards_per_mini_batch
     if not cycle:
-        count = max(count, -(-len(held.differences) // 3))
-    return max(held.differences[-count:], default=0)
+        count = max(count, -(-len(held.delays) // 3))
+    return max(held.delays[-count:], default=0)
 
 
 def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Plan:

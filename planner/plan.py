@@ -99,6 +99,9 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     versions_held: Count
     version_difference: TotalBytes
     """Largest in the steady state."""
+    delay: TotalBytes | None = None
+    """Updates between a forward's weights and those that its gradient is applied to, the most in
+    the steady state: the version difference, but where weights are stashed. None in older plans."""
     idle_share: Annotated[float, Meta(ge=0, le=1)]
     holds: StageBytes | None = None
     """What memory follows from as the schedule goes on; None in plans of before it was written."""

@@ -77,7 +77,8 @@ class HoldingsWalk:
         kept: per replica, micro-batches in flight then, those that wait for their weight parts
             included.
         postponed: per replica, how many do.
-        differences: per backward so far, its version less the one its forward used.
+        delays: per backward so far, the latest version then, to which its gradient is applied, less
+            the one its forward used.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class HoldingsWalk:
         self._mixes = variant.backward_weights == "intermediate"
         self.kept = [0] * r
         self.postponed = [0] * r
-        self.differences: list[int] = []
+        self.delays: list[int] = []
 
     def step(self, op: Op, count: int = 1) -> Moment:
         """Take an operation. Returns what the replica that holds most has meanwhile.
@@ -146,7 +147,8 @@ class HoldingsWalk:
 
     def _backward(self, op: Op, i: int | None) -> Moment:
         walk = self._walk
-        self.differences.append(walk.backward(op) - walk.forward_version(op))
+        walk.backward(op)
+        self.delays.append(walk.latest - walk.forward_version(op))
         scratch = int(self._mixes and walk.mixes_aside(op))
         walk.finish(op)
         self.gradients = self.gradients or not self._split
@@ -186,11 +188,11 @@ class Holdings:
     Attributes:
         moments: all different ones during operations; of those that differ only in what is kept,
             the fullest.
-        differences: per backward, its version less the one its forward used.
+        delays: per backward, the latest version then less the one its forward used.
     """
 
     moments: tuple[Moment, ...]
-    differences: tuple[int, ...]
+    delays: tuple[int, ...]
 
     @property
     def micro_batches_kept(self) -> int:
@@ -205,7 +207,7 @@ class Holdings:
     def filled(self, kept: int) -> Holdings:
         """The same with so many micro-batches in flight at the least."""
         moments = (m._replace(kept=max(m.kept, kept)) for m in self.moments)
-        return Holdings(tuple(moments), self.differences)
+        return Holdings(tuple(moments), self.delays)
 
 
 def holdings(
@@ -244,7 +246,7 @@ def holdings(
             note(walk.step(op._replace(micro_batch=first), alike))
             first, count = first + alike, count - alike
         note(walk.step(op if op.kind != FORWARD else op._replace(micro_batch=first), count))
-    return Holdings(tuple(fullest.values()), _repeated(walk.differences, n, micro_batches))
+    return Holdings(tuple(fullest.values()), _repeated(walk.delays, n, micro_batches))
 
 
 _ROUNDS = 3
@@ -286,12 +288,12 @@ def _without_repeats(
     return U.join([*found, b""]), n, fewer
 
 
-def _repeated(differences: Sequence[int], n: int, micro_batches: int) -> tuple[int, ...]:
+def _repeated(delays: Sequence[int], n: int, micro_batches: int) -> tuple[int, ...]:
     """Those of mini-batches with so many micro-batches, from those with n, whose last ones repeat
     what was left out."""
     found: list[int] = []
-    for first in range(0, len(differences), n):
-        found += differences[first : first + n]
+    for first in range(0, len(delays), n):
+        found += delays[first : first + n]
         found += [found[-1]] * (micro_batches - n)
     return tuple(found)
 

@@ -239,6 +239,27 @@ def test_versions_and_scratch_copies_are_counted():
     assert held["pipemare"] == [200, 200, 0]
 
 
+@pytest.mark.parametrize(
+    ("variant", "delays", "differences"),
+    [
+        ("gpipe", [0, 0, 0], [0, 0, 0]),
+        ("pipedream", [2, 1, 0], [0, 0, 0]),
+        ("pipedream-vertical-sync", [2, 2, 2], [0, 0, 0]),
+        ("pipedream-2bw", [1, 1, 1], [0, 0, 0]),
+        ("pipedream-unstashed", [2, 2, 2], [2, 2, 2]),
+        ("spectrain", [2, 1, 0], [2, 1, 0]),
+    ],
+)
+def test_a_stash_hides_no_delay(variant, delays, differences):
+    """Where backwards take the forward's weights there is no difference, but gradients are late."""
+    limits = [min(most, 3 - s) for s, (_, most) in enumerate(limit_ranges(VARIANTS[variant], 3))]
+    asked = question(chain(3), uniform_cluster(3, **FAST), variant)
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    found = evaluate(asked, lone_stages([["n0"], ["n1"], ["n2"]], limits), n).prediction
+    assert [stage.delay for stage in found.stages] == delays
+    assert [stage.version_difference for stage in found.stages] == differences
+
+
 def test_a_difference_that_is_there_once_an_update_is_seen():
     """Of four mini-batches one is between its passes at the update. Over a slow link all is later
     by something else each time, so that nothing repeats soon."""

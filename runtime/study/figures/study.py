@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ....planner.cluster.cluster import Cluster
-from ....planner.plan import Plan
+from ....planner.plan import Plan, StagePrediction
 from ....planner.systems.variants import variant_named
 from ....profiles.errors import FileError, PlanError
 from ....profiles.files import (
@@ -139,6 +139,10 @@ class StudiedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     in_flight: tuple[Count, ...]
     version_differences: tuple[Tally, ...]
     """Largest in the steady state, by stage."""
+    delays: tuple[Tally, ...] | None = None
+    """By stage (`StagePrediction.delay`). None in studies of before it was written."""
+    parameter_bytes: tuple[Tally, ...] | None = None
+    """By stage; as `delays`."""
     period_s: Predicted
     memory_bytes: Tally
     """Of the device that holds most."""
@@ -193,8 +197,8 @@ def read_study(path: str | Path) -> Study:
 def _check_plan(plan: StudiedPlan, arms: Sequence[str], where: str) -> None:
     if plan.arm not in arms:
         raise FileError(f"{where}.arm: {plan.arm!r} is none of the arms")
-    for field in ("in_flight", "version_differences"):
-        count = len(getattr(plan, field))
+    for field in ("in_flight", "version_differences", "delays", "parameter_bytes"):
+        count = plan.stages if (found := getattr(plan, field)) is None else len(found)
         if count != plan.stages:
             raise FileError(
                 f"{where}.{field}: has {count} numbers, and the plan {plan.stages} stages: one for "
@@ -239,10 +243,18 @@ def studied(plan: Plan, name: str, file: str, arm: str) -> StudiedPlan:
         update_every=plan.update_every,
         in_flight=tuple(stage.in_flight for stage in plan.stages),
         version_differences=tuple(stage.version_difference for stage in predicted.stages),
+        delays=delays_of(predicted.stages),
+        parameter_bytes=tuple(stage.parameter_bytes for stage in predicted.stages),
         period_s=predicted.period_s,
         memory_bytes=max(each.memory_bytes for each in held),
         cluster=cluster_name(plan.cluster),
     )
+
+
+def delays_of(stages: Sequence[StagePrediction]) -> tuple[int, ...] | None:
+    """By stage; None: a plan of before they were written."""
+    found = tuple(stage.delay for stage in stages if stage.delay is not None)
+    return found if len(found) == len(stages) else None
 
 
 def cluster_name(cluster: Cluster) -> str:
