@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 from rich.text import Text
 
-from ...planner.plan import Plan, pipeline_of, read_plan
+from ...planner.plan import Plan, read_plan
 from ...planner.schedules.schedules import make_schedule
 from ...planner.schedules.steady_state import steady_state
 from ...planner.simulator.pipeline import Pipeline
@@ -21,6 +21,7 @@ from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, Whole
 from ..tables.layout import device_range, fitted, fixed
 from ..tables.plan import warn_if_edited
+from .engines import elsewhere, engine_option, in_engine, pipeline_in, receive_option
 
 _MOST_OPERATIONS = 200_000
 
@@ -29,7 +30,9 @@ _MOST_OPERATIONS = 200_000
     name="simulate",
     cls=GroupedCommand,
     epilog=examples(
-        "tp-plan simulate plan.json --mini-batches 12", "tp-plan simulate plan.json --json"
+        "tp-plan simulate plan.json --mini-batches 12",
+        "tp-plan simulate plan.json --json",
+        "tp-plan simulate plan.json --engine deepspeed",
     ),
 )
 @click.argument("plan_path", type=FileName(), metavar="PLAN")
@@ -38,15 +41,23 @@ _MOST_OPERATIONS = 200_000
     type=Whole(),
     help="How many to run.  [default: enough for a steady state]",
 )
+@engine_option
+@receive_option
 @plugin_option
 @common_options
 @errors_as_lines
 def simulate_plan(
-    plan_path: str, mini_batches: int | None, as_json: bool, quiet: bool, verbose: bool
+    plan_path: str,
+    mini_batches: int | None,
+    engine: str | None,
+    receive: float,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Simulate PLAN from its own stage times; with --json, every operation with its times."""
     plan = read_plan(plan_path)
-    pipeline = pipeline_of(plan)
+    pipeline = pipeline_in(plan, engine, receive)
     count = mini_batches or warm_mini_batches(len(plan.stages), plan.micro_batches)
     if count * len(plan.stages) * (2 * plan.micro_batches + 1) > _MOST_OPERATIONS:
         raise UserError(
@@ -61,6 +72,9 @@ def simulate_plan(
     elif not quiet:
         devices = [_devices(plan, stage.devices) for stage in plan.stages]
         _print(pipeline, schedule, timeline, period_s, count, devices)
+        found = elsewhere(plan, engine or "", receive)
+        if engine is not None and found is not None:
+            output().print(in_engine(plan, engine, found))
         warn_if_edited(plan, plan_path)
 
 

@@ -8,6 +8,7 @@ from ...cli.errors import errors_as_lines, naming, output, print_json
 from ...cli.options import common_options, plugin_option
 from ...cli.options.command import GroupedCommand, examples
 from ...cli.options.values import FileName, FolderName, WordOrPlugin
+from ...cli.plan_commands.engines import elsewhere, in_engine, receive_option
 from ...cli.tables.plan import warn_if_edited
 from ..plan import read_plan
 from .export import write_export
@@ -34,24 +35,36 @@ from .export import write_export
 @click.option(
     "-o", "--output", "folder", type=FolderName(), required=True, help="The new folder to write."
 )
+@receive_option
 @plugin_option
 @common_options
 @errors_as_lines
 def export_plan(
-    plan_path: str, engine: str, folder: str, as_json: bool, quiet: bool, verbose: bool
+    plan_path: str,
+    engine: str,
+    folder: str,
+    receive: float,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Write PLAN as another engine reads it: its cuts, and its schedule where that takes one.
 
-    What the engine can't express is refused.
+    What the engine can't express is refused. What runs should cost there is said beside what they
+    cost with tp-run.
     """
     plan = read_plan(plan_path)
     with naming(plan_path):
         written, notes = write_export(plan, engine, folder)
+    found = elsewhere(plan, engine, receive)
     if as_json:
-        print_json({"engine": engine, "files": written})
+        said = {} if found is None else {"predicted": found._asdict()}
+        print_json({"engine": engine, "files": written, **said})
     elif not quiet:
         for path in written:
             output().print(f"wrote {path}")
         for note in notes:
             output().print(note)
+        if found is not None:
+            output().print(in_engine(plan, engine, found))
         warn_if_edited(plan, plan_path)

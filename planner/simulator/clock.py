@@ -122,7 +122,6 @@ class SimulatedClock:
         backward_width, backward_slots = (ones, [n] * len(r)) if micro else (r, r)
         self.width = [r if whole else ones, backward_width, ones, backward_width]
         self.slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
-        self._messageless = (WEIGHTS,) if pipeline.variant.split_backward else ()
         # Stages on one device share its list.
         lanes: dict[int, list[float]] = {}
         devices = pipeline.placement or stages
@@ -141,6 +140,7 @@ class SimulatedClock:
         self.sent: list[SimulatedMessage] | None = None
         self.last: int | None = None
         self._sent = 0
+        self._held: dict[tuple[int, int], int] = {}
         seconds = (
             pipeline.forward_s,
             [pipeline.backward_op_s(s) for s in stages],
@@ -232,7 +232,7 @@ class SimulatedClock:
                 if due > 1:
                     self._left[kind][s] += [due] * count
                     self._last_s[kind][s] += [0.0] * count
-            for kind in self._messageless:
+            for kind in (WEIGHTS,) if self.pipeline.variant.split_backward else ():
                 count = more * self.slots[kind][s]
                 self.ready_s[kind][s] += [0.0] * count
                 self.starts_s[kind][s] += [NOT_YET] * count
@@ -254,11 +254,31 @@ class SimulatedClock:
         starts_s[slot] = start
         end = start + seconds[j]
         free[j] = end
+        if self.pipeline.late:
+            return self._post_late(kind, s, slot, start, end)
+        return self._post(kind, s, slot, end) if self.contended else self._send(kind, s, slot, end)
+
+    def _post(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
+        """Send a share's messages now, or have them sent in their time's sequence."""
         if self.contended:
             self._sent += 1
-            heapq.heappush(self.sending, (end, self._sent, kind, s, slot))
+            heapq.heappush(self.sending, (now, self._sent, kind, s, slot))
             return []
-        return self._send(kind, s, slot, end)
+        return self._send(kind, s, slot, now)
+
+    def _post_late(
+        self, kind: int, s: int, slot: int, start: float, end: float
+    ) -> list[tuple[int, int]]:
+        """What `Pipeline.late` holds back, by stage and replica, goes as the replica's next
+        operation begins."""
+        r = self.replicas[s]
+        held = self._held.pop((s, slot % r), None)
+        sent = [] if held is None else self._post(FORWARDS, s, held, start)
+        nth = slot % self.slots[FORWARDS][s] // r
+        if kind == FORWARDS and nth >= self.pipeline.late[s]:
+            self._held[s, slot % r] = slot
+            return sent
+        return sent + self._post(kind, s, slot, end)
 
     def deliver(self) -> tuple[int, int, list[tuple[int, int]]]:
         """Send the messages of the share that has ended first. Returns kind, stage, as `run`."""

@@ -97,6 +97,9 @@ class Pipeline:
         placement: per stage, the number of the device that runs it, or of the devices whose
             replicas do; stages on one device have as many replicas each, one on each of these.
             Empty: each stage has a device of its own.
+        late: per stage, the first of a replica's forwards of each mini-batch whose activations
+            are sent only as its next operation, a backward, begins: behind the gradient that it
+            waits for. Empty: all are sent as their forward ends.
     """
 
     variant: Variant
@@ -111,6 +114,7 @@ class Pipeline:
     update_every: int = 1
     weight_s: tuple[float, ...] = ()
     placement: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
