@@ -247,6 +247,8 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """"layer", "op", or name patterns of the modules that are one layer each."""
     device: str
     """"cpu", "cuda", or "meta:" and the device spec: computed, not measured."""
+    gpu: str | msgspec.UnsetType = msgspec.UNSET
+    """What CUDA calls the device. Not there on others, and where that wasn't noted yet."""
     threads: Threads
     dtype: str
     autocast: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from math import ceil
@@ -265,15 +265,16 @@ DEVICES = "Devices and links"
 
 @dataclass(frozen=True, kw_only=True)
 class EqualDevices:
-    """Equal devices and their links, as options. None, False and True are the defaults."""
+    """Devices and their links, as options. None, False and True are the defaults."""
 
-    devices: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None, Option(DEVICES, usual="2")
-    ] = None
-    """Number of equal devices."""
-    memory: Annotated[str | float | None, Option(DEVICES, usual="none")] = None
+    devices: Annotated[int | str | None, Option(DEVICES, usual="2", metavar="N|KIND:N")] = None
+    """Number of equal devices; or of kinds known by their data sheets: a100-80gb:8x2 is 8 in each
+    of 2 machines, h100-80gb:4+a100-80gb:4 a machine of each."""
+    memory: Annotated[str | float | None, Option(DEVICES, usual="none, or the data sheet's")] = None
     """Limit of each device, like 16GiB."""
-    bandwidth: Annotated[str | float | None, Option(DEVICES, usual=DEFAULT_BANDWIDTH)] = None
+    bandwidth: Annotated[
+        str | float | None, Option(DEVICES, usual=f"{DEFAULT_BANDWIDTH}, or the data sheet's")
+    ] = None
     """Between devices."""
     latency: Annotated[str | float | None, Option(DEVICES, usual=DEFAULT_LATENCY)] = None
     """Of a message."""
@@ -281,7 +282,10 @@ class EqualDevices:
         Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None, Option(DEVICES, usual="all")
     ] = None
     """Devices in a machine."""
-    between_bandwidth: Annotated[str | float | None, Option(DEVICES, usual="--bandwidth")] = None
+    between_bandwidth: Annotated[
+        str | float | None,
+        Option(DEVICES, usual="--bandwidth", flags=("--between", "--between-bandwidth")),
+    ] = None
     """Between machines."""
     between_latency: Annotated[str | float | None, Option(DEVICES, usual="--latency")] = None
     """Between machines."""
@@ -296,6 +300,11 @@ class EqualDevices:
         given = {f.name: (getattr(self, f.name), f.default) for f in fields(EqualDevices)}
         return {name: value for name, (value, default) in given.items() if value is not default}
 
+    @property
+    def names_kinds(self) -> bool:
+        """Whether the devices are of kinds that have data sheets (`catalogue`)."""
+        return isinstance(self.devices, str) and not self.devices.isdecimal()
+
     def equal(self, spelled: Spelled = str) -> Cluster:
         """That cluster; without `per_machine` all are in one machine, else the last has the rest.
 
@@ -305,44 +314,65 @@ class EqualDevices:
         Raises UserError naming what can't be read, or can't be.
         """
         count = self._count("devices", spelled) or 2
-        each = self._count("per_machine", spelled)
-        empty = self.memory is None or (isinstance(self.memory, str) and not self.memory)
-        memory_bytes = None if empty else parse_memory(cast("str", self.memory), spelled("memory"))
-        if memory_bytes is not None and memory_bytes < 1:
+        each, memory_bytes = self._count("per_machine", spelled), self.memory_bytes(spelled)
+        links = self.equal_links({}, each is not None, spelled)
+        homes = [f"machine{k // each}" if each else None for k in range(count)]
+        devices = tuple(
+            Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
+            for k, home in enumerate(homes)
+        )
+        return msgspec.structs.replace(links, devices=devices)
+
+    def memory_bytes(self, spelled: Spelled) -> int | None:
+        """Of each device; None: nothing was said. Raises UserError naming the field."""
+        if self.memory is None or (isinstance(self.memory, str) and not self.memory):
+            return None
+        found = parse_memory(cast("str", self.memory), spelled("memory"))
+        if found < 1:
             raise UserError(f"{spelled('memory')}: must be more than 0, not {self.memory!r}")
+        return found
+
+    def equal_links(self, usual: Mapping[str, Any], several: bool, spelled: Spelled) -> Cluster:
+        """A cluster of one device with these links.
+
+        Args:
+            usual: of the fields that aren't given, where it isn't as everywhere.
+            several: there are several machines.
+
+        Raises UserError naming the field.
+        """
         far = (self.between_bandwidth, self.between_latency) != (None, None)
-        if far and each is None:
+        if far and not several:
             raise UserError(
                 f"{spelled('per_machine')}: say how many devices a machine has, to give links "
                 "between"
             )
-        homes = [f"machine{k // each}" if each else None for k in range(count)]
+        usual = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY, **usual}
         return Cluster(
-            devices=tuple(
-                Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
-                for k, home in enumerate(homes)
-            ),
-            network=self._network(("bandwidth", "latency"), spelled),
-            between_machines=self._network(("between_bandwidth", "between_latency"), spelled)
+            devices=(Device(name="device"),),
+            network=self._network(("bandwidth", "latency"), usual, spelled),
+            between_machines=self._network(("between_bandwidth", "between_latency"), usual, spelled)
             if far
             else None,
         )
 
     def _count(self, name: str, spelled: Spelled) -> int | None:
         value = getattr(self, name)
-        found = whole_number(value)
+        short = isinstance(value, str) and value.isdecimal() and value.isascii() and len(value) < 10
+        found = int(value) if short else whole_number(value)
         if value is not None and (found is None or not 1 <= found <= MAX_DEVICES):
             what = f"give a whole number from 1 to {MAX_DEVICES}, not {shown(value)}"
             raise UserError(f"{spelled(name)}: {what}")
         return found
 
-    def _network(self, names: tuple[str, str], spelled: Spelled) -> Network:
+    def _network(
+        self, names: tuple[str, str], usual: Mapping[str, Any], spelled: Spelled
+    ) -> Network:
         """Links of these fields, or of those in a machine where one isn't given."""
-        usual = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY}
 
         def amount(name: str) -> tuple[Any, str]:
             value, near = getattr(self, name), name.removeprefix("between_")
-            if value is None and near != name:
+            if value is None and near != name and name not in usual:
                 return amount(near)
             return usual[name] if value is None else value, spelled(name)
 

@@ -14,7 +14,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.contention import contention_on
 from ..evaluate import Evaluation
 from ..plan import Plan
-from ..search.request import Planning
+from ..search.planning import Planning
 from ..search.solve import INTERRUPTED
 from ..search.state import Progress
 from ..systems.variants import variant_named
@@ -147,7 +147,7 @@ def changed_clusters(
     planning: Planning, changes: Sequence[str], what: str = "what_if"
 ) -> dict[str, Cluster]:
     """The cluster after each change, by the change. Raises as `clusters_after`."""
-    together = contention_on(planning.cluster, planning.profile.together)
+    together = contention_on(planning.cluster, planning.together)
     return clusters_after(planning.cluster, changes, together, what)
 
 

@@ -133,7 +133,7 @@ class _Ask:
         plan = self._solved(tied, share, asked, "auto")
         if not any(stage.recompute for stage in plan.stages):
             return plan
-        return _choosing(
+        return choosing(
             plan,
             "--recompute auto, as no plan was found that fits without; --recompute off asks for "
             "none",
@@ -200,7 +200,7 @@ def _with_copies(plan: Plan, instead: str) -> Plan:
     if plan.tied == "together":
         return plan
     instead = instead or "; --tied together keeps them on one stage"
-    return _choosing(plan, f"--tied split, copies of shared parameters on several stages{instead}")
+    return choosing(plan, f"--tied split, copies of shared parameters on several stages{instead}")
 
 
 def _in_a_v_or_not(ask: _Ask) -> Plan:
@@ -213,11 +213,11 @@ def _in_a_v_or_not(ask: _Ask) -> Plan:
         return _plan(plan)
     words = "--placement v --stages-per-device 2, so that shared parameters stay on one device"
     if not isinstance(plan, Plan):
-        return _choosing(placed, words)
+        return choosing(placed, words)
     if 1 - ratio(placed.predicted.period_s, plan.predicted.period_s) < LEAST_GAIN:
         return plan
     placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
-    return _choosing(
+    return choosing(
         placed, f"{words}: {_period(placed)}, where --tied together has {_period(plan)}"
     )
 
@@ -240,7 +240,7 @@ def _on_each_device(ask: _Ask, plan: Plan) -> Plan:
     if not isinstance(placed, Plan) or placed.predicted.period_s > most_s:
         return plan
     placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
-    return _choosing(
+    return choosing(
         placed,
         f"--stages-per-device 2: {_period(placed)}, where --stages-per-device 1 has "
         f"{_period(plan)}",
@@ -276,10 +276,12 @@ def _period(plan: Plan) -> str:
     return format_seconds(plan.predicted.period_s)
 
 
-def _choosing(plan: Plan, line: str) -> Plan:
+def choosing(plan: Plan, *lines: str) -> Plan:
     """The plan, which says so."""
+    if not lines:
+        return plan
     known = () if plan.solver.chosen is msgspec.UNSET else plan.solver.chosen
-    report = msgspec.structs.replace(plan.solver, chosen=(*known, line))
+    report = msgspec.structs.replace(plan.solver, chosen=(*known, *lines))
     return msgspec.structs.replace(plan, solver=report)
 
 

@@ -6,23 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Count, Factor, Tally
 from ...profiles.options import Option, Spelled, auto_or_whole, read_record
 from ...profiles.profile import Profile
 from ...profiles.units import number, parse_share, shown, truth, whole
+from ..cluster.catalogue import cluster_of_kinds
 from ..cluster.cluster import DEVICES, Cluster, EqualDevices
-from ..cluster.contention import contention_on, with_contention
 from ..cluster.headroom import parse_headroom
 from ..evaluate import Evaluation
 from ..plan import Plan
 from ..schedules.given import read_order
 from ..systems.orders import Order
 from ..systems.variants import VARIANTS
-from .defaults import TiedAsked, best_plan
-from .state import Progress
+from .defaults import TiedAsked
+from .planning import Planning as Planning
 
 T = TypeVar("T", Profile, Cluster, Plan)
 
@@ -226,36 +226,9 @@ class PlanRequest(EqualDevices):
         if self.stages_per_device is None:
             del asked["stages_per_device"]
         asked |= asked.pop("optimizer_state") or {}
-        cluster = self.equal(spelled) if self.cluster is None else self.cluster
-        return Planning(profile, loaded(cluster, Cluster, "cluster"), {**asked, "seen": self.seen})
-
-
-@dataclass(frozen=True)
-class Planning:
-    """A request that was read.
-
-    Attributes:
-        cluster: as described; devices that slow each other down aren't slower there.
-        asked: what `best_plan` takes besides.
-    """
-
-    profile: Profile
-    cluster: Cluster
-    asked: Mapping[str, Any]
-
-    def best(
-        self, progress: Progress | None = None, cluster: Cluster | None = None, **others: Any
-    ) -> Plan:
-        """The best plan.
-
-        Args:
-            cluster: another one, as it is.
-            others: in the place of what was asked.
-
-        Raises as `best_plan`.
-        """
-        if cluster is None:
-            together = contention_on(self.cluster, self.profile.together)
-            cluster = with_contention(self.cluster, together)
-        asked = {"progress": progress, **self.asked, **others}
-        return best_plan(self.profile, cluster, **asked)
+        asked["seen"] = self.seen
+        if self.cluster is None and self.names_kinds:
+            cluster, notes = cluster_of_kinds(self, profile, self.headroom, spelled)
+            return Planning(profile, cluster, asked, None, notes)
+        given = self.equal(spelled) if self.cluster is None else self.cluster
+        return Planning(profile, loaded(given, Cluster, "cluster"), asked, profile.together)

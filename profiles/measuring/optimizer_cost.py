@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd.optimizer_step import fuse
+from ..device_specs import DeviceSpec
 from ..errors import TargetError
 from ..profile import OptimizerCost
 from ..tasks.hooks import call_hook
 from ..tasks.optimizers import state_bytes
-from .device_specs import DeviceSpec
 from .platforms import Clock
 
 _STEPS = 7

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..device_specs import DeviceSpec, load_spec
 from ..errors import TargetError, UserError
-from .device_specs import DeviceSpec, load_spec
 
 # Bytes of all tensors alive at once, on any device ----------------------------------------------
 
@@ -250,6 +250,11 @@ class Platform:
     spec: DeviceSpec | None = None
     autocast: torch.dtype | None = None
     _fake: Any = field(default=None, repr=False)
+
+    @property
+    def gpu(self) -> str:
+        """What CUDA calls it; empty on any other device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
     @property
     def computed(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..autograd.boundary import storage_key
 from ..profile import (
@@ -65,8 +65,6 @@ def assemble(
     rewritten = first.saved.rewritten
     shared = shared_parameters(traced, rewritten)
     tied = sorted({*tied_layers(traced, rewritten), *bound})
-    floats = (t for t in first.inputs if t.is_floating_point())
-    dtypes = (t.dtype for t in (*bench.model.parameters(), *floats))
     platform, reserved = bench.platform, bench.reserved
     return Profile(
         target=bench.target.name,
@@ -75,8 +73,9 @@ def assemble(
         refusals=traced.refusals,
         granularity=traced.granularity,
         device=platform.name,
+        gpu=platform.gpu or msgspec.UNSET,
         threads=threads,
-        dtype=_name(next(dtypes, torch.get_default_dtype())),
+        dtype=_name(_dtype(bench, first.inputs)),
         autocast=_name(platform.autocast) if platform.autocast else None,
         torch_version=torch.__version__.split("+")[0],
         batch_size=bench.batch_size,
@@ -108,6 +107,13 @@ def assemble(
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
         assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench.names, by_values)),
     )
+
+
+def _dtype(bench: Bench, inputs: Iterable[Tensor]) -> torch.dtype:
+    """Of the model's first parameter; without any, of its first input that has one."""
+    floats = (t for t in inputs if t.is_floating_point())
+    dtypes = (t.dtype for t in (*bench.model.parameters(), *floats))
+    return next(dtypes, torch.get_default_dtype())
 
 
 def _shared(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .device_specs import DeviceSpec
+from ..device_specs import DeviceSpec
 
 # What an operation of ATen costs: floating-point operations, and bytes from and to memory -------
 # Arithmetic is counted for matrix products, convolutions, attention and recurrent layers, by the

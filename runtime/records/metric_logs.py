@@ -12,8 +12,8 @@ from typing import Protocol
 
 from ...planner.plan import Plan
 from ...profiles import plugins
+from ...profiles.device_specs import load_spec
 from ...profiles.errors import FileError, UserError
-from ...profiles.measuring.device_specs import load_spec
 from ..prepare.devices import device_kind
 from ..settings import RunSettings
 from .callbacks import Callback, EvaluationDone, MiniBatchDone, RunBegun, RunEnded

@@ -16,6 +16,7 @@ from fuzz.commands import command_named, inside
 from helpers.paths import TESTS
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan
+from timeprest.profiles.device_specs import load_spec
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.files import (
     MAX_TOML_BYTES,
@@ -27,7 +28,6 @@ from timeprest.profiles.files import (
     read_toml,
     write_bytes,
 )
-from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_memory, parse_seconds
 from timeprest.runtime.settings import RunSettings

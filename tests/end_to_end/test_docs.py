@@ -37,8 +37,8 @@ from timeprest.planner.exports.torch_pipelining import SCRIPT
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS, load_plugin
 from timeprest.profiles import plugins
+from timeprest.profiles.device_specs import load_spec
 from timeprest.profiles.files import RUN_OWN, read_toml, tomllib, write_file
-from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Layer, Measurement, Profile
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.runtime.records.callbacks import Callback
@@ -329,7 +329,7 @@ def test_no_snippet_stays_unseen():
     for line in (
         "tp-plan solve profile.json --no-such-option",
         "tp-plan solve",
-        "tp-plan solve profile.json --devices many",
+        "tp-plan solve profile.json --update-every many",
         "tp-plan sovle profile.json",
         "tp-run report",
         "torchrun --nodes 2 -m timeprest.cli.run plan.json",

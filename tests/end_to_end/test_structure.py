@@ -14,7 +14,7 @@ from helpers.output.doc_pages import tables
 from helpers.paths import ROOT, SATELLITES
 
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "api": 3, "cli": 4}
-DATA_MODULES = {"errors", "units", "files", "options", "plugins", "profile"}
+DATA_MODULES = {"device_specs", "errors", "units", "files", "options", "plugins", "profile"}
 
 
 LIMITS = {"lines": 60, "parameters": 8, "methods": 20, "attributes": 20, "imports": 15}
@@ -78,7 +78,7 @@ lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/search/exploration.py _raise_lowest
 lines 75 planner/search/solve.py solve
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 64 profiles/measuring/profile_builder.py assemble
+lines 63 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
 lines 65 runtime/records/recording.py _recording
 lines 78 runtime/study/trainings/conduct.py prospect

@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 TASKS = TESTS / "tasks"
 ROOT = TESTS.parent
-SHIPPED_DEVICES = ROOT / "profiles" / "measuring" / "device_specs.toml"
+SHIPPED_DEVICES = ROOT / "profiles" / "device_specs.toml"
 PLANNERS = TESTS / "benchmarks" / "published" / "plugin.py"
 """The plugin that reads other planners' files."""
 PUBLISHED = ROOT.resolve().parent / "shared" / "data"

@@ -13,7 +13,7 @@ from ....cli.tables.layout import counted, fixed
 from ....cli.tables.plans import points_table
 from ....planner.comparison.pareto import ParetoPoint
 from ....planner.plan import Plan
-from ....planner.search.request import Planning
+from ....planner.search.planning import Planning
 from ....profiles.units import format_seconds
 from ..figures.choose import StudyFigures, TargetPoint, by_time_to_target, chosen_by_study
 from ..figures.study import read_study

@@ -7,13 +7,14 @@ import msgspec
 import pytest
 import torch
 from helpers.paths import SHIPPED_DEVICES
-from timeprest.profiles.errors import TargetError, UserError
-from timeprest.profiles.files import read_toml
-from timeprest.profiles.measuring.device_specs import (
+from timeprest.profiles.device_specs import (
     DeviceSpec,
     PeakFlops,
     load_spec,
+    spec_of_gpu,
 )
+from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.files import read_toml
 from timeprest.profiles.measuring.optimizer_cost import optimizer_roofline
 from timeprest.profiles.measuring.roofline import Roofline
 from torch import nn
@@ -76,6 +77,14 @@ def test_shipped_spec_is_consistent(name):
     assert peak.bfloat16 in (None, peak.float16)
     assert spec.compute_efficiency == spec.memory_efficiency == 1.0
     assert 0 < spec.launch_s < 1e-4
+    # Links are slower than memory, and measured shares have a source.
+    assert spec.link is not None
+    assert spec.link.bandwidth_bytes_per_s < spec.memory_bandwidth_bytes_per_s
+    assert 0 < spec.link.latency_s < 1e-4
+    assert spec.link_source
+    assert spec.link.share == 1 or "https://" in spec.link_source
+    assert (spec.matmul_share is None) == (not spec.matmul_source)
+    assert spec_of_gpu(f"NVIDIA {spec.cuda_name}") == spec
 
 
 def test_users_spec(tmp_path):
@@ -107,6 +116,12 @@ def test_users_spec(tmp_path):
         ('source = "measured"', 'source = "m"\nmatmul = "tf32"', "matmul"),
         ('source = "measured"', 'source = "m"\ncompute_efficiency = 1.5', "compute_efficiency"),
         ("name =", "name ==", "not valid TOML"),
+        ('source = "measured"', 'source = "m"\nlink = { name = "a" }', "link"),
+        (
+            'source = "measured"',
+            'source = "m"\nlink = { name = "a", latency_s = "1 mile" }',
+            "link.latency_s",
+        ),
     ],
 )
 def test_broken_spec_is_named(tmp_path, old, new, words):
@@ -119,6 +134,12 @@ def test_broken_spec_is_named(tmp_path, old, new, words):
     assert words in message
     assert str(path) in message
     assert "\n" not in message
+
+
+def test_the_beginning_of_a_name_does():
+    assert load_spec("h100") == load_spec("h100-80gb")
+    with pytest.raises(UserError, match="no device 'a100': give one of a10, a100-40gb"):
+        load_spec("a100")
 
 
 def test_unknown_device_lists_the_known(tmp_path):

@@ -1,0 +1,186 @@
+"""Clusters of devices by their data sheets: ``a100-80gb:8x2`` is 8 in each of 2 machines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...profiles.device_specs import DeviceSpec, load_spec, spec_of_gpu
+from ...profiles.errors import FileError, UserError
+from ...profiles.options import Spelled
+from ...profiles.profile import Profile
+from ...profiles.units import format_seconds, parse_seconds
+from .cluster import MAX_DEVICES, Cluster, Device, EqualDevices, write_bandwidth
+from .headroom import GPU_SHARE, Headroom
+
+BETWEEN_LATENCY = "20us"
+"""Of a message between machines, by NCCL over InfiniBand or RoCE: an assumption."""
+
+_PART = re.compile(r"(?P<kind>[^:]+)(?::(?P<count>\d{1,6})(?:x(?P<machines>\d{1,6}))?)?")
+_HOW = "a number of devices, or kinds: a100-80gb:8, or a100-80gb:8x2 (8 in each of 2 machines)"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """So many of a device in each of so many machines."""
+
+    name: str
+    spec: DeviceSpec
+    count: int
+    machines: int
+
+
+def cluster_of_kinds(
+    asked: EqualDevices, profile: Profile, headroom: object, spelled: Spelled
+) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster that `asked.devices` names kinds of, and lines on what was assumed.
+
+    Memory and links in a machine are the data sheets', unless they are asked for.
+
+    Args:
+        headroom: None: of GPUs whose needs the profile hasn't measured, the usual is left free.
+        spelled: what messages call a field.
+
+    Raises UserError naming the field for what can't be read, or can't be.
+    """
+    what = spelled("devices")
+    kinds = _parse(str(asked.devices), what)
+    several = sum(kind.machines for kind in kinds) > 1
+    if asked.per_machine is not None:
+        raise UserError(f"{spelled('per_machine')}: leave it out; {what} {asked.devices} says it")
+    if several and asked.between_bandwidth is None:
+        raise UserError(
+            f"{what} {asked.devices}: say how fast its machines are linked: "
+            f"{spelled('between_bandwidth')} 100Gbit/s"
+        )
+    speeds, notes = _speeds(kinds, profile)
+    link, link_notes = _links(kinds, asked, what)
+    plain = asked.equal_links({**link, "between_latency": BETWEEN_LATENCY}, several, spelled)
+    memory = asked.memory_bytes(spelled)
+    devices, machine = list[Device](), 0
+    for kind, speed in zip(kinds, speeds, strict=True):
+        for _ in range(kind.machines):
+            devices += [
+                Device(
+                    name=f"{kind.name}-{len(devices) + k}",
+                    memory_bytes=kind.spec.memory_bytes if memory is None else memory,
+                    speed=speed,
+                    machine=f"machine{machine}" if several else None,
+                )
+                for k in range(kind.count)
+            ]
+            machine += 1
+    cluster = msgspec.structs.replace(plain, devices=tuple(devices))
+    if headroom is None and profile.reserved_bytes is msgspec.UNSET:
+        cluster = cluster.with_headroom(Headroom(share=GPU_SHARE))
+    if several and asked.between_latency is None:
+        late = format_seconds(parse_seconds(BETWEEN_LATENCY))
+        link_notes.append(f"a latency of {late} between machines is assumed")
+    return cluster, (*notes, *(["; ".join(link_notes)] if link_notes else []))
+
+
+def _parse(text: str, what: str) -> list[_Kind]:
+    kinds = []
+    for part in text.split("+"):
+        found = _PART.fullmatch(part.strip())
+        count, machines = (int(found[n] or 1) if found else 0 for n in ("count", "machines"))
+        if found is None or not count or not machines:
+            raise UserError(f"{what} {text!r}: give {_HOW}")
+        try:
+            spec = load_spec(found["kind"])
+        except FileError as error:
+            raise UserError(f"{what}: give {_HOW}; {error}") from None
+        name = found["kind"].strip().lower().removesuffix(".toml")
+        kinds.append(_Kind(name, spec, count, machines))
+    total = sum(kind.count * kind.machines for kind in kinds)
+    if total > MAX_DEVICES:
+        raise UserError(f"{what} {text!r}: {total} devices; {MAX_DEVICES} at most")
+    return kinds
+
+
+# How fast they compute --------------------------------------------------------------------------
+
+
+def relative_speed(spec: DeviceSpec, other: DeviceSpec, dtype: str) -> float:
+    """How many times as fast as another device it is: half of that one's time goes by matrix
+    products' peaks in this dtype, at the shares that were measured where both were, and half by
+    memory bandwidth."""
+    (flops, nbytes), (other_flops, other_bytes) = spec.rates(dtype), other.rates(dtype)
+    compute = flops / other_flops
+    low = dtype in ("float16", "bfloat16")
+    if low and spec.matmul_share is not None and other.matmul_share is not None:
+        compute *= spec.matmul_share / other.matmul_share
+    return 2 / (1 / compute + other_bytes / nbytes)
+
+
+def _speeds(kinds: Sequence[_Kind], profile: Profile) -> tuple[list[float], list[str]]:
+    profiled_on = _spec_of(profile, kinds)
+    first, dtype = kinds[0], profile.autocast or profile.dtype
+    speeds = [
+        float(f"{relative_speed(kind.spec, profiled_on or first.spec, dtype):.4g}")
+        for kind in kinds
+    ]
+    told = {
+        kind.name: f"{kind.name} {speed:.3g} × as fast"
+        for kind, speed in zip(kinds, speeds, strict=True)
+        if speed != 1
+    }
+    others = ", ".join(told.values())
+    if told:
+        others += f": half of the time by peaks in {dtype}, half by memory bandwidth"
+    if profiled_on is not None:
+        on = f"beside {profiled_on.name}, which the profile is of, counts "
+        return speeds, [on + others] if told else []
+    where = profile.device if profile.gpu is msgspec.UNSET else profile.gpu
+    line = f"no data sheet is known of what the profile was made on ({where}): {first.name} counts "
+    return speeds, [f"{line}as that" + (f", {others}" if others else "")]
+
+
+def _spec_of(profile: Profile, kinds: Sequence[_Kind]) -> DeviceSpec | None:
+    """Of the device that the profile was made on or reckoned with; None: it isn't known."""
+    if profile.gpu is not msgspec.UNSET:
+        return spec_of_gpu(profile.gpu)
+    made_on, separator, name = profile.device.partition(":")
+    if made_on != "meta" or not separator:
+        return None
+    for kind in kinds:
+        # A file's is known by the name in it.
+        if name in (kind.name, kind.spec.name):
+            return kind.spec
+    try:
+        return load_spec(name)
+    except FileError:
+        return None
+
+
+# How they are linked ----------------------------------------------------------------------------
+
+
+def _links(
+    kinds: Sequence[_Kind], asked: EqualDevices, what: str
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Bandwidth and latency in a machine, the slowest of the kinds', and what to say of them."""
+    inside = [kind for kind in kinds if kind.count > 1]
+    missing = next((kind.name for kind in inside if kind.spec.link is None), None)
+    if missing and asked.bandwidth is None:
+        raise UserError(f"{what}: {missing}: its file has no link; add one, or give --bandwidth")
+    links = {kind.name: kind.spec.link for kind in inside}
+    found = [link for link in links.values() if link is not None]
+    if not found:
+        return {}, []
+    bandwidth = min(link.bandwidth_bytes_per_s * link.share for link in found)
+    latency = max(link.latency_s for link in found)
+    notes = []
+    if asked.bandwidth is None:
+        for name, link in links.items():
+            if link is not None:
+                rate = write_bandwidth(link.bandwidth_bytes_per_s)
+                whole = f"{link.share:.0%} of {rate}, as measured" if link.share < 1 else rate
+                notes.append(f"{name} by {link.name}: {whole}")
+    if asked.latency is None:
+        notes.append(f"a latency of {format_seconds(latency)} is assumed")
+    return {"bandwidth": bandwidth, "latency": latency}, notes
