@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 
 
 @taking(ProfileRequest)
-def profile(request: ProfileRequest) -> Profile:
+def profile(request: ProfileRequest, **of_file: Any) -> Profile:
     """Measure a target (`tp-profile`).
 
     Args:
         target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
             a table of costs or a file that a plugin imports, with the batch sizes; or an object: a
             task, a model, a class or function that makes one.
+        of_file: options of a file that is imported, like model="OPT-350", gpu="GH-96", tp=4.
 
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
@@ -56,7 +57,9 @@ def profile(request: ProfileRequest) -> Profile:
     name = name_of(request.target)
     asked = request.read()
     if is_foreign(name):
-        return import_profile(name, **{n: asked[n] for n in OF_FILES})
+        return import_profile(name, **{n: asked[n] for n in OF_FILES}, **of_file)
+    for option in of_file:
+        raise UserError(f"{option}: goes with a file that is imported; {name} is none")
     if asked["edges"] is not None:
         raise UserError("edges: goes with a table of costs (.csv)")
     if asked["together"] is not None and name.startswith(SESSION):

@@ -18,7 +18,14 @@ from ..profiles.measuring.process_settings import (
 from ..profiles.measuring.request import OF_FILES, ProfileRequest
 from ..profiles.options import flags_of, option_fields
 from .errors import errors_as_lines, output, print_json
-from .options import CONTEXT, common_options, config_options, options_of, plugin_option
+from .options import (
+    CONTEXT,
+    ImportingCommand,
+    common_options,
+    config_options,
+    options_of,
+    plugin_option,
+)
 from .options.command import examples, group, options, refuse
 from .options.values import FileName, TargetName, Whole
 from .progress import Bar
@@ -59,6 +66,14 @@ _options = options(
 _MOST_PER_PROCESSOR = 4
 
 
+class _Command(ImportingCommand, OneRankCommand):
+    """Of one or several processes; or of a file."""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _check_processes(option: str, count: int) -> None:
     """Raise UserError for more processes than this machine can run at once."""
     processors = os.cpu_count() or 1
@@ -70,7 +85,7 @@ def _check_processes(option: str, count: int) -> None:
 
 
 @click.command(
-    cls=OneRankCommand,
+    cls=_Command,
     context_settings=CONTEXT,
     epilog=examples(
         "tp-profile digits",
@@ -94,7 +109,7 @@ def main(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Measure TARGET layer by layer and write a profile file.
+    """Measure TARGET layer by layer, or read its costs, and write a profile file.
 
     TARGET: a built-in task or model (digits, text:FILE, vgg16, resnet50:size=64, gpt2,
     hf:bert, hf:FOLDER …), file.py:NAME or pkg.module:NAME, where NAME is a task, a model, or a
@@ -129,14 +144,18 @@ def main(
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
     refuse(("processes",), "goes with --links")
+    own = {name: options.pop(name) for name in {*options} - {*option_fields(ProfileRequest)}}
     asked = ProfileRequest(target, **options).read(flags_of(ProfileRequest))
     _check_processes("--together", asked["together"] or 1)
     path = path or "profile.json"
     check_output(path, Kind.PROFILE)
     if is_foreign(target):
         refuse(("device", *_OF_MEASURING), f"leave it out; {target} has its figures already")
-        profile = import_profile(target, **{name: asked[name] for name in OF_FILES})
+        profile = import_profile(
+            target, **{name: asked[name] for name in OF_FILES}, spelled=_flag, **own
+        )
     else:
+        refuse(own, f"goes with a file that is imported; {target} is none")
         if asked["edges"]:
             raise UserError("--edges: goes with a table of costs (.csv)")
         # Torch takes its time; bad options needn't wait for it.

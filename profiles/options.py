@@ -22,6 +22,7 @@ from os import PathLike, fspath
 from typing import (
     Annotated,
     Any,
+    Concatenate,
     Literal,
     ParamSpec,
     TypeVar,
@@ -300,15 +301,22 @@ def flags_of(record: type) -> Spelled:
 # Python's arguments -----------------------------------------------------------------------------
 
 
-def taking(record: Callable[P, Q]) -> Callable[[Callable[[Q], R]], Callable[P, R]]:
-    """Have a function of a record take the record's fields as arguments, which its help lists."""
+def taking(record: Callable[P, Q]) -> Callable[[Callable[Concatenate[Q, ...], R]], Callable[P, R]]:
+    """Have a function of a record take the record's fields as arguments, which its help lists.
 
-    def decorated(function: Callable[[Q], R]) -> Callable[P, R]:
+    One with keywords besides is given those that are no fields as they are.
+    """
+
+    def decorated(function: Callable[Concatenate[Q, ...], R]) -> Callable[P, R]:
+        fields, own = inspect.signature(record).parameters, inspect.signature(function).parameters
+        rest = [p for p in own.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+
         @wraps(function)
         def taken(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(record(*args, **kwargs))
+            others = {n: kwargs.pop(n) for n in list(kwargs) if n not in fields} if rest else {}
+            return function(record(*args, **kwargs), **others)
 
-        _describe(taken, record, list(inspect.signature(record).parameters.values()))
+        _describe(taken, record, [*fields.values(), *rest])
         return taken
 
     return decorated

@@ -29,6 +29,7 @@ from ...runtime.settings import (
 from ..errors import errors_as_lines
 from .command import group, options
 from .config import CONFIG, PRINT
+from .fields import ImportingCommand as ImportingCommand
 from .fields import options_of as options_of
 from .values import FileName, FolderName, Whole
 

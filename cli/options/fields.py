@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import MISSING
 from typing import Any, TypeVar
 
 import click
 
+from ...profiles import plugins
+from ...profiles.errors import PluginError
 from ...profiles.files import MAX_COUNT
+from ...profiles.imported.reader import options_of_importers
 from ...profiles.options import Kind, OptionField, option_fields
-from .command import group, options
+from .command import GroupedCommand, group, options
 from .values import (
     FileName,
     FolderName,
@@ -88,3 +93,36 @@ def _number(kind: Kind) -> click.ParamType[Any]:
         math.inf if kind.most is None else kind.most,
     )
     return Number(least, most, above=kind.above)
+
+
+class ImportingCommand(GroupedCommand):
+    """A command that has the options of importers, too, where a word of its line is a file of
+    theirs; in help, and with a file of options, all of them."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> click.Context:
+        """As click's."""
+        command = copy(self)
+        command.params = [*self.params, *self.of_importers(args)]
+        return super(ImportingCommand, command).make_context(info_name, args, parent, **extra)
+
+    def of_importers(self, args: Sequence[str]) -> list[click.Parameter]:
+        """Options of importers that a command line may have."""
+        context = click.Context(self, ignore_unknown_options=True, resilient_parsing=True)
+        try:
+            given, *_ = self.make_parser(context).parse_args(list(args))
+            for plugin in given.get("plugins", ()):
+                plugins.load_file(plugin)
+            all_of_them = any(re.match(r"-h$|--help$|--(print-)?config", word) for word in args)
+            words = plugins.names("importers") if all_of_them else args
+            records = options_of_importers(words)
+        except (PluginError, click.UsageError):
+            return []  # said when the line is read in earnest
+        own = {param.name for param in self.params}
+        found: dict[str, click.Parameter] = {}
+        for record in records:
+            of: Any = options_of(record, only=[n for n in option_fields(record) if n not in own])
+            for param in reversed(of(lambda: None).__click_params__):
+                found.setdefault(param.name, param)
+        return [*found.values()]

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import msgspec
 
 from ...profiles.errors import PlanError
 from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
+from ...profiles.sizes import measured_at
 from ..systems.variants import Variant
 from ..systems.versions import check_versions
 from .recomputation import KeptStorages
@@ -78,30 +78,13 @@ def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
     Raises:
         PlanError: the size lies outside what was measured; nothing is extrapolated.
     """
-    for m in measurements:
-        if m.micro_batch == micro_batch:
-            return m
-    below = [m for m in measurements if m.micro_batch < micro_batch]
-    above = [m for m in measurements if m.micro_batch > micro_batch]
-    if not below or not above:
+    if not measurements[0].micro_batch <= micro_batch <= measurements[-1].micro_batch:
         raise PlanError(
             f"micro-batches of {micro_batch} samples: the profile measured "
             f"{measurements[0].micro_batch} to {measurements[-1].micro_batch}; "
             f"profile again with --micro-batch-sizes that reach {micro_batch}"
         )
-    low, high = below[-1], above[0]
-    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
-
-    def between(field: str) -> Any:
-        a, b = getattr(low, field), getattr(high, field)
-        if a is None or b is None:
-            return None
-        found = a + (b - a) * share
-        return round(found) if field.endswith(("_bytes", "_tensors")) else found
-
-    # How well it is known isn't interpolated.
-    fields = {*Measurement.__struct_fields__} - {"micro_batch", "relative_error"}
-    return Measurement(micro_batch=micro_batch, **{field: between(field) for field in fields})
+    return measured_at(measurements, micro_batch)
 
 
 def in_a_stage(measured: Measurement, operation: OperationCost | None) -> Measurement:

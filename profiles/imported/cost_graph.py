@@ -1,6 +1,6 @@
 """What importers share: a graph of costs, made a profile.
 
-Tables and files give each node's cost at one size. `Sizes` says what samples that size stands for.
+Tables and files give each node's cost at one size or several. `Sizes` says which these are.
 
 Their graphs are `networkx.DiGraph`s of positions, in the file or in topological order, with edges
 from what makes a tensor to what uses it. Nodes that the file names have that as attribute `name`.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,13 @@ from ..profile import (
     Edge,
     Layer,
     Measurement,
-    ModelInput,
     OptimizerCost,
     Profile,
     Storage,
     Totals,
     check_profile,
 )
+from ..sizes import measured_at
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -43,87 +43,134 @@ MAX_SAMPLES = 2**31 - 1
 @dataclass(frozen=True)
 class Sizes:
     """Attributes:
-    given: samples in the micro-batch that the file's numbers are for.
+    measured: samples in the micro-batches that the file has numbers for, rising.
     batch_size: samples in the mini-batch.
-    micro_batches: the profile's micro-batch sizes, rising; `given` is among them.
+    micro_batches: the profile's micro-batch sizes, rising.
     """
 
-    given: int
+    measured: tuple[int, ...]
     batch_size: int
     micro_batches: tuple[int, ...]
 
     @property
+    def given(self) -> int:
+        """The size that tensors' bytes are for: the largest that the file has numbers for."""
+        return self.measured[-1]
+
+    @property
     def assumption(self) -> tuple[str, ...]:
         """What is assumed for the sizes that the file says nothing of."""
-        if len(self.micro_batches) == 1:
+        others = [m for m in self.micro_batches if m not in self.measured]
+        if not others:
             return ()
+        if len(self.measured) == 1:
+            return (
+                f"The file's numbers are for {self.given} samples; at other micro-batch sizes "
+                "times and bytes were taken to be proportional.",
+            )
+        known = ", ".join(map(str, self.measured))
+        shown = ", ".join(map(str, others))
+        beyond = [m for m in others if not self.measured[0] <= m <= self.measured[-1]]
         return (
-            f"The file's numbers are for {self.given} samples; at other micro-batch sizes times "
-            "and bytes were taken to be proportional.",
+            f"The file's numbers are for micro-batches of {known} samples; those for {shown} lie "
+            "on the line through the two nearest"
+            + (
+                f", of which {', '.join(map(str, beyond))} beyond what was measured: more samples "
+                "were taken to cost no less than fewer."
+                if beyond
+                else "."
+            ),
         )
 
 
 def choose_sizes(
-    where: str, given: int, batch_size: int | None, asked: Sequence[int] | None
+    where: str, given: int | Sequence[int], batch_size: int | None, asked: Sequence[int] | None
 ) -> Sizes:
-    """The profile's sizes: those asked for, and the one that the file's numbers are for.
+    """The profile's sizes: those asked for, and those that the file's numbers are for, but for
+    what is more than a mini-batch.
+
+    Args:
+        given: one size that the file has numbers for, or several.
+        batch_size: by default the largest of all.
 
     Raises TargetError for sizes that aren't whole, below 1, or above the mini-batch.
     """
+    measured = tuple(sorted(set(given))) if isinstance(given, Sequence) else (given,)
     for name, size in [
-        ("batch_size", given if batch_size is None else batch_size),
+        ("batch_size", measured[-1] if batch_size is None else batch_size),
         *(("micro_batch_sizes", size) for size in asked or ()),
     ]:
         if not isinstance(size, int) or isinstance(size, bool):
             raise TargetError(f"{where}: {name} {size!r}: give a whole number from 1")
-    micro_batches = tuple(sorted({given, *(asked or ())}))
-    batch_size = micro_batches[-1] if batch_size is None else batch_size
-    if micro_batches[0] < 1 or batch_size < 1:
+    batch_size = max((*measured, *(asked or ()))) if batch_size is None else batch_size
+    if min(batch_size, *measured, *(asked or ())) < 1:
         raise TargetError(f"{where}: sizes of batches must be 1 or more")
     if batch_size > MAX_SAMPLES:
         raise TargetError(f"{where}: a mini-batch of {batch_size} samples is too large")
-    if micro_batches[-1] > batch_size:
+    if max(asked or (0,)) > batch_size:
         raise TargetError(
-            f"{where}: micro-batches of {micro_batches[-1]} samples are more than the mini-batch "
+            f"{where}: micro-batches of {max(asked or ())} samples are more than the mini-batch "
             f"of {batch_size}; give a larger --batch-size or smaller --micro-batch-sizes"
         )
-    return Sizes(given, batch_size, micro_batches)
+    own = {min(m, batch_size) for m in measured}
+    return Sizes(measured, batch_size, tuple(sorted({*own, *(asked or ())})))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A layer at the size that the file's numbers are for.
+    """A layer.
 
     Attributes:
+        measured: what the file says of it, at one size or several, rising.
         saves: storages among its saved bytes that other layers may keep too.
         grows: saved bytes grow with the samples.
     """
 
     name: str
     kind: str
-    forward_s: float
-    backward_s: float
-    saved_bytes: int = 0
+    measured: Sequence[Measurement]
     parameter_bytes: int = 0
     buffer_bytes: int = 0
     saves: tuple[str, ...] = ()
     grows: bool = True
 
 
+def costs_of(
+    size: int,
+    forward_s: float,
+    backward_s: float,
+    saved_bytes: float = 0,
+    workspace_bytes: int = 0,
+) -> Measurement:
+    """What a file says of a layer at one size."""
+    return Measurement(
+        micro_batch=size,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        saved_bytes=round(saved_bytes),
+        workspace_bytes=workspace_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor, in bytes at the size that the file's numbers are for.
+    """A tensor, in bytes at the size that the file's numbers are for, the largest of these.
 
     Attributes:
         storage: its memory, which several tensors may share.
-        grows: it grows with the samples.
+        fixed_bytes: what of it doesn't grow with the samples.
     """
 
     name: str
     storage: str
     nbytes: float
     needs_grad: bool
-    grows: bool = True
+    fixed_bytes: float = 0.0
+
+
+NO_OPTIMIZER = OptimizerCost(
+    name="none", state_bytes_per_parameter_byte=0.0, update_fixed_s=0.0, update_s_per_byte=0.0
+)
 
 
 def make_profile(
@@ -133,9 +180,8 @@ def make_profile(
     costs: Sequence[Cost],
     uses: Iterable[tuple[str, str, Tensor]],
     *,
-    dtype: str = "unknown",
-    inputs: tuple[ModelInput, ...] = (),
     storage_bytes: dict[str, float] | None = None,
+    optimizer: OptimizerCost = NO_OPTIMIZER,
     assumptions: Iterable[str],
 ) -> Profile:
     """Put a profile together.
@@ -158,50 +204,54 @@ def make_profile(
             front_end=front_end,
             device=ELSEWHERE,
             threads=1,
-            dtype=dtype,
+            dtype="unknown",
             torch_version="",
             batch_size=sizes.batch_size,
             micro_batch_sizes=sizes.micro_batches,
-            inputs=inputs,
+            inputs=(),
             layers=layers,
             edges=edges,
             storages=storages,
             tied=(),
             loss=(),
-            optimizer=OptimizerCost(
-                name="none",
-                state_bytes_per_parameter_byte=0.0,
-                update_fixed_s=0.0,
-                update_s_per_byte=0.0,
-            ),
+            optimizer=optimizer,
             whole_model=totals(layers, sizes.micro_batches),
             assumptions=(
                 *sizes.assumption,
                 *assumptions,
-                "The whole model's figures are the sums of its layers'; working memory besides "
-                "what is kept was left out.",
-                "Optimizer steps were taken to cost no time and to hold no state; "
-                "--optimizer-state sets the state.",
+                *_left_out(layers, optimizer),
             ),
         ),
         where,
     )
 
 
+def _left_out(layers: Sequence[Layer], optimizer: OptimizerCost) -> Iterator[str]:
+    """What the file says nothing of."""
+    sums = "The whole model's figures are the sums of its layers'"
+    if not any(m.workspace_bytes for layer in layers for m in layer.measurements):
+        sums += "; working memory besides what is kept was left out"
+    yield f"{sums}."
+    if optimizer is NO_OPTIMIZER:
+        yield (
+            "Optimizer steps were taken to cost no time and to hold no state; "
+            "--optimizer-state sets the state."
+        )
+
+
 def _layer(where: str, cost: Cost, sizes: Sizes) -> Layer:
     measurements = []
-    for m in sizes.micro_batches:
-        share = m / sizes.given
-        saved = cost.saved_bytes * (share if cost.grows else 1)
-        if saved > MAX_BYTES or share * max(cost.forward_s, cost.backward_s) > MAX_SECONDS:
-            raise FileError(f"{where}: {cost.name}: costs too much with {m} samples; give fewer")
+    for size in sizes.micro_batches:
+        found = measured_at(cost.measured, size)
+        saved = found.saved_bytes if cost.grows else cost.measured[-1].saved_bytes
+        if saved > MAX_BYTES or max(found.forward_s, found.backward_s) > MAX_SECONDS:
+            raise FileError(f"{where}: {cost.name}: costs too much with {size} samples; give fewer")
         measurements.append(
-            Measurement(
-                micro_batch=m,
-                forward_s=_seconds(cost.forward_s * share),
-                backward_s=_seconds(cost.backward_s * share),
-                saved_bytes=round(saved),
-                workspace_bytes=0,
+            msgspec.structs.replace(
+                found,
+                forward_s=_seconds(found.forward_s),
+                backward_s=_seconds(found.backward_s),
+                saved_bytes=saved,
             )
         )
     return Layer(
@@ -227,14 +277,13 @@ def _edges(
     edges: dict[tuple[str, str], Edge] = {}
     storages: dict[str, Storage] = {}
 
-    def affine(nbytes: float, grows: bool) -> dict[str, Any]:
-        if grows:
-            return {"bytes_per_sample": nbytes / sizes.given, "fixed_bytes": 0}
-        return {"bytes_per_sample": 0.0, "fixed_bytes": round(nbytes)}
+    def affine(nbytes: float, fixed: float) -> dict[str, Any]:
+        per_sample = max(nbytes - fixed, 0.0) / sizes.given
+        return {"bytes_per_sample": per_sample, "fixed_bytes": round(fixed)}
 
     most = sizes.micro_batches[-1]
     for producer, consumer, tensor in uses:
-        if tensor.grows and tensor.nbytes * most / sizes.given > MAX_BYTES:
+        if (tensor.nbytes - tensor.fixed_bytes) * most / sizes.given > MAX_BYTES:
             raise FileError(f"{where}: {tensor.name}: is too large with {most} samples; give fewer")
         edges.setdefault(
             (tensor.name, consumer),
@@ -244,12 +293,12 @@ def _edges(
                 tensor=tensor.name,
                 storage=tensor.storage,
                 needs_grad=tensor.needs_grad,
-                **affine(tensor.nbytes, tensor.grows),
+                **affine(tensor.nbytes, tensor.fixed_bytes),
             ),
         )
         whole = storage_bytes.get(tensor.storage, tensor.nbytes)
         storages.setdefault(
-            tensor.storage, Storage(name=tensor.storage, **affine(whole, tensor.grows))
+            tensor.storage, Storage(name=tensor.storage, **affine(whole, tensor.fixed_bytes))
         )
     return tuple(edges.values()), tuple(storages.values())
 

@@ -27,6 +27,7 @@ from .cost_graph import (
     Sizes,
     Tensor,
     choose_sizes,
+    costs_of,
     make_profile,
     readable,
     topological_order,
@@ -118,7 +119,7 @@ def profile_of(
         where,
         front_end,
         sizes,
-        [_cost(rows[k], front_end) for k in order],
+        [_cost(rows[k], front_end, sizes.given) for k in order],
         uses,
         storage_bytes={row.name: float(row.activation_bytes) for row in rows},
         assumptions=_assumptions(front_end, rows, sizes.given, results, assumptions),
@@ -132,14 +133,19 @@ def _tensor(rows: Sequence[TableRow], edge: TableEdge) -> Tensor:
     return Tensor(f"{row.name}[{edge.nbytes}]", row.name, edge.nbytes, needs_grad=True)
 
 
-def _cost(row: TableRow, kind: str) -> Cost:
+def _cost(row: TableRow, kind: str, given: int) -> Cost:
     own = row.saved_bytes is None
     return Cost(
         name=row.name,
         kind=kind,
-        forward_s=row.forward_s,
-        backward_s=row.backward_s,
-        saved_bytes=row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
+        measured=(
+            costs_of(
+                given,
+                row.forward_s,
+                row.backward_s,
+                row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
+            ),
+        ),
         parameter_bytes=row.parameter_bytes,
         saves=(row.name,) if own and row.activation_bytes else (),
     )

@@ -246,7 +246,7 @@ def check_in_text(words):
             *commands_below(program).values(),
             published,
         )
-        for p in command.params
+        for p in (*command.params, *profile_main.of_importers(["--help"]))
         for name in (*p.opts, *p.secondary_opts)
     }
     assert words[0] in {*known, "--help", "--version"}, "no command has this option"
@@ -297,7 +297,8 @@ def check_name(span):
     if call is not None:
         parameters = inspect.signature(found).parameters
         for keyword in call.keywords:
-            assert keyword.arg in parameters, f"{span.where}: {span.text}: no {keyword.arg}"
+            known = keyword.arg in parameters or "of_file" in parameters
+            assert known, f"{span.where}: {span.text}: no {keyword.arg}"
 
 
 def named(dotted):

@@ -14,7 +14,9 @@ from helpers.output.doc_pages import tables
 from helpers.paths import ROOT, SATELLITES
 
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "api": 3, "cli": 4}
-DATA_MODULES = {"device_specs", "errors", "units", "files", "options", "plugins", "profile"}
+DATA_MODULES = {
+    *("device_specs", "errors", "units", "files", "options", "plugins", "profile", "sizes"),
+}
 
 
 LIMITS = {"lines": 60, "parameters": 8, "methods": 20, "attributes": 20, "imports": 15}
@@ -96,7 +98,6 @@ parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 9 planner/search/solve.py question_for
 parameters 13 planner/search/solve.py solve
-parameters 9 profiles/imported/cost_graph.py make_profile
 parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/minimax.py Reached

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from timeprest.profiles.errors import FileError, TargetError
 from timeprest.profiles.files import MAX_SECONDS
 from timeprest.profiles.imported.cost_graph import (
@@ -22,6 +23,7 @@ from timeprest.profiles.imported.cost_graph import (
     Sizes,
     Tensor,
     choose_sizes,
+    costs_of,
     make_profile,
     numbered,
     readable,
@@ -236,21 +238,21 @@ def import_pipedream(
     for k in results:
         uses += [(file.nodes[k].name, "output", tensor) for tensor in tensors[k]]
     used = {tensor.storage for _, _, tensor in uses}
-    return make_profile(
+    profile = make_profile(
         where,
         "pipedream",
         sizes,
         [
-            _cost(node, tensors[k], used)
+            _cost(node, sizes.given, tensors[k], used)
             for k, node in enumerate(file.nodes)
             if k not in file.inputs
         ],
         uses,
-        dtype="float32",
-        inputs=tuple(_model_inputs(file, sizes)),
         storage_bytes=storage_bytes,
         assumptions=_assumptions(file, sizes, results),
     )
+    inputs = tuple(_model_inputs(file, sizes))
+    return msgspec.structs.replace(profile, dtype="float32", inputs=inputs)
 
 
 # Tensors ---------------------------------------------------------------------------------------
@@ -271,7 +273,8 @@ def _tensors(file: PipeDreamFile) -> tuple[list[tuple[Tensor, ...]], dict[str, f
             name = f"{node.name}[{n}]" if several else node.name
             storage = element.storage if element and not several else name
             storage_bytes.setdefault(storage, nbytes)
-            tensors.append(Tensor(name, storage, nbytes, not node.is_size, not node.is_size))
+            fixed = nbytes if node.is_size else 0.0
+            tensors.append(Tensor(name, storage, nbytes, not node.is_size, fixed))
         made.append(tuple(tensors))
     return made, storage_bytes
 
@@ -309,13 +312,11 @@ def _results(file: PipeDreamFile) -> list[int]:
 # The profile's parts ---------------------------------------------------------------------------
 
 
-def _cost(node: PipeDreamNode, tensors: Sequence[Tensor], used: set[str]) -> Cost:
+def _cost(node: PipeDreamNode, given: int, tensors: Sequence[Tensor], used: set[str]) -> Cost:
     return Cost(
         name=node.name,
         kind=readable(node.description),
-        forward_s=node.forward_s,
-        backward_s=node.backward_s,
-        saved_bytes=round(sum(node.outputs)),
+        measured=(costs_of(given, node.forward_s, node.backward_s, sum(node.outputs)),),
         parameter_bytes=node.parameter_bytes,
         saves=tuple(tensor.storage for tensor in tensors if tensor.storage in used),
         grows=not node.is_size,

@@ -20,6 +20,7 @@ from timeprest.profiles.imported.cost_graph import (
     Cost,
     Tensor,
     choose_sizes,
+    costs_of,
     make_profile,
     numbered,
     readable,
@@ -121,9 +122,14 @@ def _cost(name: str, node: PiperNode, plain: PiperConfiguration) -> Cost:
     return Cost(
         name=name,
         kind=readable(node.name) or "node",
-        forward_s=plain.time_per_sample / 3,
-        backward_s=plain.time_per_sample - plain.time_per_sample / 3,
-        saved_bytes=round(plain.memory_usage_a),
+        measured=(
+            costs_of(
+                1,
+                plain.time_per_sample / 3,
+                plain.time_per_sample - plain.time_per_sample / 3,
+                plain.memory_usage_a,
+            ),
+        ),
         parameter_bytes=round(plain.parameter_size),
         buffer_bytes=_constant_bytes(plain),
     )

@@ -23,6 +23,7 @@ from timeprest.profiles.imported.cost_graph import (
     Cost,
     Tensor,
     choose_sizes,
+    costs_of,
     make_profile,
 )
 from timeprest.profiles.profile import Profile
@@ -134,6 +135,10 @@ def import_placement(
 def _costs(file: Placement, owner: Sequence[int]) -> list[Cost]:
     found, names = file.found, file.names
     costs = []
+
+    def latency_s(nodes: Sequence[int]) -> float:
+        return math.fsum(found.nodes[k].fpga_latency for k in nodes) / 1e3
+
     for inside in _members(owner):
         ahead = [k for k in inside if not found.nodes[k].is_backward_node]
         behind = [k for k in inside if found.nodes[k].is_backward_node]
@@ -143,8 +148,7 @@ def _costs(file: Placement, owner: Sequence[int]) -> list[Cost]:
             Cost(
                 name=names[main],
                 kind=f"{len(ahead)} forward + {len(behind)} backward",
-                forward_s=math.fsum(found.nodes[k].fpga_latency for k in ahead) / 1e3,
-                backward_s=math.fsum(found.nodes[k].fpga_latency for k in behind) / 1e3,
+                measured=(costs_of(1, latency_s(ahead), latency_s(behind)),),
                 # Rounded down, and the limit up: what fits there must fit here.
                 buffer_bytes=math.floor(math.fsum(found.nodes[k].size for k in inside)),
             )
