@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from .planner.cluster.cluster import Cluster, read_cluster
 from .planner.comparison.plans import (
+    best_plan_of,
     changed_clusters,
     fresher_plans,
-    judge_of,
     plans_of_systems,
     plans_on,
 )
 from .planner.plan import Plan
 from .planner.search.request import PlanRequest, loaded
-from .planner.systems.variants import VARIANTS, load_plugin
+from .planner.systems.variants import load_plugin
 from .profiles.errors import InfeasibleError, UserError
 from .profiles.files import Kind, check_output
 from .profiles.imported.reader import import_profile, is_foreign
@@ -87,7 +87,7 @@ def plan(request: PlanRequest) -> Plan:
         FileError, OrderError: the order's file is unreadable, or breaks a rule.
         UserError: an argument that can't be, or a cluster beside what describes one.
     """
-    return request.read().best()
+    return best_plan_of(request.read())
 
 
 def plugin(path: str | Path) -> tuple[str, ...]:
@@ -107,16 +107,13 @@ def plans(
     cluster: Cluster | str | Path | None = None,
     *,
     variants: str | Sequence[str] | None = None,
-    study: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Plan]:
     """Each system's best plan, by the system's name (`tp-plan solve --variant all`).
 
     Args:
         variants: the systems, or one; None: all of them. Those that nothing fits are left out.
-        study: a file of `tp-run study`: plans are judged by their time to its target. The best one
-            by that comes first then, in the place of its system's.
-        options: as of `plan`.
+        options: as of `plan`. By a study, the plan with the least time to its target comes first.
 
     Raises as `plan`; InfeasibleError where no system has a plan.
     """
@@ -124,16 +121,10 @@ def plans(
         raise UserError("variant: timeprest.plans takes the systems as variants=")
     if "seen" in options:
         raise UserError("seen: is for timeprest.plan, of one system")
-    planning = PlanRequest(profile, cluster, **options).read()
-    names = list(VARIANTS) if variants is None else texts(variants, "variants", "gpipe")
-    if not names:
-        raise UserError("variants: name one system or more; None: all of them")
-    found = plans_of_systems(planning, names, judge_of(planning, study))
-    chosen = found.judged.chosen if found.judged is not None else None
-    if chosen is None:
-        return dict(found.plans)
-    best = chosen.variant
-    return {best: chosen, **{n: p for n, p in found.plans.items() if p.variant != best}}
+    names = "all" if variants is None else variants
+    request = PlanRequest(profile, cluster, variant=names, **options)
+    planning = request.read(lambda name: "variants" if name == "variant" else name)
+    return dict(plans_of_systems(planning).plans)
 
 
 def front(

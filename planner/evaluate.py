@@ -133,6 +133,11 @@ class Evaluation:
         """The largest version difference of any stage, in the steady state."""
         return self.prediction.version_difference
 
+    @property
+    def delay(self) -> int:
+        """The largest of any stage (`StagePrediction.delay`)."""
+        return max(stage.delay or 0 for stage in self.prediction.stages)
+
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
         """Stages over what they may take of one of their devices, and by how many bytes."""
         return [(s, need - limit) for s, need, limit in self._needs(cluster) if need > limit]

@@ -251,6 +251,39 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
 
+class TargetPrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How soon training by the plan should reach a study's target: the overhead of its delays times
+    the samples of plain training, in its period. Intervals are of 95 %."""
+
+    metric: str
+    """What the target is a level of: "loss" (in training), "test loss", "accuracy"."""
+    level: float
+    overhead: Factor
+    """Samples to the target over plain training's."""
+    overhead_low: Factor | None
+    """None, as `overhead_high`: nothing bounds it, or there is one seed."""
+    overhead_high: Factor | None
+    exact: bool
+    """The study trained with these very delays; else the overhead is fitted to others."""
+    samples: Predicted
+    """That plain training needs."""
+    time_s: Predicted
+    bound_s: Predicted
+    """No plan takes less whose overhead has a lower end; 0: not known."""
+    gap: Predicted
+    """Of the time over that bound; 1 without one."""
+    shortest_period_s: Predicted
+    """Of all plans that the study says anything of."""
+    shortest_overhead: Factor
+    """That plan's."""
+    shortest_reaches: bool
+    """Else it needs more: no training with such delays reached the target."""
+
+    def seconds(self, overhead: float | None) -> float | None:
+        """The time with another overhead."""
+        return None if overhead is None else self.time_s * overhead / self.overhead
+
+
 def _without_cores(plan: Any) -> None:
     """In the first format, devices could take turns on the cores of their machine."""
     cluster = plan.get("cluster")
@@ -289,6 +322,8 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
+    to_target: TargetPrediction | msgspec.UnsetType = msgspec.UNSET
+    """Only where it was planned by a study."""
     solver: SolverReport
 
     @classmethod

@@ -10,10 +10,9 @@ import click
 
 from ...planner.cluster.cluster import DEVICES
 from ...planner.comparison.plans import (
-    Judge,
+    best_plan_of,
     changed_clusters,
     fresher_plans,
-    judge_of,
     plans_of_systems,
     plans_on,
 )
@@ -27,7 +26,6 @@ from ...planner.search.request import (
     Planning,
     PlanRequest,
 )
-from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_output, write_file
 from ...profiles.options import flags_of
@@ -38,7 +36,14 @@ from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName
 from ..progress import Bar
 from ..tables.plan import assumed, few_stages, print_plan
-from ..tables.plans import comparison, front_table, pareto_table, what_if_table
+from ..tables.plans import (
+    comparison,
+    front_table,
+    pareto_table,
+    periods_alone,
+    what_if_table,
+    why_none,
+)
 
 WHAT_IF, FRONT = "--what-if", "--front"
 
@@ -66,12 +71,6 @@ WHAT_IF, FRONT = "--what-if", "--front"
         "something; in files numbered from the least stale on.",
     ),
     click.option(
-        "--study",
-        "study_path",
-        type=FileName(),
-        help="With --variant all: judge plans by a study's time to target; -o gets the best.",
-    ),
-    click.option(
         "--what-if",
         "what_if",
         multiple=True,
@@ -86,8 +85,6 @@ WHAT_IF, FRONT = "--what-if", "--front"
 def solve(
     profile_path: str,
     path: str,
-    variant: str,
-    study_path: str | None,
     front: bool,
     what_if: Sequence[str],
     as_json: bool,
@@ -98,34 +95,31 @@ def solve(
     """Find the best plan for PROFILE and write a plan file.
 
     Ctrl-C or the time limit ends the search with the best plan found so far; the plan says how
-    far from the best it can be at most. With --variant all, every system gets a plan file.
+    far from the best it can be at most. With several systems, each gets a plan file. By a study,
+    the plan is the one with the least time to its target.
     """
-    if variant != "all":
-        variant_named(variant)
-        if study_path is not None:
-            raise UserError("--study: goes with --variant all, whose systems it compares")
-    elif what_if or front:
-        option = WHAT_IF if what_if else FRONT
+    planning = PlanRequest(Profile.load(profile_path), **asked).read(flags_of(PlanRequest))
+    several, study = len(planning.systems) > 1, planning.study
+    option = WHAT_IF if what_if else FRONT
+    if (what_if or front) and several:
         raise UserError(f"{option}: goes with one system; name it by --variant")
+    if (what_if or front) and study is not None:
+        raise UserError(f"{option}: compares periods; leave out --study")
     if what_if and front:
         raise UserError(f"{FRONT}: is of the cluster as it is; leave out {WHAT_IF}")
-    names = ["1"] if front else VARIANTS if variant == "all" else []
+    names = ["1"] if front else planning.systems if several else []
     files: Sequence[str | Path] = [_beside(path, name) for name in names] or [path]
-    for file in [*files, *[path] * (study_path is not None)]:
+    for file in [*files, *[path] * (study is not None)]:
         check_output(file, Kind.PLAN)
-    system: dict[str, Any] = {} if variant == "all" else {"variant": variant}
-    request = PlanRequest(Profile.load(profile_path), **system, **asked)
-    planning = request.read(flags_of(PlanRequest))
-    judge = judge_of(planning, study_path)
     others = changed_clusters(planning, what_if, WHAT_IF)
     if front:
         _solve_front(planning, path, as_json=as_json, quiet=quiet)
         return
-    if variant == "all":
-        _solve_all(planning, path, judge, as_json=as_json, quiet=quiet)
+    if several:
+        _solve_all(planning, path, as_json=as_json, quiet=quiet)
         return
     with Bar("planning", quiet=quiet) as bar:
-        plan = planning.best(bar)
+        plan = best_plan_of(planning, bar)
         plans, failed = plans_on(planning, others, bar, plan)
     write_file(path, plan)
     if as_json:
@@ -173,35 +167,35 @@ def _next(plan: Plan, path: str) -> str:
 def _solve_all(
     planning: Planning,
     path: str,
-    judge: Judge | None,
     *,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """A plan for every system that fits, side by side, and the Pareto front of all plans seen."""
+    """A plan for every system that fits, side by side, and the Pareto front of all plans seen; or
+    those with the least time to a study's target."""
     with Bar("planning", quiet=quiet) as bar:
-        found = plans_of_systems(planning, VARIANTS, judge, bar)
+        found = plans_of_systems(planning, bar)
     plans, failed, judged = found.plans, found.failed, found.judged
     paths = {name: _beside(path, name) for name in plans}
     for name, plan in plans.items():
         write_file(paths[name], plan)
-    chosen = judged.chosen if judged is not None else None
-    if chosen is not None:
-        write_file(path, chosen)
+    if judged is not None:
+        write_file(path, judged.chosen)
     if as_json:
         told = {"plans": plans, "failed": failed}
         print_json(told if judged is None else {**told, "by_study": judged.as_json()})
     elif not quiet:
         console = output()
-        console.print(comparison(plans, failed, found.points, console.width))
-        width = console.width
-        below = [pareto_table(found.points, width)] if judged is None else judged.tables(width)
-        for table in below:
-            console.print(table)
-        _print_notes(planning, list(plans.values()))
-        written = [str(each) for each in paths.values()]
-        if judged is not None and chosen is not None:
+        width, written = console.width, [str(each) for each in paths.values()]
+        if judged is None:
+            console.print(comparison(plans, failed, found.points, width))
+            console.print(pareto_table(found.points, width))
+            console.print(periods_alone(plans))
+        else:
+            for table in (*judged.tables(width), *why_none(failed)):
+                console.print(table)
             written.insert(0, f"{path} (the best by {judged.by})")
+        _print_notes(planning, list(plans.values()))
         console.print(f"wrote {', '.join(written)}")
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
-from ...planner.plan import Plan, pipeline_of
+from ...planner.plan import Plan, TargetPrediction, pipeline_of
 from ...planner.schedules.schedules import make_schedule
 from ...planner.search.answer.recheck import was_edited
 from ...planner.simulator.timeline import running_ahead
@@ -99,6 +99,7 @@ def verdict(plan: Plan) -> Table:
                 f"{staleness}{sequences(plan)}; {held}",
             ),
             *_advice(plan),
+            *_to_target(plan),
             *_given(plan),
             *_chosen(plan),
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
@@ -128,6 +129,58 @@ def _chosen(plan: Plan) -> list[tuple[str, str]]:
     """What was chosen where nothing was said, and how to have it otherwise."""
     lines = plan.solver.chosen
     return [] if lines is msgspec.UNSET else [("chosen", line) for line in lines]
+
+
+def target_name(found: TargetPrediction) -> str:
+    """``training loss of 0.412``."""
+    if found.metric == "accuracy":
+        return f"test accuracy of {found.level:.2%}"
+    return f"{'training' if found.metric == 'loss' else 'test'} loss of {found.level:.4g}"
+
+
+def target_interval(found: TargetPrediction, before: str = ", 95 % ") -> str:
+    """``, 95 % 67.8 ms … 123 ms``; nothing where it isn't known, or has no width."""
+    low_s, high_s = map(found.seconds, (found.overhead_low, found.overhead_high))
+    if low_s is None or high_s is None or low_s == high_s:
+        return ""
+    return f"{before}{format_seconds(low_s)} … {format_seconds(high_s)}"
+
+
+def target_bound(found: TargetPrediction) -> str:
+    """What no plan takes less than, by the lower ends of the overheads."""
+    if not found.bound_s:
+        return "nothing bounds what others take"
+    return f"none takes less than {format_seconds(found.bound_s)} (gap {found.gap:.1%})"
+
+
+def shortest_text(plan: Plan, found: TargetPrediction) -> str:
+    """What the shortest period would cost in samples."""
+    shortest, own = map(format_seconds, (found.shortest_period_s, plan.predicted.period_s))
+    if shortest == own:
+        return f"no period is shorter than its {own}"
+    least = "" if found.shortest_reaches else "at least "
+    times = found.shortest_overhead / found.overhead
+    return (
+        f"the shortest period, {shortest} instead of {own}, would need {least}{times:.2f} × the "
+        "samples"
+    )
+
+
+def _to_target(plan: Plan) -> list[tuple[str, str]]:
+    """What a study said of it, where it was planned by one."""
+    found = plan.to_target
+    if found is msgspec.UNSET:
+        return []
+    about = "as trained" if found.exact else "by fitted delays"
+    return [
+        (
+            "to target",
+            f"{format_seconds(found.time_s)}{target_interval(found)}, to a {target_name(found)}; "
+            f"{found.overhead:.2f} × the samples of plain training, {about}; "
+            f"{target_bound(found)}",
+        ),
+        ("shortest", shortest_text(plan, found)),
+    ]
 
 
 def _loading(plan: Plan) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ...planner.comparison.pareto import ParetoPoint, beaten
 from ...planner.plan import Plan
+from ...planner.schedules.schedules import PAPER_STALENESS, limit_ranges
 from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..errors import printable
 from .layout import Column, counted, fitted, fixed, words
@@ -140,6 +141,7 @@ IN_ROWS = {
     for figure in (
         *FIGURES,
         Figure("L", "in_flight", lambda p: max(stage.in_flight for stage in p.stages)),
+        Figure("delay", "delay", lambda p: max(stage.delay or 0 for stage in p.predicted.stages)),
         Figure("idle", "least_idle_share", lambda p: min(_idle(p)), _percent),
     )
 }
@@ -248,13 +250,37 @@ def comparison(
         "memory, ver, d: of the stage with most. v: mini-batches from one to the next of the same "
         "sequence of updates. idle: of the busiest stage."
     )
-    # Systems that fail for the same reason share a line.
+    table = fitted("the best plan of each system", words("system", plans, 12), columns, width)
+    return Group(table, _dim(note), *why_none(failed))
+
+
+def why_none(failed: Mapping[str, str]) -> list[Text]:
+    """Why systems have no plan; those that fail for the same reason share a line."""
     systems: dict[str, list[str]] = {}
     for name, why in failed.items():
         systems.setdefault(why, []).append(name)
-    whys = [f"{', '.join(names)}: {printable(why)}" for why, names in systems.items()]
-    table = fitted("the best plan of each system", words("system", plans, 12), columns, width)
-    return Group(table, *map(_dim, (note, *whys)))
+    return [_dim(f"{', '.join(names)}: {printable(why)}") for why, names in systems.items()]
+
+
+def periods_alone(plans: Mapping[str, Plan]) -> Text:
+    """That plans side by side are compared by periods, and which of them go beyond their papers."""
+    beyond = [name for name, plan in plans.items() if _beyond_its_paper(plan)]
+    return Text(
+        "periods alone are compared: what training needs besides, tp-run study finds and --study "
+        "plans by; "
+        + (
+            f"beyond their papers' limits, and so version differences: {', '.join(beyond)}"
+            if beyond
+            else "none has more in flight, or larger version differences, than its paper"
+        )
+    )
+
+
+def _beyond_its_paper(plan: Plan) -> bool:
+    several, stages = bool(plan.placement), len(plan.stages)
+    paper = limit_ranges(plan.system, stages, several=several, within=PAPER_STALENESS)
+    limits = (stage.in_flight for stage in plan.stages)
+    return any(limit > most for limit, (_, most) in zip(limits, paper, strict=True))
 
 
 def _dim(text: str) -> Text:

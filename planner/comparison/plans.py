@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from ...profiles import plugins
@@ -21,7 +20,7 @@ from ..systems.variants import variant_named
 from .front import staleness_front
 from .pareto import ParetoFront, ParetoPoint, pareto_point
 
-_NOT_TRIED = "not looked at: interrupted"
+NOT_TRIED = "not looked at: interrupted"
 
 
 class Judgement(Protocol):
@@ -29,7 +28,7 @@ class Judgement(Protocol):
 
     Attributes:
         by: what it goes by, in words.
-        chosen: the best plan by that; None: it can't say.
+        chosen: the best plan by that.
     """
 
     @property
@@ -37,27 +36,27 @@ class Judgement(Protocol):
         """As above."""
 
     @property
-    def chosen(self) -> Plan | None:
+    def chosen(self) -> Plan:
         """As above."""
 
     def tables(self, width: int) -> Sequence[Any]:
-        """What a terminal so wide shows in the place of the Pareto front."""
+        """What a terminal so wide shows in the place of periods and their Pareto front."""
 
     def as_json(self) -> Mapping[str, Any]:
         """The same as data."""
 
 
 class Judge(Protocol):
-    """Judges plans by something else than their prices; a plugin makes it."""
+    """Looks for plans that are best by something else than their period; a plugin makes it."""
 
-    def judge(
-        self, planning: Planning, plans: Mapping[str, Plan], points: Sequence[ParetoPoint]
-    ) -> Judgement:
-        """Judge plans.
+    def plans(
+        self, planning: Planning, systems: Mapping[str, str], progress: Progress | None
+    ) -> SystemPlans:
+        """The best plan of each system by it. Raises as `plans_of_systems`; UserError where it has
+        nothing to say of any.
 
         Args:
-            plans: the fastest of each system.
-            points: those that none of the same system beats in all prices.
+            systems: by the name that was given.
         """
 
 
@@ -68,7 +67,7 @@ class SystemPlans:
     Attributes:
         plans: by the system's name as it was given, in that sequence.
         failed: why the others have none.
-        points: the Pareto front of all plans seen.
+        points: the Pareto front of all plans seen, where periods are compared.
         judged: what a judge says, where there is one.
     """
 
@@ -78,62 +77,62 @@ class SystemPlans:
     judged: Judgement | None = None
 
 
-def judge_of(planning: Planning, study: str | Path | None) -> Judge | None:
-    """A study as a judge of the plans. Raises FileError, and UserError where it is of another
-    model."""
-    found: Judge | None = None
-    if study is not None:
-        found = plugins.load("judges", "study")(planning, str(study))
-    return found
+def plans_of_systems(planning: Planning, progress: Progress | None = None) -> SystemPlans:
+    """Plan for each system, by a study if one is to judge. Ctrl-C ends the search of one, and those
+    after it.
 
-
-def plans_of_systems(
-    planning: Planning,
-    names: Iterable[str],
-    judge: Judge | None = None,
-    progress: Progress | None = None,
-) -> SystemPlans:
-    """Plan for each system. Ctrl-C ends the search of one, and those after it.
-
-    Raises InfeasibleError where no system has a plan, PlanError for a name that is none.
+    Raises InfeasibleError where no system has a plan; FileError, and UserError where the study is
+    of another model, or says nothing of any plan.
     """
-    systems = {name: variant_named(name).name for name in names}
-    pareto, fronts = ParetoFront(), {name: ParetoFront() for name in systems}
+    systems = {name: variant_named(name).name for name in planning.systems}
+    if planning.study is not None:
+        judge: Judge = plugins.load("judges", "study")(planning, planning.study)
+        return judge.plans(planning, systems, progress)
+    pareto = ParetoFront()
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for name, system in systems.items():
-        # By a judge a plan may be best that another system's beats in all three prices.
-        kept = (pareto, fronts[name]) if judge else (pareto,)
         try:
-            plans[name] = _plan_of(planning, system, kept, progress)
+            plans[name] = _plan_of(planning, system, pareto, progress)
         except (InfeasibleError, PlanError) as error:
             failed[name] = str(error)
             continue
         if plans[name].solver.stopped == INTERRUPTED:
             left = [other for other in systems if other not in (*plans, *failed)]
-            failed |= dict.fromkeys(left, _NOT_TRIED)
+            failed |= dict.fromkeys(left, NOT_TRIED)
             break
     if not plans:
         raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    if judge is None:
-        return SystemPlans(plans, failed, pareto.points)
-    points = [point for front in fronts.values() for point in front.points]
-    return SystemPlans(plans, failed, pareto.points, judge.judge(planning, plans, points))
+    return SystemPlans(plans, failed, pareto.points)
+
+
+def best_plan_of(planning: Planning, progress: Progress | None = None) -> Plan:
+    """The best of what was asked for, by a study if one is to judge. Raises as `plans_of_systems`
+    and `Planning.best`."""
+    if planning.study is None:
+        return planning.best(progress)
+    judged = plans_of_systems(planning, progress).judged
+    assert judged is not None
+    return judged.chosen
 
 
 def _plan_of(
-    planning: Planning, system: str, fronts: Sequence[ParetoFront], progress: Progress | None
+    planning: Planning, system: str, front: ParetoFront, progress: Progress | None
 ) -> Plan:
     def keep(found: Evaluation) -> None:
-        point = pareto_point(system, found)
-        for front in fronts:
-            front.add(point)
+        front.add(pareto_point(system, found))
+
+    return planning.best(naming_system(system, progress), variant=system, seen=keep)
+
+
+def naming_system(system: str, progress: Progress | None) -> Progress:
+    """Progress on a system's plan, which names it."""
 
     def report(what: str, done: int, total: int) -> None:
         if progress is not None:
             progress(f"{system}: {what}", done, total)
 
-    return planning.best(report, variant=system, seen=keep)
+    return report
 
 
 def fresher_plans(planning: Planning, progress: Progress | None = None) -> list[Plan]:
@@ -167,7 +166,7 @@ def plans_on(
     for name, cluster in clusters.items():
         tried = [*plans.values(), *([before] if before else [])]
         if INTERRUPTED in (plan.solver.stopped for plan in tried):
-            failed[name] = _NOT_TRIED
+            failed[name] = NOT_TRIED
             continue
         try:
             plans[name] = planning.best(progress, cluster)

@@ -56,6 +56,7 @@ class StalenessBounds:
             from it on, S - s, PipeDream's number and that of TiMePReSt's figures. "auto": as many
             as make sense.
         max_in_flight: no stage's limit is above it; None: only `run_ahead` bounds them.
+        max_delay: nor are its gradients later, whether weights are stashed or not.
         max_difference: nor its version difference; None: there is no bound. An L of k·(it) + 1
             keeps to it, k mini-batches having an update: no more backwards than L - 1 come between
             a mini-batch's forward and its own. More may, but where every stage fills up to L.
@@ -64,6 +65,13 @@ class StalenessBounds:
     run_ahead: str = "paper"
     max_in_flight: int | None = None
     max_difference: int | None = None
+    max_delay: int | None = None
+
+    def late(self, variant: Variant) -> int | None:
+        """What a system's stages may be late at the most, in updates, by either; None: anything."""
+        stashed = variant.backward_weights == "forward"
+        bounds = (None if stashed else self.max_difference, self.max_delay)
+        return min((most for most in bounds if most is not None), default=None)
 
 
 PAPER_STALENESS, ANY_STALENESS = StalenessBounds(), StalenessBounds("auto")
@@ -102,9 +110,9 @@ def limit_ranges(
     waits = variant.schedule == "nf1b" or (several and variant.schedule == "1f1b")
     each = 2 if waits and within.run_ahead == "auto" else 1
     most = within.max_in_flight or 1 + each * stages
-    fills = variant.schedule == "1f1b" and not several and variant.backward_weights != "forward"
-    if fills and within.max_difference is not None:
-        most = min(most, update_every * within.max_difference + 1)
+    late = within.late(variant)
+    if variant.schedule == "1f1b" and not several and late is not None:
+        most = min(most, update_every * late + 1)
     return tuple((1, min(1 + each * d, most)) for d in behind)
 
 

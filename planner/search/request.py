@@ -12,7 +12,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Count, Factor, Tally
 from ...profiles.options import Option, Spelled, auto_or_whole, read_record
 from ...profiles.profile import Profile
-from ...profiles.units import number, parse_share, shown, truth, whole
+from ...profiles.units import number, parse_share, shown, texts, truth, whole
 from ..cluster.catalogue import cluster_of_kinds
 from ..cluster.cluster import DEVICES, Cluster, EqualDevices
 from ..cluster.headroom import parse_headroom
@@ -20,7 +20,7 @@ from ..evaluate import Evaluation
 from ..plan import Plan
 from ..schedules.given import read_order
 from ..systems.orders import Order
-from ..systems.variants import VARIANTS
+from ..systems.variants import VARIANTS, variant_named
 from .defaults import TiedAsked
 from .planning import Planning as Planning
 
@@ -50,12 +50,16 @@ def loaded(given: T | str | Path, kind: type[T], name: str) -> T:
 # Each reads what was given, and raises UserError that names it ------------------------------------
 
 
-def _one_system(variant: object, name: str) -> str:
-    if not isinstance(variant, str) or variant == "all":
-        raise UserError(
-            f"{name}: give one system's name, not {shown(variant)}; timeprest.plans takes several"
-        )
-    return str(variant)
+def _systems(given: object, name: str) -> tuple[str, ...]:
+    """Names with commas between them, a list of them, or all."""
+    if isinstance(given, str):
+        given = VARIANTS if given == "all" else [part.strip() for part in given.split(",")]
+    found = texts(given, name, "gpipe")
+    if not found:
+        raise UserError(f"{name}: name one system or more; all: each")
+    for each in found:
+        variant_named(each)
+    return tuple(dict.fromkeys(found))
 
 
 def _order(path: object, name: str) -> Order:
@@ -118,12 +122,12 @@ class PlanRequest(EqualDevices):
     """Devices and links from a file."""
     _: KW_ONLY
     variant: Annotated[
-        str,
+        str | Sequence[str],
         Option(
             SYSTEM,
             names="system",
-            read=_one_system,
-            help=f"Training system: {', '.join(VARIANTS)}; or all.",
+            read=_systems,
+            help=f"Training system: {', '.join(VARIANTS)}; several with commas, or all.",
         ),
     ] = "timeprest"
     order: Annotated[
@@ -136,7 +140,9 @@ class PlanRequest(EqualDevices):
         int | Literal["auto"] | None, Option(SYSTEM, metavar="N", read=auto_or_whole)
     ] = "auto"
     """In a mini-batch; auto: the best."""
-    update_every: Annotated[Count, Option(SYSTEM, metavar="K")] = 1
+    update_every: Annotated[
+        Count | None, Option(SYSTEM, usual="1; with --study any that it trained with", metavar="K")
+    ] = None
     """Update the weights after every K mini-batches: smaller version differences."""
     optimizer_state: Annotated[
         float | Literal["muon"] | None,
@@ -196,6 +202,12 @@ class PlanRequest(EqualDevices):
     """Mini-batches in flight on a stage at most."""
     max_difference: Annotated[Tally | None, Option(STALENESS, metavar="D")] = None
     """Updates between a mini-batch's forward and the weights of its backward at most."""
+    objective: Annotated[
+        Literal["period", "loss"] | None, Option(SEARCH, usual="loss with --study, else period")
+    ] = None
+    """What is to be least: a mini-batch's period, or the time to a study's target."""
+    study: Annotated[str | Path | None, Option(SEARCH, metavar="FILE", names="file")] = None
+    """Of tp-run study, of this model: what training needs in samples, by the delays of stages."""
     solver: Annotated[Literal["auto", "dp", "ilp"], Option(SEARCH)] = "auto"
     """Dynamic programming, an integer program, or whichever."""
     tolerance: Annotated[str | float, Option(SEARCH, metavar="SHARE", read=parse_share)] = "1%"
@@ -223,12 +235,22 @@ class PlanRequest(EqualDevices):
         if self.seen is not None and not callable(self.seen):
             raise UserError(f"seen: give a function of a plan, not {shown(self.seen)}")
         asked = read_record(self, spelled, without={"cluster", *EqualDevices.__annotations__})
-        if self.stages_per_device is None:
-            del asked["stages_per_device"]
+        for name in ("stages_per_device", "update_every"):
+            if asked[name] is None:
+                del asked[name]
+        systems, study, objective = (asked.pop(n) for n in ("variant", "study", "objective"))
+        if study is None and objective == "loss":
+            raise UserError(
+                f"{spelled('objective')} loss: goes with {spelled('study')}, a study of this model "
+                "(tp-run study makes one)"
+            )
+        if study is not None and objective == "period":
+            raise UserError(f"{spelled('study')}: is for {spelled('objective')} loss; leave it out")
         asked |= asked.pop("optimizer_state") or {}
         asked["seen"] = self.seen
         if self.cluster is None and self.names_kinds:
             cluster, notes = cluster_of_kinds(self, profile, self.headroom, spelled)
-            return Planning(profile, cluster, asked, None, notes)
+            return Planning(profile, cluster, asked, None, systems, study, notes)
         given = self.equal(spelled) if self.cluster is None else self.cluster
-        return Planning(profile, loaded(given, Cluster, "cluster"), asked, profile.together)
+        cluster = loaded(given, Cluster, "cluster")
+        return Planning(profile, cluster, asked, profile.together, systems, study)

@@ -69,7 +69,7 @@ class SearchRequest:
             again, all, those of some layers, or whatever is best.
         tolerance: share of the shortest period that may be given away for what else is minded
             (`answer.preference`).
-        run_ahead, max_in_flight, max_difference: as of `schedules.StalenessBounds`.
+        run_ahead, max_in_flight, max_difference, max_delay: as of `schedules.StalenessBounds`.
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
             else the ILP.
@@ -89,6 +89,7 @@ class SearchRequest:
     run_ahead: str = "paper"
     max_in_flight: int | None = None
     max_difference: int | None = None
+    max_delay: int | None = None
     pins: tuple[tuple[str, int], ...] = ()
     solver: str = "auto"
     time_limit_s: float | None = 60.0
@@ -97,7 +98,9 @@ class SearchRequest:
     @property
     def freedom(self) -> Freedom:
         """What the search may choose."""
-        staleness = StalenessBounds(self.run_ahead, self.max_in_flight, self.max_difference)
+        staleness = StalenessBounds(
+            self.run_ahead, self.max_in_flight, self.max_difference, self.max_delay
+        )
         return Freedom(self.replicas, self.recompute, staleness)
 
 
@@ -182,7 +185,7 @@ def solve(
         stopped = INTERRUPTED
     if search.best is None and search.least_difference is not None:
         raise InfeasibleError(
-            f"--max-difference {request.max_difference}: no plan that fits has less than "
+            f"--max-difference {search.relaxation.most_late}: no plan that fits has less than "
             f"{search.least_difference}; give at least that"
         )
     if search.best is None:

@@ -185,7 +185,7 @@ class SearchState:
         best: the best plan so far.
         bounds: no plan of a branch has a shorter period.
         sharper_views: of each branch, the view that its bound is from.
-        least_difference: the least version difference of plans that fit, but for that.
+        least_difference: the least version difference, or delay, of plans that fit but for that.
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
         shortest_s: per choice, its shortest period so far, whether it fits or not.
@@ -246,11 +246,11 @@ class SearchState:
         """
         if found.over_limit(cluster or self.question.cluster):
             return False
-        most, difference = self.relaxation.freedom.staleness.max_difference, found.difference
-        if most is None or difference <= most:
+        most = self.relaxation.most_late
+        if most is None or found.delay <= most:
             return True
         least = self.least_difference
-        self.least_difference = difference if least is None else min(least, difference)
+        self.least_difference = found.delay if least is None else min(least, found.delay)
         return False
 
     def forget_bounds(self) -> None:

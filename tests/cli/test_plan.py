@@ -159,7 +159,7 @@ def test_an_edited_plan_is_shown_as_that(edit, folder):
 
 def test_ctrl_c_ends_the_searches_for_all_systems(folder, monkeypatch):
     """What was found is shown and written."""
-    module, begun = import_module("timeprest.planner.search.request"), []
+    module, begun = import_module("timeprest.planner.search.planning"), []
     solve = module.best_plan
 
     def stopped(profile, cluster, **asked):

@@ -49,7 +49,6 @@ attributes 24 planner/simulator/clock.py SimulatedClock
 imports 22 api.py
 imports 19 cli/notebook/views.py
 imports 18 cli/plan.py
-imports 16 cli/plan_commands/solve.py
 imports 16 cli/run.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py

@@ -269,8 +269,8 @@ class LocalSearch:
     def _standing(self, point: Point, found: Evaluation) -> Standing:
         shares = found.memory_shares(self.question.cluster)
         over = sum(max(share - 1.0, 0.0) for share in shares)
-        most = self.relaxation.freedom.staleness.max_difference
-        over += 0.0 if most is None else float(max(found.difference - most, 0))
+        most = self.relaxation.most_late
+        over += 0.0 if most is None else float(max(found.delay - most, 0))
         bottlenecks = _bottlenecks(loads_s(found.pipeline), found.prediction.period_s)
         return Standing(point, found, over, bottlenecks)
 

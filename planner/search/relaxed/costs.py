@@ -113,7 +113,8 @@ class LeastSeconds(Scope):
         n, asked = micro_batches, self.freedom.staleness
         if self.variant.schedule == "1f1b-micro":
             return self._way_s(n)
-        if self.variant.flushes or (asked.max_in_flight, asked.max_difference) == (None, None):
+        bounds = (asked.max_in_flight, asked.max_difference, asked.max_delay)
+        if self.variant.flushes or not any(most is not None for most in bounds):
             return 0.0
         (_, limit), *_ = self.limit_ranges(len(self.graph.names))
         replicas = max(self.replica_counts(n), default=1)

@@ -42,6 +42,11 @@ class Relaxation(Scope):
         self.kept = LeastBytes(question, freedom, graph)
 
     @property
+    def most_late(self) -> int | None:
+        """What stages may be late, in updates; None: anything."""
+        return self.freedom.staleness.late(self.variant)
+
+    @property
     def recompute(self) -> tuple[Selection, ...]:
         """Ways of recomputation that may be chosen (`LeastBytes.recompute`)."""
         return self.kept.recompute

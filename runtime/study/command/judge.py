@@ -1,7 +1,9 @@
-"""Plans judged by a study (tp-plan solve --study): their time to its target."""
+"""Plans that are looked for by a study (tp-plan solve --study): those with the least time to its
+target."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +11,16 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from ....cli.tables.layout import counted, fixed
-from ....cli.tables.plans import points_table
-from ....planner.comparison.pareto import ParetoPoint
-from ....planner.plan import Plan
+from ....cli.tables.layout import fitted, fixed, words
+from ....cli.tables.plan import shortest_text, target_bound, target_interval, target_name
+from ....cli.tables.plans import plan_columns
+from ....planner.comparison.plans import SystemPlans
+from ....planner.plan import Plan, TargetPrediction
 from ....planner.search.planning import Planning
+from ....planner.search.state import Progress
 from ....profiles.units import format_seconds
-from ..figures.choose import StudyFigures, TargetPoint, by_time_to_target, chosen_by_study
+from ..figures.choose import StudyFigures, TargetSearch, search_to_target
+from ..figures.overhead import OverheadFit
 from ..figures.study import read_study
 
 
@@ -23,21 +28,32 @@ class StudyJudge:
     """A study as a `planner.comparison.plans.Judge`."""
 
     def __init__(self, planning: Planning, path: str) -> None:
-        """Raises FileError, and UserError as `StudyFigures.check`."""
-        self.figures = StudyFigures(read_study(path))
+        """Raises FileError, and UserError as `StudyFigures` and its `check`."""
+        study = read_study(path)
         mini_batch = planning.asked["mini_batch"] or planning.profile.batch_size
+        self.figures = StudyFigures(study)
         self.figures.check(planning.profile.fingerprint, mini_batch, path)
 
-    def judge(
-        self, planning: Planning, plans: Mapping[str, Plan], points: Sequence[ParetoPoint]
-    ) -> ByTimeToTarget:
-        """The plans' times to the target."""
-        times = by_time_to_target(points, self.figures, planning.asked["update_every"])
-        chosen = None
-        if times:
-            own = next(plan for plan in plans.values() if plan.variant == times[0].point.variant)
-            chosen = chosen_by_study(planning.profile, own, times[0])
-        return ByTimeToTarget(self.figures, plans, times, chosen)
+    def plans(
+        self, planning: Planning, systems: Mapping[str, str], progress: Progress | None
+    ) -> SystemPlans:
+        """The plan of each system with the least time to the target. Raises as
+        `search_to_target`."""
+        search, plans = search_to_target(planning, systems, self.figures, progress)
+        judged = ByTimeToTarget(self.figures.fit, plans, open_systems(search), search.unbounded)
+        return SystemPlans(plans, search.failed, (), judged)
+
+
+def open_systems(search: TargetSearch) -> list[str]:
+    """Others that may take less than the best plan: no training with delays such as some plan of
+    theirs has reached the target, or the interval of their best has that time in it."""
+    best = search.best
+    return [
+        name
+        for name, one in search.systems.items()
+        if best is not None and one.best is not best
+        if min(one.open_s, best.time_s if one.best is None else one.best.least_s) < best.time_s
+    ]
 
 
 @dataclass(frozen=True)
@@ -45,104 +61,88 @@ class ByTimeToTarget:
     """A study's `planner.comparison.plans.Judgement`.
 
     Attributes:
-        plans: the fastest of each system.
-        times: of the plans that the study has a figure for, the shortest first.
+        plans: the best of each system, the best of all first.
+        open: systems that may take less than that.
+        unbounded: those whose smaller delays the bound isn't of.
     """
 
-    figures: StudyFigures
+    fit: OverheadFit
     plans: Mapping[str, Plan]
-    times: Sequence[TargetPoint]
-    chosen: Plan | None
+    open: Sequence[str]
+    unbounded: Sequence[str]
     by: str = "time to target"
 
+    @property
+    def chosen(self) -> Plan:
+        """The best plan."""
+        return next(iter(self.plans.values()))
+
     def tables(self, width: int) -> Sequence[Any]:
-        """The front of time to target and memory, and what the study says nothing of."""
-        lines = target_lines(self.times, self.plans, self.figures)
-        return [target_table(self.times, width), *lines]
+        """The systems' plans, and how sure that is."""
+        return [target_table(self.plans, width), *self._lines()]
+
+    def _lines(self) -> list[Text]:
+        (best, plan), found = next(iter(self.plans.items())), to_target(self.chosen)
+        lines = [
+            f"best by time to target: {best}, {format_seconds(found.time_s)}"
+            f"{target_interval(found)}; {target_bound(found)}",
+            shortest_text(plan, found),
+        ]
+        if self.open:
+            lines.append(f"not decided: {', '.join(self.open)} may take less; study their delays")
+        if self.unbounded:
+            names = ", ".join(self.unbounded)
+            lines.append(f"the bound is of others than {names} with smaller delays than studied")
+        lines.append(self.fit.refusal or _fitted(self.fit))
+        return [Text(line, style="" if k else "bold") for k, line in enumerate(lines)]
 
     def as_json(self) -> Mapping[str, Any]:
-        """The times, and the systems without one."""
+        """What the plans' files don't say of the study."""
         return {
-            "target": self.figures.target,
-            "points": [
-                {
-                    "variant": each.point.variant,
-                    "stages": len(each.point.evaluation.stages),
-                    "micro_batches": each.point.evaluation.micro_batches,
-                    "time_s": each.forecast.time_s,
-                    "overhead": each.forecast.overhead,
-                    "exact": each.forecast.exact,
-                    "period_s": each.point.period_s,
-                    "memory_bytes": each.point.memory_bytes,
-                    "on_front": each.on_front,
-                }
-                for each in self.times
-            ],
-            "without_figure": without_figure(self.times, self.plans),
+            "target": self.fit.target,
+            "best": next(iter(self.plans)),
+            "open": self.open,
+            "unbounded": self.unbounded,
+            "fit": {
+                "number": self.fit.number,
+                "trainings": self.fit.trainings,
+                "miss": self.fit.miss,
+                "residual": self.fit.residual,
+                "refusal": self.fit.refusal,
+            },
         }
 
 
-def target_table(points: Sequence[TargetPoint], width: int) -> Group:
-    """Table of the plans that none beats in time to target and memory per device."""
-    shown = [each for each in points if each.on_front]
-    first = [
+def _fitted(fit: OverheadFit) -> str:
+    """How well trainings are foretold by others."""
+    return (
+        f"overheads (≈) by {fit.number}: {fit.trainings} trainings that were left out in turn are "
+        f"{math.expm1(fit.miss):.0%} from what the others foretell, and "
+        f"{math.expm1(fit.residual):.0%} outside of what they allow"
+    )
+
+
+def to_target(plan: Plan) -> TargetPrediction:
+    """What a plan that was found by a study says of its target."""
+    assert isinstance(plan.to_target, TargetPrediction)
+    return plan.to_target
+
+
+def target_table(plans: Mapping[str, Plan], width: int) -> Group:
+    """The systems' plans, the least time first."""
+    found = [to_target(plan) for plan in plans.values()]
+    marks = ["" if each.exact else "≈ " for each in found]
+    columns = [
         fixed(
             "time to target",
-            [
-                f"{'' if each.forecast.exact else '≈ '}{format_seconds(each.forecast.time_s.mean)}"
-                for each in shown
-            ],
+            [f"{m}{format_seconds(each.time_s)}" for m, each in zip(marks, found, strict=True)],
         ),
-        fixed("overhead", [_overhead(each) for each in shown]),
+        fixed("95 %", [target_interval(each, "") for each in found], left=True),
+        fixed("overhead", [f"{each.overhead:.2f}" for each in found]),
+        *plan_columns(
+            list(plans.values()),
+            ("period_s", "memory_bytes", "delay", "stages", "micro_batches", "in_flight"),
+        ),
     ]
-    title = (
-        "Pareto front of time to target and memory per device, of all plans seen that the study "
-        f"has a figure for: {counted(len(shown), 'plan')}"
-    )
-    return points_table(title, [each.point for each in shown], first, width)
-
-
-def target_lines(
-    points: Sequence[TargetPoint], plans: Mapping[str, Plan], figures: StudyFigures
-) -> list[Text]:
-    """Which plan is best by a study, and what the study says nothing of."""
-    lines = []
-    if points:
-        best = points[0]
-        about = "" if best.forecast.exact else ", about: study this very plan"
-        lines.append(
-            Text(
-                f"best by time to target: {best.point.variant}, "
-                f"{format_seconds(best.forecast.time_s.mean)}{about}",
-                style="bold",
-            )
-        )
-    missing = without_figure(points, plans)
-    late = [name for name in missing if figures.trained(name)]
-    other = [name for name in missing if name not in late]
-    if late:
-        lines.append(
-            Text(f"don't reach the target in the study, or with other stages: {', '.join(late)}")
-        )
-    if other:
-        lines.append(Text(f"the study has no figure for: {', '.join(other)}"))
-    if any(each.on_front and not each.forecast.exact for each in points):
-        lines.append(
-            Text(
-                "≈: by the overhead of the nearest plan that was studied, of the same system and "
-                "stages",
-                style="dim",
-            )
-        )
-    return lines
-
-
-def without_figure(points: Sequence[TargetPoint], plans: Mapping[str, Plan]) -> list[str]:
-    """Systems with plans that the study has no time to target for."""
-    known = {each.point.variant for each in points}
-    return [name for name in plans if name not in known]
-
-
-def _overhead(each: TargetPoint) -> str:
-    spread = each.forecast.overhead
-    return "-" if spread is None else f"{spread.mean:.2f}"
+    title = f"the plan of each system with the least time to a {target_name(found[0])}"
+    return fitted(title, words("system", list(plans), 12), columns, width)

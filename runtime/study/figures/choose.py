@@ -1,54 +1,75 @@
-"""Time to target of plans that a study wasn't made with: another cluster's, or a search's.
+"""The plans with the least time to a study's target: period × overhead, over systems and delays.
 
-What a system needs in samples goes with its version differences, so a plan has the figures of one
-of the study's with the same system, number of stages, micro-batches and differences by stage; or,
-about, of the nearest with the same system and stages. Pipelines that flush have plain training's,
-but for those whose updates rules from outside have a part in.
-The study's figure in samples, times the plan's own period.
+Of each system the plan with the shortest period is looked for, then that of the largest delay
+below, and so on down to none (`SearchRequest.max_delay`): each search says what no period with so
+small delays is below. That times the lower end of the overheads of plans whose delays aren't
+smaller, times plain training's samples, bounds the time of what lies between two searches; the
+least of these bounds all. Where it shows that nothing there can beat the best plan so far, there
+is no search. Every plan that a search meets is judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
-from ....planner.comparison.pareto import ParetoPoint, unbeaten
-from ....planner.evaluate import Evaluation, gap_between, make_plan
-from ....planner.plan import Plan
+from ....planner.comparison.plans import NOT_TRIED, naming_system
+from ....planner.evaluate import Evaluation, evaluate, gap_between, make_plan
+from ....planner.plan import Plan, Prediction, TargetPrediction
 from ....planner.search.answer.recheck import question_of, signed
+from ....planner.search.planning import Planning
+from ....planner.search.solve import INTERRUPTED
+from ....planner.search.state import Progress
 from ....planner.systems.variants import variant_named
-from ....profiles.errors import UserError
-from ....profiles.profile import Profile
-from .results import Reckoning
-from .spread import Spread
-from .study import PLAIN, StudiedPlan, Study
+from ....profiles.errors import InfeasibleError, PlanError, UserError
+from .overhead import Estimate, LatePlan, fit_overheads
+from .study import Study, delays_of
+
+LEAST_S = 1.0
+"""A search has so much time at the least."""
 
 
 @dataclass(frozen=True)
-class TimeForecast:
-    """A plan's time to target by a study.
+class Judged:
+    """A plan that was met, with its overhead.
 
     Attributes:
-        exact: the study trained with these version differences; else the nearest.
+        time_s: to the target; at the least, where no training with such delays reached it.
     """
 
-    time_s: Spread
-    overhead: Spread | None
-    exact: bool
+    overhead: Estimate
+    period_s: float
+    time_s: float
+    memory_bytes: int
+
+    @property
+    def price(self) -> tuple[float, int]:
+        """Of equally fast ones the one with less memory is better."""
+        return self.time_s, self.memory_bytes
+
+    @property
+    def least_s(self) -> float:
+        """The lower end of its time."""
+        return self.time_s * (self.overhead.low or 0.0) / self.overhead.mean
 
 
 class StudyFigures:
-    """A study that plans are judged by. Its curves are read once."""
+    """A study that plans are judged by. Its curves are read once.
+
+    Attributes:
+        fit: its overheads.
+    """
 
     def __init__(self, study: Study) -> None:
-        self.study = study
-        self.target = (reckoning := Reckoning(study)).target
-        self._reckoning = reckoning
+        """Raises UserError as `fit_overheads`."""
+        self.study, self.fit = study, fit_overheads(study)
 
     def check(self, fingerprint: str, mini_batch: int, where: str) -> None:
-        """Raise UserError where the study is of another model or mini-batch."""
+        """Raise UserError where the study is of another model or mini-batch, or too old."""
         asked = self.study.question
         if asked.profile.fingerprint != fingerprint:
             raise UserError(
@@ -61,100 +82,251 @@ class StudyFigures:
                 f"{where}: is a study of mini-batches of {asked.mini_batch}, not {mini_batch}; "
                 f"plan with --mini-batch {asked.mini_batch}, or study again"
             )
+        if any(plan.delays is None for plan in self.study.plans):
+            raise UserError(
+                f"{where}: its plans are of before delays were written; plan anew and study these "
+                "(trainings that are done aren't done again)"
+            )
 
-    def trained(self, variant: str) -> bool:
-        """Whether the study has trained some plan of a system."""
-        return any(plan.variant == variant for plan in self.study.plans)
-
-    def predict_time(
-        self, variant: str, update_every: int, found: Evaluation
-    ) -> TimeForecast | None:
-        """The time to target; None: the study has no figure for it, or it isn't reached."""
-        arm, exact = self._arm(variant, update_every, found)
-        if arm is None:
+    def judge(
+        self, system: str, update_every: int, micro_batches: int, predicted: Prediction
+    ) -> Judged | None:
+        """A plan by what it predicts; None: the study says nothing of it."""
+        stages, held = predicted.stages, predicted.devices or predicted.stages
+        parameters = tuple(stage.parameter_bytes for stage in stages)
+        late = LatePlan(system, update_every, micro_batches, delays_of(stages) or (), parameters)
+        overhead = self.fit.at(late)
+        if overhead is None or (self.fit.refusal and not overhead.exact):
             return None
-        time = self._reckoning.seconds(arm, found.prediction.period_s)
-        overhead = self._reckoning.overhead(arm, self.target)
-        return None if time is None else TimeForecast(time, overhead, exact)
+        time_s = self.seconds(predicted.period_s) * overhead.mean
+        memory_bytes = max(one.memory_bytes for one in held)
+        return Judged(overhead, predicted.period_s, time_s, memory_bytes)
 
-    def _arm(self, variant: str, update_every: int, found: Evaluation) -> tuple[str | None, bool]:
-        stages, n = len(found.stages), found.micro_batches
-        system, mixes = variant_named(variant), self.study.question.mixes
-        one_stage = stages == update_every == 1 and not mixes
-        if one_stage and replace(system, flushes=True).is_plain_training:
-            # Without versions to wait for, any system is as if it flushed.
-            return PLAIN, True
-        if system.is_plain_training:
-            for arm in self.study.arms:
-                one_by_one = n if mixes and n > 1 else 0
-                same = (arm.micro_batches, arm.update_every) == (one_by_one, update_every)
-                if arm.kind == "plain" and same:
-                    return arm.name, True
-            return None, False
-        near = [
-            plan
-            for plan in self.study.plans
-            if (plan.variant, plan.stages, plan.update_every) == (variant, stages, update_every)
-        ]
-        if not near:
-            return None, False
-        own = tuple(stage.version_difference for stage in found.prediction.stages)
-        best = min(near, key=lambda plan: _apart(plan, own, n))
-        return best.arm, _apart(best, own, n) == (0, 0)
+    def seconds(self, period_s: float) -> float:
+        """Of plain training's samples in that period."""
+        return self.fit.plain_samples * period_s / self.study.question.mini_batch
 
 
-def _apart(plan: StudiedPlan, differences: Sequence[int], n: int) -> tuple[int, int]:
-    pairs = zip(plan.version_differences, differences, strict=True)
-    return sum(abs(a - b) for a, b in pairs), abs(plan.micro_batches - n)
-
-
-@dataclass(frozen=True)
-class TargetPoint:
-    """A plan that a search has seen, with its time to target.
+@dataclass
+class _System:
+    """What was found of a system.
 
     Attributes:
-        on_front: no other is as good in time to target and memory, and better in one.
+        best: of the plans that reach the target.
+        open_s: the least time that one may take that isn't known to reach it.
+        found: the best, where there is no file of it yet.
+        plan: its file.
     """
 
-    point: ParetoPoint
-    forecast: TimeForecast
-    on_front: bool
+    best: Judged | None = None
+    open_s: float = inf
+    found: Evaluation | None = None
+    plan: Plan | None = None
 
 
-def by_time_to_target(
-    points: Sequence[ParetoPoint], figures: StudyFigures, update_every: int
-) -> list[TargetPoint]:
-    """The plans that the study has a figure for, by ascending time to target; of equal ones the one
-    with less memory, then the one whose very differences were studied."""
-    found = [
-        (point, forecast)
-        for point in points
-        if (forecast := figures.predict_time(point.variant, update_every, point.evaluation))
-        is not None
-    ]
-    prices = {
-        str(k): (forecast.time_s.mean, float(point.memory_bytes))
-        for k, (point, forecast) in enumerate(found)
+@dataclass
+class TargetSearch:
+    """The search over systems, updates, micro-batches and delays.
+
+    Attributes:
+        shortest: of all plans judged, that with the shortest period.
+        bound_s: no plan that was looked for takes less, but for those of `unbounded` systems, of
+            whose smaller delays nothing is known.
+        systems: by name as it was given.
+        failed: why others have no plan.
+    """
+
+    planning: Planning
+    figures: StudyFigures
+    progress: Progress | None = None
+    shortest: Judged | None = None
+    bound_s: float = inf
+    unbounded: list[str] = field(default_factory=list)
+    systems: dict[str, _System] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    _interrupted: bool = False
+
+    @property
+    def best(self) -> Judged | None:
+        """Of all systems."""
+        found = (one.best for one in self.systems.values() if one.best is not None)
+        return min(found, key=lambda judged: judged.price, default=None)
+
+    def look_at(self, name: str, system: str) -> None:
+        """Look for a system's plans. A study that says nothing of it: why is said in `failed`."""
+        if self._interrupted:
+            self.failed[name] = NOT_TRIED
+            return
+        limit_s = self.planning.asked["time_limit_s"]
+        end = None if limit_s is None else time.monotonic() + limit_s
+        settings = self._settings(system)
+        if not settings:
+            self.failed[name] = "the study says nothing of it"
+        for every, n in settings:
+            self.systems.setdefault(name, _System())
+            self._descend(name, system, every, n, end)
+        if name in self.systems and self.systems[name].best is None:
+            self.failed.setdefault(name, "no plan of it reaches the target in the study")
+
+    def _settings(self, system: str) -> list[tuple[int, int | None]]:
+        """Mini-batches per update, and micro-batches, that the study can say something of."""
+        asked = self.planning.asked
+        every, n = asked.get("update_every"), asked["micro_batches"]
+        return [
+            (k, n if own is None else own)
+            for k, own in self.figures.fit.trained_with(system)
+            if every in (None, k) and (None in (n, own) or n == own)
+        ]
+
+    def _descend(
+        self, name: str, system: str, every: int, n: int | None, end: float | None
+    ) -> None:
+        most, bound_s = None, 0.0
+        while most is None or most >= 0:
+            if most is not None and self._floor_s(system, every, n, most, bound_s) > self._best_s:
+                most -= 1
+                continue
+            left = None if end is None else max((end - time.monotonic()) / 2, LEAST_S)
+            try:
+                plan = self.planning.best(
+                    naming_system(name, self.progress),
+                    variant=system,
+                    update_every=every,
+                    micro_batches=n,
+                    max_delay=most,
+                    time_limit_s=left,
+                    seen=self._judging(name, system, every),
+                )
+            except (InfeasibleError, PlanError) as error:
+                if most is None:
+                    self.failed[name] = str(error)
+                return
+            self._keep_file(name, plan)
+            delay = max(delays_of(plan.predicted.stages) or (0,))
+            bound_s = plan.solver.bound_s
+            floor_s = self._floor_s(system, every, n, delay, bound_s)
+            self.bound_s = min(self.bound_s, floor_s or inf)
+            if not floor_s and name not in self.unbounded:
+                self.unbounded.append(name)
+            if plan.solver.stopped == INTERRUPTED:
+                self._interrupted, self.bound_s = True, 0.0
+                return
+            most = delay - 1
+
+    @property
+    def _best_s(self) -> float:
+        return inf if (best := self.best) is None else best.time_s
+
+    def _floor_s(
+        self, system: str, every: int, n: int | None, delay: int, period_s: float
+    ) -> float:
+        """No plan whose largest delay is this one and whose period isn't shorter takes less; 0:
+        nothing is known."""
+        stages = len(self.planning.cluster.devices)
+        # One version at all stages makes them all as late.
+        others = delay if variant_named(system).synchronises else 0
+        delays = (delay, *(others,) * (stages - 1))
+        late = LatePlan(system, every, n or 1, delays, (1,) * stages)
+        return self.figures.seconds(period_s) * self.figures.fit.least(late)
+
+    def _judging(self, name: str, system: str, every: int) -> Callable[[Evaluation], None]:
+        mine, told, loading_s = self.systems[name], self.planning.asked["seen"], self._loading_s
+
+        def judge(found: Evaluation) -> None:
+            if told is not None:
+                told(found)
+            predicted = found.prediction.loading(loading_s) if loading_s else found.prediction
+            judged = self.figures.judge(system, every, found.micro_batches, predicted)
+            if judged is None:
+                return
+            if self.shortest is None or judged.period_s < self.shortest.period_s:
+                self.shortest = judged
+            if not judged.overhead.reached:
+                mine.open_s = min(mine.open_s, judged.least_s)
+            elif mine.best is None or judged.price < mine.best.price:
+                mine.best, mine.found = judged, found
+
+        return judge
+
+    @property
+    def _loading_s(self) -> float:
+        a_sample_s = self.planning.profile.loading_s_per_sample
+        asked = self.figures.study.question.mini_batch
+        return 0.0 if a_sample_s is msgspec.UNSET else a_sample_s * asked
+
+    def _keep_file(self, name: str, own: Plan) -> None:
+        """Make a plan of the system's best if it was met by the search that found this one, which
+        is taken where it is as good within the tolerance."""
+        mine = self.systems[name]
+        if mine.best is None or mine.found is None:
+            return
+        found, profile, mine.found = mine.found, self.planning.profile, None
+        judged = self.figures.judge(own.variant, own.update_every, own.micro_batches, own.predicted)
+        within = 1 + self.planning.asked["tolerance"]
+        reaches = judged is not None and judged.overhead.reached
+        if judged is not None and reaches and judged.time_s <= mine.best.time_s * within:
+            mine.best, mine.plan = judged, own
+            return
+        question = question_of(own, profile)
+        again = evaluate(question, found.stages, found.micro_batches)
+        report = msgspec.structs.replace(
+            own.solver,
+            fastest=msgspec.UNSET,
+            objective_s=again.prediction.period_s,
+            gap=gap_between(again.prediction.period_s, own.solver.bound_s),
+            optimal=False,
+        )
+        mine.plan = signed(make_plan(question, again, report), question)
+
+    def prediction(self, judged: Judged) -> TargetPrediction:
+        """What a plan's file says of its time to the target."""
+        assert self.shortest is not None
+        overhead, study, bound_s = judged.overhead, self.figures.study, self.bound_s
+        bound_s = min(bound_s, judged.time_s)
+        return TargetPrediction(
+            metric=study.question.metric,
+            level=self.figures.fit.target,
+            overhead=overhead.mean,
+            overhead_low=overhead.low,
+            overhead_high=overhead.high,
+            exact=overhead.exact,
+            samples=self.figures.fit.plain_samples,
+            time_s=judged.time_s,
+            bound_s=bound_s,
+            gap=gap_between(judged.time_s, bound_s),
+            shortest_period_s=self.shortest.period_s,
+            shortest_overhead=self.shortest.overhead.mean,
+            shortest_reaches=self.shortest.overhead.reached,
+        )
+
+
+def search_to_target(
+    planning: Planning,
+    systems: Mapping[str, str],
+    figures: StudyFigures,
+    progress: Progress | None = None,
+) -> tuple[TargetSearch, dict[str, Plan]]:
+    """The best plan of each system, the best of all first, each with its `to_target`.
+
+    Args:
+        systems: by the name that was given.
+
+    Raises UserError where the study says nothing of any plan; InfeasibleError where nothing fits.
+    """
+    search = TargetSearch(planning, figures, progress)
+    # Where all flush there are no delays to look through: what they take soon bounds the others.
+    for name in sorted(systems, key=lambda name: not variant_named(systems[name]).flushes):
+        search.look_at(name, systems[name])
+    found = {
+        name: (one.best, one.plan)
+        for name, one in search.systems.items()
+        if one.best is not None and one.plan is not None
     }
-    front = unbeaten(prices)
-    all_points = [TargetPoint(*pair, str(k) in front) for k, pair in enumerate(found)]
-    return sorted(
-        all_points,
-        key=lambda t: (t.forecast.time_s.mean, t.point.memory_bytes, not t.forecast.exact),
-    )
-
-
-def chosen_by_study(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
-    """The plan file of the best by a study. `own`: the best of its system, by period."""
-    found = best.point.evaluation
-    if found.stages == own.stages and found.micro_batches == own.micro_batches:
-        return own
-    question = question_of(own, profile)
-    report = msgspec.structs.replace(
-        own.solver,
-        fastest=msgspec.UNSET,
-        objective_s=found.prediction.period_s,
-        gap=gap_between(found.prediction.period_s, own.solver.bound_s),
-        optimal=False,
-    )
-    return signed(make_plan(question, found, report), question)
+    if not found:
+        whys = "; ".join(f"{name}: {why}" for name, why in search.failed.items())
+        raise InfeasibleError(f"by the study: {whys}")
+    plans = {
+        name: msgspec.structs.replace(plan, to_target=search.prediction(best))
+        for name, (best, plan) in sorted(found.items(), key=lambda each: each[1][0].price)
+    }
+    return search, plans

@@ -253,6 +253,8 @@ class OverheadFit:
     """A study's overheads as functions of delays.
 
     Attributes:
+        target: the level that counts.
+        plain_samples: that plain training needs to it.
         number: what of the delays they are functions of, in words.
         trainings: that were left out in turn: those that have others of their kind.
         miss: how far they are from what the others foretell; the root of the mean square, of
@@ -263,6 +265,7 @@ class OverheadFit:
     def __init__(self, reckoning: Reckoning) -> None:
         """Plain training has to reach the target with all seeds."""
         self._reckoning, self._study = reckoning, reckoning.study
+        self.target, self.plain_samples = reckoning.target, reckoning.plain_samples or math.nan
         self._mixes = self._study.question.mixes
         self._trained = self._trainings()
         self._starts = self._plain_trainings()
@@ -298,32 +301,49 @@ class OverheadFit:
         exact = self._exact(plan)
         if exact is not None:
             return exact
-        function = self._functions.get(_rules_of(plan, self._mixes))
+        function = self._functions.get(rules := _rules_of(plan, self._mixes))
         if function is None or plan.delays is None or plan.parameter_bytes is None:
             return None
         number = self._number(plan.delays, _shares(plan.parameter_bytes))
-        return self._estimate(function.at(round(number, 9)))
+        return self._estimate(rules, function.at(round(number, 9)))
 
     def least(self, plan: Late) -> float:
         """The lower end of the overheads of all plans with these rules and no smaller delays at any
         stage, however parameters lie; 0: nothing bounds them."""
-        function = self._functions.get(_rules_of(plan, self._mixes))
-        if function is None or plan.delays is None:
+        none = None if plan.delays is None or any(plan.delays) else self._exact(plan)
+        if none is not None:
+            return none.low or none.mean
+        function = self._functions.get(rules := _rules_of(plan, self._mixes))
+        if function is None or plan.delays is None or self.refusal:
             return 0.0
         ends = [
             self._number(plan.delays, [float(k == s) for k in range(len(plan.delays))])
             for s in range(len(plan.delays))
         ]
-        return self._estimate(function.at(min(ends))).low or 0.0
+        return self._estimate(rules, function.at(min(ends))).low or 0.0
 
-    def _estimate(self, allowed: _Allowed) -> Estimate:
-        def beyond(end: float | None, by: float) -> float | None:
-            return None if end is None else math.exp(end + by)
+    def trained_with(self, system: str) -> list[tuple[int, int | None]]:
+        """Mini-batches per update, and micro-batches where these count, of all plans of a system
+        that this says something of."""
+        asked = LatePlan(system, 1, 1, (), ())
+        own = _rules_of(asked, self._mixes)
+        alike = {
+            (rules.update_every, rules.micro_batches)
+            for rules in self._functions
+            if rules._replace(update_every=1, micro_batches=0) == own
+        }
+        if variant_named(system).is_plain_training:
+            plain = (arm for arm in self._study.arms if arm.kind == "plain")
+            alike = {(arm.update_every, arm.micro_batches) for arm in plain}
+        return sorted((every, max(n, 1) if self._mixes else None) for every, n in alike)
 
+    def _estimate(self, rules: _Rules, allowed: _Allowed) -> Estimate:
+        # No delay has an interval of its own: it is what others are compared with.
+        low, start = allowed.low, self._starts.get(rules, -math.inf)
         return Estimate(
             mean=math.exp(allowed.height or 0.0),
-            low=beyond(allowed.low, -self._half),
-            high=beyond(allowed.high, self._half),
+            low=None if low is None else math.exp(max(low - self._half, start)),
+            high=None if allowed.high is None else math.exp(allowed.high + self._half),
             reached=allowed.high is not None,
             exact=False,
         )

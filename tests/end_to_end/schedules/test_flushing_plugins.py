@@ -4,7 +4,6 @@ for studies, plans by studies, and exports; and studies know the file that they 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.by_hand.studies import PLAIN_ARM, arm, study
@@ -113,13 +112,12 @@ def test_plans_by_a_study_have_its_own_figure(stages, plans, mlp_profile):
     own = plan_by_hand(with_times(mlp_profile), "slow", stages, 2)
     arms = [PLAIN_ARM, arm("slow", (1.2, 1.3, 1.1))]
     figures = StudyFigures(study(arms, {"slow": 1.0}, plans={"slow": own}))
-    found = SimpleNamespace(stages=own.stages, micro_batches=2, prediction=own.predicted)
     assert not figures.study.plans[0].is_plain_training
-    forecast = figures.predict_time("slow", 1, found)
-    assert forecast.exact
-    assert forecast.overhead.mean == pytest.approx(1.2, rel=0.1)
-    assert figures.predict_time("alike", 1, found).overhead.mean == 1
-    assert figures.predict_time("decayed", 1, found) is None
+    found = figures.judge("slow", 1, 2, own.predicted).overhead
+    assert found.exact
+    assert found.mean == pytest.approx(1.2, rel=0.1)
+    assert figures.judge("alike", 1, 2, own.predicted).overhead.mean == 1
+    assert figures.judge("decayed", 1, 2, own.predicted) is None
 
 
 @pytest.mark.parametrize("name", ["slow", "decayed"])

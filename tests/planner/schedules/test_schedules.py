@@ -319,6 +319,14 @@ def test_a_version_difference_that_implies_a_limit(variant, every):
         assert (max(found) <= most) == kept_to
 
 
+@pytest.mark.parametrize("variant", [v for v, row in VARIANTS.items() if row.schedule == "1f1b"])
+def test_a_delay_that_implies_a_limit_where_weights_are_stashed_too(variant):
+    within = StalenessBounds("auto", max_delay=1)
+    assert limit_ranges(VARIANTS[variant], 3, within=within) == ((1, 2), (1, 2), (1, 1))
+    stashed = VARIANTS[variant].backward_weights == "forward"
+    assert StalenessBounds(max_difference=0).late(VARIANTS[variant]) == (None if stashed else 0)
+
+
 @pytest.mark.parametrize(("stages", "n"), [(1, 1), (2, 4), (3, 4), (4, 8), (4, 2)])
 def test_pipedream_flush_keeps_less_in_the_same_time(stages, n):
     """As long as GPipe with equal stages and no transfers; at most D + 1 micro-batches kept."""
