@@ -96,6 +96,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """How much of buffer_bytes is parameters that aren't trained (`requires_grad` off)."""
     changes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """Names of the `storages` that it takes and changes in place, where there are any."""
+    update_s: Seconds | msgspec.UnsetType = msgspec.UNSET
+    """Of the optimizer's step on its parameters, where that is known of the layer by itself."""
     measurements: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import msgspec
 
 from ...profiles.errors import PlanError
-from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
+from ...profiles.profile import Edge, Layer, Measurement, OperationCost, OptimizerCost, Profile
 from ...profiles.sizes import measured_at
 from ..systems.variants import Variant
 from ..systems.versions import check_versions
@@ -171,6 +171,18 @@ def layer_costs(profile: Profile, micro_batch: int) -> LayerCosts:
     )
 
 
+def _step_s(optimizer: OptimizerCost, layers: Sequence[Layer], parameters: int) -> float:
+    """Of an optimizer's step on so many bytes of parameters: of layers by themselves, where that is
+    known, and of the rest by their bytes."""
+    own_s, rest = 0.0, parameters
+    for layer in layers:
+        if layer.update_s is not msgspec.UNSET:
+            own_s, rest = own_s + layer.update_s, rest - layer.parameter_bytes
+    if not parameters:
+        return own_s
+    return optimizer.update_fixed_s + optimizer.update_s_per_byte * max(rest, 0) + own_s
+
+
 class Costs:
     """Seconds and bytes of any stage of one profile, cached.
 
@@ -233,12 +245,7 @@ class Costs:
         return StageCost(
             forward_s=sum(m.forward_s for m in (*measured, *losses)) + besides_s,
             backward_s=sum(m.backward_s for m in (*measured, *losses)),
-            update_s=around_s
-            + (
-                optimizer.update_fixed_s + optimizer.update_s_per_byte * parameters
-                if parameters
-                else 0.0
-            ),
+            update_s=around_s + _step_s(optimizer, layers, parameters),
             parameter_bytes=parameters,
             buffer_bytes=buffers,
             kept_bytes=(

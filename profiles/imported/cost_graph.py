@@ -124,6 +124,7 @@ class Cost:
         measured: what the file says of it, at one size or several, rising.
         saves: storages among its saved bytes that other layers may keep too.
         grows: saved bytes grow with the samples.
+        update_s: of the optimizer's step on its parameters; None: it isn't known.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Cost:
     buffer_bytes: int = 0
     saves: tuple[str, ...] = ()
     grows: bool = True
+    update_s: float | None = None
 
 
 def costs_of(
@@ -233,9 +235,12 @@ def _left_out(layers: Sequence[Layer], optimizer: OptimizerCost) -> Iterator[str
         sums += "; working memory besides what is kept was left out"
     yield f"{sums}."
     if optimizer is NO_OPTIMIZER:
+        timeless = [layer.name for layer in layers if layer.update_s is msgspec.UNSET]
+        of = "" if len(timeless) == len(layers) else f", for {', '.join(timeless[:4])},"
+        no_time = f" to cost no time{of} and" if timeless else ""
         yield (
-            "Optimizer steps were taken to cost no time and to hold no state; "
-            "--optimizer-state sets the state."
+            f"Optimizer steps were taken{no_time} to hold no state; --optimizer-state sets the "
+            "state."
         )
 
 
@@ -260,6 +265,7 @@ def _layer(where: str, cost: Cost, sizes: Sizes) -> Layer:
         parameter_bytes=cost.parameter_bytes,
         buffer_bytes=cost.buffer_bytes,
         saves=cost.saves,
+        update_s=msgspec.UNSET if cost.update_s is None else _seconds(cost.update_s),
         measurements=tuple(measurements),
     )
 

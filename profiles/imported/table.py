@@ -1,10 +1,12 @@
-"""A table of costs (CSV), for those who have only numbers: a row for each layer.
+"""A table of costs (CSV), for those who have only numbers: a row for each layer, or one for each
+layer and size of micro-batches.
 
 Columns: ``layer``, ``forward``, ``backward``, ``parameter bytes``, ``activation bytes`` and, if
-they are known, ``saved bytes``. A unit stands in the header, ``forward (ms)``, or in the cell,
-``1.5 ms``; without one, times are seconds and the others bytes. A second table may list the edges:
-``from``, ``to`` and, where not all of an activation is sent, ``bytes``; rows may then stand in any
-sequence. Without it, each layer feeds the next.
+they are known, ``micro-batch``, ``saved bytes``, ``workspace bytes`` and ``update``. A unit stands
+in the header, ``forward (ms)``, or in the cell, ``1.5 ms``; without one, times are seconds and the
+others bytes. A second table may list the edges: ``from``, ``to`` and, where not all of an
+activation is sent, ``bytes``; rows may then stand in any sequence. Without it, each layer feeds the
+next.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,23 +38,54 @@ from .cost_graph import (
 
 REQUIRED = ("layer", "forward", "backward", "parameter bytes", "activation bytes")
 EXPECTED = f"expected a table (CSV) with the columns {', '.join(REQUIRED)}"
+_MORE = "and, where known, micro-batch, saved bytes, workspace bytes, update"
 _HEADER = re.compile(
-    r"(layer|forward|backward|parameter|activation|saved)s?(?: time)?(?: bytes)?"
+    r"(layer|forward|backward|parameter|activation|saved|workspace|update|micro[ -]?batch)"
+    r"(?:e?s)?(?: time)?(?: bytes)?(?: size)?"
     r"(?: ?\(? ?(s|ms|us|µs|ns|[kmgt]?i?b) ?\)?)?"
 )
+MICRO_BATCH = "micro-batch"
 _EDGE_COLUMNS = ("from", "to")
+_ROUNDED = 0.02
+"""How far bytes may be off by rounding."""
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A layer. Times in seconds; `saved_bytes` is None where the table doesn't say."""
+    """A layer at one size. Times in seconds; None where the table doesn't say.
+
+    Attributes:
+        micro_batch: samples in the micro-batch that the row is for.
+        update_s: of the optimizer's step on the layer's parameters.
+        workspace_bytes: what it needs while it computes, besides what it keeps.
+    """
 
     name: str
     forward_s: float
     backward_s: float
     parameter_bytes: int
     activation_bytes: int
-    saved_bytes: int | None
+    saved_bytes: int | None = None
+    micro_batch: int | None = None
+    update_s: float | None = None
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class TableLayer:
+    """A layer, from its rows.
+
+    Attributes:
+        activation_bytes: at the largest size of the table.
+        fixed_bytes: what of them doesn't grow with the samples.
+        cost: with what it keeps besides.
+        own: it was taken to keep its own activation.
+    """
+
+    activation_bytes: int
+    fixed_bytes: float
+    cost: Cost
+    own: bool
 
 
 @dataclass(frozen=True)
@@ -72,17 +106,19 @@ def import_table(
 ) -> Profile:
     """A profile from the table's text; arguments and errors as of `reader.import_profile`."""
     rows = read_rows(where, text)
-    if batch_size is None:
+    known = [row.micro_batch for row in rows if row.micro_batch is not None]
+    if batch_size is None and not known:
         raise TargetError(
             f"{where}: a table doesn't say the batch size its numbers are for; give it with "
-            "--batch-size"
+            "--batch-size, or a column micro-batch"
         )
-    sizes = choose_sizes(where, batch_size, batch_size, micro_batch_sizes)
+    sizes = choose_sizes(where, known or batch_size or 0, batch_size, micro_batch_sizes)
+    names = list(dict.fromkeys(row.name for row in rows))
     if edges_path is None:
-        chain = [TableEdge(k, k + 1, None) for k in range(len(rows) - 1)]
+        chain = [TableEdge(k, k + 1, None) for k in range(len(names) - 1)]
         feeds = ["Each layer feeds the next, and no other."]
         return profile_of(where, "table", rows, chain, sizes, feeds)
-    edges = read_edges(str(edges_path), [row.name for row in rows])
+    edges = read_edges(str(edges_path), names)
     return profile_of(where, "table", rows, edges, sizes, edges_at=str(edges_path))
 
 
@@ -100,77 +136,134 @@ def profile_of(
 
     Args:
         where: what messages name; edges_at: where the edges come from, if from elsewhere.
+        rows: for each layer one, or one for each size of its own.
+        edges: between layers, counted as they first come.
         assumptions: more sentences about what was taken to be so.
 
     Raises:
-        FileError: edges that form a cycle, or costs beyond what a profile can hold.
+        FileError: edges that form a cycle, or costs beyond what a profile can hold, or rows of one
+            layer that contradict each other.
     """
     import networkx as nx
 
+    by_name: dict[str, list[TableRow]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, []).append(row)
+    layers = [_layer(where, front_end, of, sizes) for of in by_name.values()]
     graph = nx.DiGraph()
-    for k, row in enumerate(rows):
-        graph.add_node(k, name=row.name)
+    for k, layer in enumerate(layers):
+        graph.add_node(k, name=layer.cost.name)
     graph.add_edges_from((edge.source, edge.target) for edge in edges)
     order = topological_order(edges_at or where, graph, int)
     results = [k for k in order if not graph.succ[k]]
-    uses = [(rows[e.source].name, rows[e.target].name, _tensor(rows, e)) for e in edges]
-    uses += [(rows[k].name, "output", _tensor(rows, TableEdge(k, k, None))) for k in results]
+    names = [layer.cost.name for layer in layers]
+    uses = [(names[e.source], names[e.target], _tensor(layers, e)) for e in edges]
+    uses += [(names[k], "output", _tensor(layers, TableEdge(k, k, None))) for k in results]
     return make_profile(
         where,
         front_end,
         sizes,
-        [_cost(rows[k], front_end, sizes.given) for k in order],
+        [layers[k].cost for k in order],
         uses,
-        storage_bytes={row.name: float(row.activation_bytes) for row in rows},
-        assumptions=_assumptions(front_end, rows, sizes.given, results, assumptions),
+        storage_bytes={layer.cost.name: float(layer.activation_bytes) for layer in layers},
+        assumptions=[
+            *_assumptions(front_end, layers, sizes),
+            *assumptions,
+            _result(names, results),
+        ],
     )
 
 
-def _tensor(rows: Sequence[TableRow], edge: TableEdge) -> Tensor:
-    row = rows[edge.source]
-    if edge.nbytes is None or edge.nbytes == row.activation_bytes:
-        return Tensor(row.name, row.name, row.activation_bytes, needs_grad=True)
-    return Tensor(f"{row.name}[{edge.nbytes}]", row.name, edge.nbytes, needs_grad=True)
+def _tensor(layers: Sequence[TableLayer], edge: TableEdge) -> Tensor:
+    layer = layers[edge.source]
+    name, whole = layer.cost.name, layer.activation_bytes
+    if edge.nbytes is None or edge.nbytes == whole:
+        return Tensor(name, name, whole, needs_grad=True, fixed_bytes=layer.fixed_bytes)
+    part = layer.fixed_bytes * edge.nbytes / whole if whole else 0.0
+    return Tensor(f"{name}[{edge.nbytes}]", name, edge.nbytes, needs_grad=True, fixed_bytes=part)
 
 
-def _cost(row: TableRow, kind: str, given: int) -> Cost:
-    own = row.saved_bytes is None
-    return Cost(
-        name=row.name,
+def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> TableLayer:
+    """Of all rows of a layer. Raises FileError where they contradict each other."""
+    rows = sorted(rows, key=lambda row: row.micro_batch or 0)
+    first, name = rows[0], rows[0].name
+    for row in rows:
+        if row.parameter_bytes != first.parameter_bytes:
+            raise FileError(
+                f"{where}: layer {name!r}: has {first.parameter_bytes} and {row.parameter_bytes} "
+                "parameter bytes; they are the same at all micro-batch sizes"
+            )
+    activation, fixed = _activation(where, rows, sizes.given)
+    updates = [row.update_s for row in rows if row.update_s is not None]
+    own = any(row.saved_bytes is None for row in rows)
+    measured = [
+        costs_of(
+            row.micro_batch or sizes.given,
+            row.forward_s,
+            row.backward_s,
+            row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
+            row.workspace_bytes or 0,
+        )
+        for row in rows
+    ]
+    cost = Cost(
+        name=name,
         kind=kind,
-        measured=(
-            costs_of(
-                given,
-                row.forward_s,
-                row.backward_s,
-                row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
-            ),
-        ),
-        parameter_bytes=row.parameter_bytes,
-        saves=(row.name,) if own and row.activation_bytes else (),
+        measured=measured,
+        parameter_bytes=first.parameter_bytes,
+        saves=(name,) if own and activation else (),
+        update_s=statistics.median(updates) if updates else None,
     )
+    return TableLayer(activation, fixed, cost, own)
 
 
-def _assumptions(
-    front_end: str,
-    rows: Sequence[TableRow],
-    given: int,
-    results: Sequence[int],
-    more: Sequence[str],
-) -> list[str]:
+def _activation(where: str, rows: Sequence[TableRow], given: int) -> tuple[int, float]:
+    """Bytes of a layer's activation at a size, and what of them is there for no sample.
+
+    Raises FileError for bytes that aren't a fixed part and so much for each sample.
+    """
+    sizes, found = [row.micro_batch or given for row in rows], [r.activation_bytes for r in rows]
+    fixed = 0.0
+    if len(rows) > 1:
+        slope = (found[-1] - found[0]) / (sizes[-1] - sizes[0])
+        fixed = max(found[0] - slope * sizes[0], 0.0)
+        # What is rounded to its last digit, as 4MB, is off by a little.
+        fixed = 0.0 if fixed <= _ROUNDED * found[0] else fixed
+    per_sample = (found[-1] - fixed) / sizes[-1]
+    for size, nbytes in zip(sizes, found, strict=True):
+        if abs(fixed + per_sample * size - nbytes) > _ROUNDED * nbytes:
+            raise FileError(
+                f"{where}: layer {rows[0].name!r}: activation bytes of micro-batches of {size} "
+                f"don't fit those of {sizes[-1]}: what one sample adds is the same at all sizes"
+            )
+    return round(fixed + per_sample * given), fixed
+
+
+def _assumptions(front_end: str, layers: Sequence[TableLayer], sizes: Sizes) -> Iterator[str]:
     whose = "table" if front_end == "table" else "graph"
-    sentences = [f"The {whose}'s times and activations were taken to be for {given} samples."]
-    unsaid = sum(row.saved_bytes is None for row in rows)
+    if len(sizes.measured) == 1:
+        yield f"The {whose}'s times and activations were taken to be for {sizes.given} samples."
+    for layer in layers:
+        own = [m.micro_batch for m in layer.cost.measured]
+        missing = [m for m in sizes.measured if m in sizes.micro_batches and m not in own]
+        if missing:
+            how = "in proportion to" if len(own) == 1 else "on the line through"
+            yield (
+                f"{layer.cost.name} has no row for {', '.join(map(str, missing))} samples: its "
+                f"costs were taken to be {how} those for {', '.join(map(str, own))}."
+            )
+    unsaid = sum(layer.own for layer in layers)
     if unsaid:
-        which = "Each layer" if unsaid == len(rows) else f"{unsaid} layers without saved bytes"
-        keeps = "keeps its" if unsaid == len(rows) else "keep their"
-        sentences.append(f"{which} {keeps} own activation for the backward, and nothing else.")
-    sentences.append("Gradients are as large as the tensors they belong to.")
-    sentences.extend(more)
-    last = ", ".join(rows[k].name for k in results[:4])
+        which = "Each layer" if unsaid == len(layers) else f"{unsaid} layers without saved bytes"
+        keeps = "keeps its" if unsaid == len(layers) else "keep their"
+        yield f"{which} {keeps} own activation for the backward, and nothing else."
+    yield "Gradients are as large as the tensors they belong to."
+
+
+def _result(names: Sequence[str], results: Sequence[int]) -> str:
+    last = ", ".join(names[k] for k in results[:4])
     more = f" and {len(results) - 4} more" if len(results) > 4 else ""
-    sentences.append(f"The model's result was taken to be that of {last}{more}.")
-    return sentences
+    return f"The model's result was taken to be that of {last}{more}."
 
 
 # The tables as they are written -------------------------------------------------------------------
@@ -184,22 +277,26 @@ def read_rows(where: str, text: str) -> list[TableRow]:
     for k, cell in enumerate(header):
         match = _HEADER.fullmatch(re.sub(r"[_\s]+", " ", cell.strip().lower()))
         if match is None:
-            raise FileError(f"{at}: column {readable(cell)!r}: isn't known; {EXPECTED}")
-        if match[1] in columns:
+            raise FileError(f"{at}: column {readable(cell)!r}: isn't known; {EXPECTED} {_MORE}")
+        name = MICRO_BATCH if match[1].startswith("micro") else match[1]
+        if name in columns:
             raise FileError(f"{at}: column {readable(cell)!r}: stands there twice")
-        columns[match[1]] = (k, match[2] or "")
+        columns[name] = (k, match[2] or "")
     for name in REQUIRED:
         if name.split()[0] not in columns:
             raise FileError(f"{at}: has no column {name!r}; {EXPECTED}")
     rows: list[TableRow] = []
-    taken: set[str] = set()
+    taken: set[tuple[str, int | None]] = set()
     for at, cells in lines:
         if len(cells) != len(header):
             raise FileError(f"{at}: has {len(cells)} cells; the header has {len(header)}")
         row = _row(at, cells, columns)
-        if row.name in taken:
-            raise FileError(f"{at}: layer {row.name!r} has a row already; names must be unique")
-        taken.add(row.name)
+        if (row.name, row.micro_batch) in taken:
+            what = "has a row already; names must be unique"
+            if row.micro_batch is not None:
+                what = f"has a row for micro-batches of {row.micro_batch} already"
+            raise FileError(f"{at}: layer {row.name!r} {what}")
+        taken.add((row.name, row.micro_batch))
         rows.append(row)
     if not rows:
         raise FileError(f"{where}: has no layer; {EXPECTED}")
@@ -223,15 +320,27 @@ def _row(at: str, cells: Sequence[str], columns: dict[str, tuple[int, str]]) -> 
     name = " ".join(cells[columns["layer"][0]].split())
     if not name or name == "output":
         raise FileError(f"{at}: layer: {name!r} can't be a layer's name")
-    saved = "saved" in columns and cells[columns["saved"][0]].strip() != ""
+
+    def there(column: str) -> bool:
+        return column in columns and cells[columns[column][0]].strip() != ""
+
     return TableRow(
         name=readable(name),
         forward_s=seconds("forward"),
         backward_s=seconds("backward"),
         parameter_bytes=count("parameter"),
         activation_bytes=count("activation"),
-        saved_bytes=count("saved") if saved else None,
+        saved_bytes=count("saved") if there("saved") else None,
+        micro_batch=_size(at, cell(MICRO_BATCH)) if MICRO_BATCH in columns else None,
+        update_s=seconds("update") if there("update") else None,
+        workspace_bytes=count("workspace") if there("workspace") else None,
     )
+
+
+def _size(at: str, text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or not 0 < len(text) < 10 or not int(text):
+        raise FileError(f"{at}: {MICRO_BATCH}: {readable(text)!r}: give a whole number from 1")
+    return int(text)
 
 
 def read_edges(where: str, names: Sequence[str]) -> list[TableEdge]:

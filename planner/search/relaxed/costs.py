@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import fsum
 
+import msgspec
 import numpy as np
 
 from ...costs.layer_graph import LayerVectors, capped, forward_share
@@ -165,4 +166,9 @@ class LeastSeconds(Scope):
             own = 1 if self.variant.whole_mini_batches else max(1, micro_batches // replicas)
             fixed_s += own * operation.forward_s + operation.mini_batch_s
             per_byte_s += operation.update_s_per_byte / every
-        return per_byte_s * self.graph.parameter_bytes, fixed_s
+        steps_s = per_byte_s * self.graph.parameter_bytes
+        for k, layer in enumerate(self.question.profile.layers):
+            if layer.update_s is not msgspec.UNSET:
+                by_bytes_s = optimizer.update_s_per_byte * layer.parameter_bytes
+                steps_s[k] += (layer.update_s - by_bytes_s) / every
+        return steps_s, fixed_s

@@ -6,6 +6,7 @@ import pytest
 import timeprest
 from click.testing import CliRunner
 from timeprest.cli.profile import main
+from timeprest.planner.costs.stage_costs import Costs
 from timeprest.profiles.errors import FileError, TargetError, UserError
 from timeprest.profiles.files import read_file
 from timeprest.profiles.imported.reader import import_profile, is_foreign
@@ -57,6 +58,72 @@ def test_units_stand_in_the_header_or_in_the_cell(tmp_path):
     assert of(cells) == pytest.approx((1e-3, 2e-3, 1000, 20))
     saved = "layer,forward,backward,parameters,activations,saved bytes\na,1,2,0,20,7\n"
     assert of(saved)[3] == 7
+
+
+SEVERAL = """layer,micro-batch,forward (ms),backward (ms),update us,parameters,activations,workspace
+a,1,2,4,100,10kB,2kB,1kB
+a,2,3,5,120,10kB,3kB,2kB
+a,8,8.2,20,110,10kB,9kB,8kB
+b,2,1,1,,1kB,20kB,
+b,8,2,3,,1kB,80kB,
+"""
+
+
+def test_a_size_that_was_measured_is_not_scaled(tmp_path):
+    path = write(tmp_path, SEVERAL)
+    profile = import_profile(path, micro_batch_sizes=[16, 4], batch_size=32)
+    assert (profile.batch_size, profile.micro_batch_sizes) == (32, (1, 2, 4, 8, 16))
+    seconds = [m.forward_s for m in profile.layers[0].measurements]
+    # On the lines from 2 to 8, and on beyond them.
+    assert seconds == pytest.approx(
+        [2e-3, 3e-3, 3e-3 + 5.2e-3 / 3, 8.2e-3, 8.2e-3 + 8 * 5.2e-3 / 6]
+    )
+    assert [m.workspace_bytes for m in profile.layers[0].measurements][3] == 8000
+    # Never less in proportion for fewer samples than for more.
+    assert profile.layers[1].measurements[0].forward_s == pytest.approx(1e-3 - 1e-3 / 6)
+    edge = profile.edges[0]
+    assert (edge.bytes_per_sample, edge.fixed_bytes) == pytest.approx((1000, 1000))
+    said = " ".join(profile.assumptions)
+    assert "for micro-batches of 1, 2, 8 samples; those for 4, 16 lie on the line" in said
+    assert "16 beyond what was measured" in said
+    assert "b has no row for 1 samples: its costs were taken to be on the line" in said
+    assert "in proportion" not in said
+    assert import_profile(path).batch_size == 8
+    assert import_profile(path, batch_size=4).micro_batch_sizes == (1, 2, 4)
+
+
+def test_updates_cost_what_the_table_says(tmp_path):
+    profile = import_profile(write(tmp_path, SEVERAL))
+    costs = Costs(profile)
+    assert costs.stage(("a",), 8, False).update_s == pytest.approx(110e-6)
+    assert costs.stage(("a", "b"), 8, True).update_s == pytest.approx(110e-6)
+    assert costs.stage(("a", "b"), 8, True).workspace_bytes == 8000
+    said = " ".join(profile.assumptions)
+    assert "Optimizer steps were taken to cost no time, for b, and to hold no state" in said
+    plan = timeprest.plan(profile, devices=2, stages=2, variant="gpipe", replicas=False)
+    free = import_profile(
+        write(tmp_path, SEVERAL.replace("00,", "0,").replace("20,", "0,"), "f.csv")
+    )
+    other = timeprest.plan(free, devices=2, stages=2, variant="gpipe", replicas=False)
+    assert plan.solver.optimal
+    assert plan.solver.bound_s <= plan.predicted.period_s
+    assert plan.predicted.period_s > other.predicted.period_s
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("a,2,", "a,1,", r":3: layer 'a' has a row for micro-batches of 1 already"),
+        ("a,2,", "a,x,", r":3: micro-batch: 'x': give a whole number from 1"),
+        ("a,2,", "a,0,", r":3: micro-batch: '0': give a whole number from 1"),
+        ("10kB,3kB", "11kB,3kB", r"layer 'a': has 10000 and 11000 parameter bytes; they are the"),
+        ("10kB,3kB", "10kB,4kB", r"layer 'a': activation bytes of micro-batches of 2 don't fit"),
+        ("10kB,9kB", "10kB,1kB", r"layer 'a': activation bytes"),
+    ],
+)
+def test_rows_of_a_layer_agree(tmp_path, old, new, message):
+    with pytest.raises(FileError, match=message):
+        import_profile(write(tmp_path, SEVERAL.replace(old, new, 1)))
 
 
 def test_edges_are_those_of_their_table(tmp_path):
