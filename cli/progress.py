@@ -128,6 +128,15 @@ class Bar:
         share = f", {left}" if left else ""
         log(f"{self._title}: {what} ({passed:.0f} s{share})")
 
+    def note(self, line: str) -> None:
+        """Print a line on stderr, above the bar."""
+        if self.quiet:
+            return
+        if self.shown:
+            self._progress.console.print(printable(line), highlight=False, markup=False)
+        else:
+            log(f"{self._title}: {line}")
+
     def print(self, *lines: Any) -> None:
         """Print results while the bar is shown: above it where both are on a terminal."""
         console = self._progress.console

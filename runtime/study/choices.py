@@ -11,7 +11,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Count, Tally
 from ...profiles.options import Option, option_fields, read_field
 from ..settings import OPTIMIZER, TRAINING
-from .figures.study import RISES, Metric
+from .figures.study import RISES, Budget, Metric
 
 TARGET = "Target"
 RATES = "Learning rates"
@@ -26,12 +26,35 @@ def _warmups(given: object, name: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _budget(given: object, name: str) -> Budget | None:
+    """``"2h"`` is a time, ``"40"`` so many trainings. Raises UserError."""
+    if given is None or isinstance(given, Budget):
+        return given
+    text = str(given).strip()
+    unit = next((unit for unit in _TIMES if text.endswith(unit)), "")
+    try:
+        amount = float(text.removesuffix(unit)) * _TIMES.get(unit, 1.0)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount <= MAX_FACTOR:
+        raise UserError(
+            f"{name} {given!r}: give a time, like 2h or 90min, or a number of trainings, like 40"
+        )
+    return Budget(seconds=amount) if unit else Budget(trainings=amount)
+
+
+_TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0}
+
+
 @dataclass(frozen=True)
 class StudyChoices:
     """What the user chooses besides plans and settings."""
 
     seeds: Annotated[int, Meta(ge=1, le=100), Option(TRAINING)] = 3
     """Trainings of each system."""
+    budget: Annotated[Budget | None, Option(TRAINING, metavar="TIME|COUNT", read=_budget)] = None
+    """Drop plans that fall behind, and choose what is trained next, within 2h, or as much as 40
+    trainings."""
     longer: Annotated[float, Meta(ge=1, le=1000), Option(TRAINING)] = 1.5
     """Every training is so many times as long as the steps that set the target, so that slower
     systems get there too."""
@@ -86,6 +109,11 @@ def choices_of(asked: dict[str, Any]) -> StudyChoices:
     if loss is not None and metric == "accuracy":
         raise UserError("--target-loss, --target accuracy: leave one of them out")
     given["metric"] = metric or "loss"
-    return StudyChoices(
+    chosen = StudyChoices(
         **{name: read_field(fields[name], v, fields[name].flag) for name, v in given.items()}
     )
+    for name in ("uniform_delay", "tune_steps"):
+        if chosen.budget is not None and getattr(chosen, name):
+            flag = fields[name].flag
+            raise UserError(f"{flag}: leave it out with --budget, which trains what decides")
+    return chosen

@@ -82,7 +82,6 @@ lines 62 planner/simulator/clock.py SimulatedClock.__init__
 lines 63 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
 lines 65 runtime/records/recording.py _recording
-lines 78 runtime/study/trainings/conduct.py prospect
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings

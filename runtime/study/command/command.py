@@ -31,7 +31,7 @@ from ...settings import settings_of
 from ..choices import StudyChoices, choices_of
 from ..figures.results import results_of
 from ..figures.study import Study, write_study
-from .tables import level_table, study_lines, study_table
+from .tables import dropped_table, level_table, study_lines, study_table
 
 MOST_JOBS = 1024
 
@@ -80,6 +80,7 @@ _study_options = options(
         "tp-run study plan.*.json -o study.json",
         "tp-run study plan.gpipe.json plan.timeprest.json --optimizer sgd --lr 0.1 -o study.html",
         "tp-run study plan.*.json --seeds 5 --target-accuracy 0.95",
+        "tp-run study plan.*.json --budget 2h -o study.html",
     ),
 )
 @click.argument("plan_paths", type=FileName(), metavar="PLAN...", nargs=-1, required=True)
@@ -103,8 +104,9 @@ def study(
 
     Plans are of one profile, such as all of tp-plan solve --variant all. All train on the same
     samples in the same sequence from the same weights, over several seeds, each with its own
-    learning rate. Times to the target are predicted by the plans' periods. Stopped, the same
-    command goes on where it was.
+    learning rate. Times to the target are predicted by the plans' periods. With --budget, plans
+    that fall behind in short trainings are dropped, and what decides is trained next. Stopped,
+    the same command goes on where it was.
     """
     check_system()
     study_path, page_path = _outputs(path)
@@ -130,7 +132,7 @@ def study(
             due = prospect(plans, plan_paths, settings, choices)
         try:
             with folder_kept():
-                found = conduct(due, kept, jobs or usable_cores(), bar, timeout_s)
+                found = conduct(due, kept, jobs or usable_cores(), bar, timeout_s, bar.note)
         except KeyboardInterrupt:
             done = sum(1 for _ in folder.glob("*.json"))
             raise Stopped(
@@ -164,6 +166,8 @@ def _show(found: Study, *, as_json: bool, quiet: bool, verbose: bool) -> None:
         return
     console = output()
     console.print(study_table(found, results, console.width))
+    if found.dropped:
+        console.print(dropped_table(found, results, console.width))
     if len(found.arms) > 1:
         console.print(level_table(found, results, console.width))
     for line in study_lines(found, results, verbose=verbose):

@@ -47,6 +47,7 @@ def study_part(study: Study, results: StudyResults) -> dict[str, Any]:
     asked = study.question
     plans = ranked(study, results)
     number = {plan.name: k + 1 for k, plan in enumerate(plans)}
+    periods = {plan.name: plan.period_s for each in study.dropped for plan in each.plans}
     arms = []
     more = len(plans) + 1
     for k, arm in enumerate(study.arms):
@@ -70,6 +71,10 @@ def study_part(study: Study, results: StudyResults) -> dict[str, Any]:
                 "plain_training": plan.is_plain_training,
             }
             for plan in plans
+        ],
+        "dropped": [
+            {**msgspec.to_builtins(each), "period_s": periods[each.plan]}
+            for each in results.dropped
         ],
         "recommendation": msgspec.to_builtins(results.recommendation),
     }
@@ -97,7 +102,7 @@ def _arm_part(study: Study, arm: StudyArm, found: ArmResult, index: int) -> dict
                 "chosen": curve.phase == "final",
             }
             for curve in sorted(arm.curves, key=lambda curve: (curve.warmup, curve.rate))
-            if curve.seed == 0
+            if curve.seed == 0 and curve.phase != "rung"
         ],
     }
 

@@ -50,6 +50,12 @@
         }));
       table.style.setProperty("margin-top", "1rem");
       host.append(table);
+      const { dropped } = study();
+      if (dropped.length) host.append(TP.asTable("Dropped, as a table", () => TP.table("What is expected of a whole training of plans that were dropped, by shorter ones",
+        ["system", "time", "95 %", "overhead", "95 %", "period", "rate", "mini-batches", "why"],
+        dropped.map((one) => [one.plan, one.time_s ? long(one.time_s.mean) : "–", between(one.time_s, long), one.overhead ? one.overhead.mean.toFixed(2) : "–",
+          between(one.overhead, (v) => v.toFixed(2)), TP.seconds(one.period_s), TP.number(one.rate), one.after,
+          !one.overhead ? "diverged" : one.overlap ? "the budget was over" : "slower"]))));
       const flush = plans.filter((plan) => plan.plain_training).map((plan) => plan.name);
       if (flush.length) host.append(TP.el("p", { class: "hint" }, `Pipelines that flush are plain training, trained once for all: ${flush.join(", ")}.`));
       host.append(TP.el("p", { class: "hint" }, `Times are overhead × samples of plain training × period ÷ mini-batch, predicted for ${[...new Set(plans.map((plan) => plan.cluster))].join("; ")}. Intervals: Student's t of the logarithms, paired by seed.`));

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ....cli.tables.layout import counted, fitted, fixed, words
 from ....profiles.units import format_bytes, format_seconds
-from ..figures.results import ArmResult, PlanResult, StudyResults
+from ..figures.results import ArmResult, DroppedResult, PlanResult, StudyResults
 from ..figures.spread import Spread
 from ..figures.study import PLAIN, StudiedPlan, Study, StudyArm
 
@@ -49,6 +49,39 @@ def ranked(study: Study, results: StudyResults) -> list[StudiedPlan]:
     """The plans, the shortest time first; those that don't get there last."""
     times = {p.plan: p.time_s.mean if p.time_s is not None else float("inf") for p in results.plans}
     return sorted(study.plans, key=lambda plan: times[plan.name])
+
+
+def dropped_table(study: Study, results: StudyResults, width: int) -> Group:
+    """Table of the plans that a budget wasn't spent on to the end, those first that may be the
+    best."""
+    shown = results.dropped
+    plans = {plan.name: plan for each in study.dropped for plan in each.plans}
+    columns = [
+        fixed("expected time", [_expected(each.time_s, format_seconds) for each in shown]),
+        fixed("95 %", [_interval(each.time_s, format_seconds) for each in shown], left=True),
+        fixed("overhead", [_expected(each.overhead, "{:.2f}".format) for each in shown]),
+        fixed("period", [format_seconds(plans[each.plan].period_s) for each in shown]),
+        fixed("d", [_differences(plans[each.plan].version_differences) for each in shown]),
+        fixed("rate", [f"{each.rate:g}" for each in shown]),
+        fixed("after", [str(each.after) for each in shown]),
+        fixed("why", [_why_dropped(each) for each in shown], left=True),
+    ]
+    return fitted(
+        "dropped: what is expected of a whole training, by trainings of so many mini-batches",
+        words("system", [each.plan for each in shown], 16),
+        columns,
+        width,
+    )
+
+
+def _expected(spread: Spread | None, text: Callable[[float], str]) -> str:
+    return "-" if spread is None else f"≈ {text(spread.mean)}"
+
+
+def _why_dropped(each: DroppedResult) -> str:
+    if each.overhead is None:
+        return "diverged"
+    return "budget" if each.overlap else "slower"
 
 
 def level_table(study: Study, results: StudyResults, width: int) -> Group:
@@ -171,7 +204,7 @@ def _tried(study: Study, arm: StudyArm) -> Text:
 
     parts = []
     for curve in sorted(arm.curves, key=lambda curve: (curve.rate, curve.warmup)):
-        if curve.seed:
+        if curve.seed or curve.phase == "rung":
             continue
         end = end_value(curve, study.question.metric)
         warmup = f" w{curve.warmup}" if curve.warmup else ""

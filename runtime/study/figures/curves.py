@@ -42,9 +42,9 @@ def points_of(curve: Curve, metric: Metric, mini_batch: int) -> list[tuple[float
     return found
 
 
-def smoothed(points: Points) -> list[tuple[float, float]]:
-    """The curve without its noise."""
-    most = len(points) // SMOOTHING
+def smoothed(points: Points, share: int = SMOOTHING) -> list[tuple[float, float]]:
+    """The curve without its noise, over so small a `share` to both sides."""
+    most = len(points) // share
     found = []
     for k, (at, _) in enumerate(points):
         h = min(most, k, len(points) - 1 - k)

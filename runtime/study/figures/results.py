@@ -20,6 +20,7 @@ import msgspec
 
 from ....planner.comparison.pareto import unbeaten
 from .curves import noise_of, points_of, samples_to, smoothed, value_at
+from .rungs import expected, said_in_rungs
 from .spread import Spread, spread_of
 from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
 
@@ -74,6 +75,24 @@ class PlanResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The interval of that has 1 in it."""
 
 
+class DroppedResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is expected of a plan whose arm a study with a budget didn't train to the end."""
+
+    plan: str
+    arm: str
+    after: int
+    """Mini-batches of the trainings that it was dropped after."""
+    rate: float
+    """The best of them."""
+    overhead: Spread | None
+    """Of a whole training (`rungs`); None: it diverged at all rates."""
+    time_s: Spread | None
+    """None: that, or plain training doesn't reach the target."""
+    overlap: float
+    """The share of the time's interval, in logarithms, that lies below the upper end of the best
+    plan's: 0 where it is ruled out."""
+
+
 class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which plan to take, and how sure that is."""
 
@@ -83,7 +102,7 @@ class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Others that are equal to it within the seeds' spread."""
     open: tuple[str, ...] = ()
     """Others that may be as fast: they don't reach the target in what was trained, which takes
-    them less time than this one."""
+    them less time than this one; or they were dropped, and their interval is below its end."""
     begun: bool = True
     """False: plain training has hardly begun where it reaches the target."""
     why: str
@@ -97,6 +116,8 @@ class StudyResults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     arms: tuple[ArmResult, ...]
     plans: tuple[PlanResult, ...]
     recommendation: Recommendation
+    dropped: tuple[DroppedResult, ...] = ()
+    """The one that may be the best first."""
 
     def arm(self, name: str) -> ArmResult:
         """Of the arm of this name."""
@@ -256,12 +277,62 @@ def results_of(study: Study) -> StudyResults:
                 equal=over is not None and over.low is not None and over.low <= 1 + 1e-9,
             )
         )
+    first = next((p for p in plans if best is not None and p.plan == best.name), None)
+    dropped = _dropped(reckoning, arms, first)
     return StudyResults(
         target=None if math.isnan(reckoning.target) else reckoning.target,
         arms=arms,
         plans=tuple(plans),
-        recommendation=_recommend(reckoning, plans, best.name if best is not None else ""),
+        recommendation=_recommend(reckoning, plans, dropped, first),
+        dropped=dropped,
     )
+
+
+def _dropped(
+    reckoning: Reckoning, arms: Sequence[ArmResult], best: PlanResult | None
+) -> tuple[DroppedResult, ...]:
+    study, samples = reckoning.study, reckoning.plain_samples
+    errors: dict[int, list[float]] = {}
+    for arm in arms[1:]:
+        for rung in said_in_rungs(study, study.arm(arm.arm)):
+            whole = arm.overhead.mean if arm.overhead is not None else arm.at_least
+            # What doesn't get there says something only where that was not to be expected.
+            if whole is not None and (arm.overhead is not None or whole > rung.overhead):
+                errors.setdefault(rung.after, []).append(math.log(whole / rung.overhead))
+    found = []
+    for each in study.dropped:
+        last = said_in_rungs(study, each.arm)[-1]
+        sound = last.overhead < math.inf
+        overhead = expected(last.overhead, errors.get(last.after, ())) if sound else None
+        for plan in each.plans:
+            time = None
+            if overhead is not None and samples is not None:
+                time = overhead * (samples * plan.period_s / study.question.mini_batch)
+            found.append(
+                DroppedResult(
+                    plan=plan.name,
+                    arm=plan.arm,
+                    after=last.after,
+                    rate=last.rate,
+                    overhead=overhead,
+                    time_s=time,
+                    overlap=_overlap(time, best) if sound else 0.0,
+                )
+            )
+    periods = {plan.name: plan.period_s for each in study.dropped for plan in each.plans}
+    return tuple(sorted(found, key=lambda d: (-d.overlap, _expected_s(d, periods[d.plan]))))
+
+
+def _expected_s(dropped: DroppedResult, period_s: float) -> float:
+    return math.inf if dropped.overhead is None else dropped.overhead.mean * period_s
+
+
+def _overlap(time: Spread | None, best: PlanResult | None) -> float:
+    if time is None or best is None or best.time_s is None:
+        return 1.0
+    low, high = time.low or time.mean, time.high or time.mean
+    end = best.time_s.high or best.time_s.mean
+    return min(max(math.log(end / low) / math.log(high / low), 0.0), 1.0)
 
 
 def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float | None:
@@ -271,23 +342,29 @@ def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float 
     return asked.length * plan.period_s
 
 
-def _recommend(reckoning: Reckoning, plans: Sequence[PlanResult], best: str) -> Recommendation:
+def _recommend(
+    reckoning: Reckoning,
+    plans: Sequence[PlanResult],
+    dropped: Sequence[DroppedResult],
+    first: PlanResult | None,
+) -> Recommendation:
     study, begun = reckoning.study, reckoning.begun
     asked = study.question
     reached = [plan for plan in plans if plan.time_s is not None]
     if all(curve.diverged_at is not None for curve in study.plain.finals()):
         return Recommendation(
-            plan=best if reached else None,
+            plan=first.plan if reached and first is not None else None,
             why="plain training diverges at all rates that were tried: begin with a lower --lr",
         )
-    if not reached:
+    left = tuple(plan.plan for plan in dropped if plan.overlap)
+    if not reached or first is None:
         return Recommendation(
             plan=None,
+            open=left,
             why=f"no plan reaches the target in {asked.length} mini-batches: train for longer, "
             "or set another target",
         )
-    first = next(plan for plan in reached if plan.plan == best)
-    equal = tuple(plan.plan for plan in reached if plan.equal and plan.plan != best)
+    equal = tuple(plan.plan for plan in reached if plan.equal and plan is not first)
     undecided = tuple(plan.plan for plan in plans if _may_be_faster(plan, first))
     why = _why(asked.seeds, reached, first, equal)
     if undecided:
@@ -295,13 +372,17 @@ def _recommend(reckoning: Reckoning, plans: Sequence[PlanResult], best: str) -> 
             f"; not decided, since the target isn't reached in what was trained: "
             f"{', '.join(undecided)} (a larger --longer)"
         )
+    if left:
+        why += f"; not decided within the budget: {', '.join(left)} (a larger --budget)"
     if not begun:
         why += (
             "; training has hardly begun at this target, which lies within the noise of one "
             "mini-batch of the first loss: a longer study may say otherwise (more --steps or "
             "--epochs)"
         )
-    return Recommendation(plan=best, equal=equal, open=undecided, begun=begun, why=why)
+    return Recommendation(
+        plan=first.plan, equal=equal, open=(*undecided, *left), begun=begun, why=why
+    )
 
 
 def _may_be_faster(plan: PlanResult, best: PlanResult) -> bool:

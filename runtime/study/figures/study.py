@@ -41,6 +41,16 @@ DIGITS = 6
 """Significant digits that curves keep."""
 
 
+class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How much a study may train: one of both."""
+
+    trainings: Factor | None = None
+    """As much as so many of the whole length."""
+    seconds: Factor | None = None
+    """Of each process."""
+    processes: Count = 1
+
+
 class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a study asks, of whatever plans."""
 
@@ -71,6 +81,8 @@ class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Mini-batches between two evaluations; 0: there are none."""
     mixes: bool
     """A layer mixes the samples of a batch (batch norm): micro-batches are trained as such."""
+    budget: Budget | msgspec.UnsetType = msgspec.UNSET
+    """Unset: every arm is trained to the end."""
     training: dict[str, Any]
     """The settings of all trainings, as those of a run."""
 
@@ -89,7 +101,8 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seed: Tally
     rate: Factor
     warmup: Tally
-    phase: Literal["tuning", "final"]
+    phase: Literal["rung", "tuning", "final"]
+    """rung: a shorter one, that arms are dropped by."""
     length: Count
     """Mini-batches that it was to have."""
     window: Count
@@ -154,7 +167,15 @@ class StudiedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return variant_named(self.variant).is_plain_training
 
 
-class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
+class DroppedArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An arm that a budget wasn't spent on to the end, with its plans."""
+
+    arm: StudyArm
+    """Its curves are of rungs alone, its rate the best of the last one."""
+    plans: tuple[StudiedPlan, ...]
+
+
+class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT, omit_defaults=True):
     """A study's file: all that its table and page are made of."""
 
     most: ClassVar = MAX_FILE_BYTES
@@ -162,6 +183,7 @@ class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     question: StudyQuestion
     arms: tuple[StudyArm, ...]
     plans: tuple[StudiedPlan, ...]
+    dropped: tuple[DroppedArm, ...] = ()
 
     def arm(self, name: str) -> StudyArm:
         """The arm of this name; a study that was read has it."""
@@ -177,14 +199,22 @@ def read_study(path: str | Path) -> Study:
     """Read and check a study. Raises FileError naming the file and field."""
     study = read_file(path, Study)
     names = [arm.name for arm in study.arms]
+    dropped = [each.arm.name for each in study.dropped]
     if PLAIN not in names:
         raise FileError(f"{path}: arms: there is no {PLAIN!r} training to compare with")
-    for name in _repeated(names):
+    for name in _repeated(names + dropped):
         raise FileError(f"{path}: arms: two have the name {name!r}; give each its own")
-    for name in _repeated(plan.name for plan in study.plans):
+    left = [plan for each in study.dropped for plan in each.plans]
+    for name in _repeated(plan.name for plan in (*study.plans, *left)):
         raise FileError(f"{path}: plans: two have the name {name!r}; give each its own")
     for k, plan in enumerate(study.plans):
         _check_plan(plan, names, f"{path}: plans[{k}]")
+    for k, each in enumerate(study.dropped):
+        where = f"{path}: dropped[{k}]"
+        if {curve.phase for curve in each.arm.curves} != {"rung"}:
+            raise FileError(f"{where}.arm.curves: must be of the phase 'rung', one or more")
+        for n, plan in enumerate(each.plans):
+            _check_plan(plan, [each.arm.name], f"{where}.plans[{n}]")
     for k, arm in enumerate(study.arms):
         if [curve.seed for curve in arm.finals()] != list(range(study.question.seeds)):
             raise FileError(

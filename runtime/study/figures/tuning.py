@@ -80,12 +80,14 @@ class TuningGrid:
         factor: between neighbours.
         budget: trials in all.
         warmups: updates; the rates are tried with the first.
+        halves: gaps. Else, once the best doesn't lie at an edge, no more rates are tried.
     """
 
     rate: float
     factor: float
     budget: int
     warmups: tuple[int, ...]
+    halves: bool = True
 
     @property
     def for_rates(self) -> int:
@@ -104,7 +106,10 @@ def next_trials(grid: TuningGrid, done: Sequence[Trial]) -> list[tuple[float, in
     if len(rates) < grid.for_rates:
         tried = {_key(trial.rate) for trial in rates}
         left = [rate for rate in map(_rounded, _start(grid)) if _key(rate) not in tried]
-        return [(rate, first) for rate in left] or [(_one_more(grid, rates), first)]
+        if left:
+            return [(rate, first) for rate in left]
+        if grid.halves or at_edge(rates, best_trial(rates).rate):
+            return [(_one_more(grid, rates), first)]
     best = best_trial(rates)
     tried_warmups = {trial.warmup for trial in done}
     return [(best.rate, warmup) for warmup in grid.warmups[1:] if warmup not in tried_warmups]

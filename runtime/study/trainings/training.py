@@ -61,9 +61,8 @@ def train_one(
     check_updates(prepared)
     recorder = _CurveRecorder(work.window(asked.length), asked.length, on_mini_batch)
     parts = len(plan.stages) if arm.kind == "pipeline" else 1
-    evaluator = (
-        _Evaluator(prepared, work.eval_every, asked.length, parts) if work.eval_every else None
-    )
+    every = work.evaluated_every(asked.length)
+    evaluator = _Evaluator(prepared, every, asked.length, parts) if every else None
     try:
         if arm.kind == "pipeline":
             _train_plan(prepared, recorder, evaluator)

@@ -24,8 +24,9 @@ from ....profiles import plugins
 from ....profiles.errors import FileError, UserError
 from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
 from ...prepare.data import segments
+from ...prepare.devices import autocast_of
 from ...settings import RunSettings
-from ..figures.study import PLAIN, Curve
+from ..figures.study import PLAIN, Curve, Metric
 
 WINDOWS = 100
 """Of a curve: so many means, or some more."""
@@ -64,6 +65,16 @@ class StudyWork(msgspec.Struct, frozen=True, kw_only=True):
     settings: RunSettings
     """Of all trainings; rate, warm-up, seed and steps are each one's own."""
     eval_every: int
+    """Mini-batches between evaluations of a training of the whole `length`; 0: there are none."""
+    length: int
+    metric: Metric
+
+    def evaluated_every(self, length: int) -> int:
+        """Of a training so long: a shorter one is evaluated as often, or not at all where its
+        target is of the training loss."""
+        if length == self.length or not self.eval_every:
+            return self.eval_every
+        return 0 if self.metric == "loss" else max(self.eval_every * length // self.length, 1)
 
     def settings_of(self, asked: Asked) -> RunSettings:
         """The settings of one training. Without an optimizer by name, its rate isn't in them."""
@@ -206,7 +217,11 @@ class Finished:
             (__version__, str(torch.__version__), self._source),
             (plan.profile.fingerprint, plan.mini_batch, arm.rules),
             self._work.settings_of(asked),
-            (asked.rate, self._work.eval_every, self._work.window(asked.length)),
+            (
+                asked.rate,
+                self._work.evaluated_every(asked.length),
+                self._work.window(asked.length),
+            ),
         )
         return self.folder / f"{digest}.json"
 
@@ -220,10 +235,11 @@ class Finished:
         except FileError as error:
             raise FileError(f"{error}; remove the file, and it is trained again") from None
 
-    def write(self, asked: Asked, curve: Curve, seconds: float) -> None:
+    def write(self, asked: Asked, curve: Curve, seconds: float) -> FinishedTraining:
         """Keep a training. Raises FileError."""
         done = FinishedTraining(training=self._work.label(asked), seconds=seconds, curve=curve)
         write_bytes(self.path(asked), msgspec.json.encode(done) + b"\n")
+        return done
 
 
 def source_of(task: str) -> str:
@@ -258,7 +274,26 @@ def _module_file(name: str) -> str:
 # Checks of what plans have in common ------------------------------------------------------------
 
 
-def check_together(plans: Sequence[Plan], files: Sequence[str]) -> None:
+def settings_of_all(
+    plans: Sequence[Plan], files: Sequence[str], settings: RunSettings
+) -> RunSettings:
+    """The settings of all trainings. Raises UserError where plans can't be compared."""
+    _check_together(plans, files)
+    under = autocast_of(plans[0], settings)
+    for plan, file in zip(plans, files, strict=True):
+        if autocast_of(plan, settings) != under:
+            raise UserError(
+                f"{file}: was profiled under another autocast than {files[0]}; a study trains all "
+                "alike: give --autocast bf16 or off"
+            )
+    settings = msgspec.structs.replace(
+        settings, threads=1, checkpoint_every=0, on_nan="warn", distances=False, evaluate=False
+    )
+    # Finished trainings are known by their settings.
+    return settings if under is None else msgspec.structs.replace(settings, autocast="bfloat16")
+
+
+def _check_together(plans: Sequence[Plan], files: Sequence[str]) -> None:
     """Raise UserError where plans can't be compared: another model, or another mini-batch."""
     first, at = plans[0], files[0]
     for plan, file in zip(plans, files, strict=True):

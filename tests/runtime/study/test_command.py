@@ -15,7 +15,7 @@ from timeprest.cli.run import main
 from timeprest.profiles.files import write_file
 from timeprest.runtime.study.command.page import study_page
 from timeprest.runtime.study.figures.results import results_of
-from timeprest.runtime.study.figures.study import PLAIN, EvaluationPoint, read_study
+from timeprest.runtime.study.figures.study import PLAIN, Budget, EvaluationPoint, read_study
 
 TRAINING = ("--steps", 12, "--seeds", 2, "--tune", 3, "--jobs", 1, "--eval-every", 6)
 SGD = ("--optimizer", "sgd", "--lr", 0.05, "--momentum", 0.9)
@@ -61,6 +61,23 @@ def test_a_study_from_the_command_line(call, tmp_path):
     assert set((tmp_path / "found.trainings").iterdir()) >= done
 
 
+def test_a_budget_drops_plans_and_says_which(call, tmp_path):
+    more = ("--steps", 40, "--seeds", 2, "--tune", 3, "--jobs", 1, "--eval-every", 0)
+    text = call(*more, *SGD, "--budget", 14, "-o", "found.html")
+    assert "dropped: what is expected of a whole training" in text
+    found = read_study(tmp_path / "found.json")
+    assert found.question.budget == Budget(trainings=14)
+    (dropped,) = found.dropped
+    assert dropped.plans[0].name not in {plan.name for plan in found.plans}
+    assert {curve.phase for curve in dropped.arm.curves} == {"rung"}
+    finished = [json.loads(path.read_text()) for path in (tmp_path / "found.trainings").iterdir()]
+    spent = sum(each["curve"]["length"] for each in finished)
+    assert spent <= 14 * found.question.length
+    assert f'"plan":"{dropped.plans[0].name}"' in (tmp_path / "found.html").read_text()
+    told = json.loads(call(*more, *SGD, "--budget", 14, "-o", "found.json", "--json"))
+    assert told["results"]["dropped"][0]["arm"] == dropped.arm.name
+
+
 def test_ctrl_c_says_how_to_go_on(call, tmp_path, monkeypatch):
     calls = []
 
@@ -92,6 +109,11 @@ def test_ctrl_c_says_how_to_go_on(call, tmp_path, monkeypatch):
         (("--lr", 1), "name the --optimizer too"),
         (("--tune-factor", 1), "--tune-factor"),
         (("--jobs", 0), "--jobs"),
+        (("--budget", "2d"), "--budget '2d': give a time, like 2h"),
+        (("--budget", -3), "--budget '-3'"),
+        (("--budget", 3), "--budget: too little for 3 things to train; give"),
+        (("--budget", "1h", "--tune-steps", 9), "--tune-steps: leave it out with --budget"),
+        (("--budget", "1h", "--uniform-delay"), "--uniform-delay: leave it out with --budget"),
         (("-o", "there.json"), "isn't overwritten"),
         (("--task", "nowhere.py:Task"), "nowhere.py"),
     ],

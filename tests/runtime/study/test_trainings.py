@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
 import batch_norm_tasks
 import hook_tasks
 import msgspec
@@ -21,9 +24,10 @@ from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.study.choices import StudyChoices
-from timeprest.runtime.study.figures.study import PLAIN, Curve, write_study
+from timeprest.runtime.study.figures.study import PLAIN, Budget, Curve, write_study
 from timeprest.runtime.study.trainings import worker
-from timeprest.runtime.study.trainings.conduct import _Conductor, conduct, prospect
+from timeprest.runtime.study.trainings.choosing import Choosing
+from timeprest.runtime.study.trainings.conduct import conduct, prospect
 from timeprest.runtime.study.trainings.delayed import DelayedTraining
 from timeprest.runtime.study.trainings.training import train_one
 from timeprest.runtime.study.trainings.work import Asked, Finished
@@ -182,6 +186,49 @@ def test_a_study_ends_the_same_however_it_was_stopped(plans, mlp_target, tmp_pat
         assert [curve.seed for curve in arm.finals()] == [0, 1]
 
 
+@pytest.mark.slow
+def test_a_study_with_a_budget_ends_the_same_however_it_was_stopped(plans, mlp_target, tmp_path):
+    asked = due(plans, mlp_target, steps=24, budget=Budget(trainings=14), eval_every=0)
+    lines = []
+    whole = conduct(asked, tmp_path / "whole", 1, silent, say=lines.append)
+    assert whole.dropped
+    assert "dropped for now: " in lines[0]
+    seen = [0]
+
+    def stop(what, done, total):
+        silent(what, done, total)
+        seen[0] += 1
+        if seen[0] % 97 == 0:
+            raise KeyboardInterrupt
+
+    again = None
+    while again is None:
+        with suppress(KeyboardInterrupt):
+            again = conduct(asked, tmp_path / "stopped", 1, stop)
+    assert seen[0] > 3 * 97
+    assert bytes_of(again, tmp_path / "a.json") == bytes_of(whole, tmp_path / "b.json")
+    assert len(list((tmp_path / "stopped").iterdir())) == len(list((tmp_path / "whole").iterdir()))
+
+
+def test_a_rung_has_a_schedule_of_its_own_length(plans, mlp_target):
+    """Its warm-up is as much shorter; and it is evaluated as often where that is the target."""
+    settings = RunSettings(
+        task=mlp_target, steps=80, optimizer=SGD, lr_schedule="linear", timeout_s=60
+    )
+    chosen = StudyChoices(
+        seeds=2, tune=3, longer=1.0, warmups=(16,), metric="test loss", budget=Budget(trainings=14)
+    )
+    asked = prospect(plans, ["plan.json"] * 3, settings, chosen)
+    wanted = Choosing(asked.question, asked.work.arms, [], {}.get).due()
+    assert {(each.length, each.warmup) for each in wanted} == {(10, 2)}
+    short = train_one(asked.work, wanted[0])
+    own = msgspec.structs.replace(settings, steps=10)
+    chosen = replace(chosen, warmups=(2,), budget=None)
+    alone = prospect(plans, ["plan.json"] * 3, own, chosen)
+    assert short.losses == train_one(alone.work, wanted[0]).losses
+    assert len(short.tests) == 10
+
+
 @pytest.mark.choice(0)
 @pytest.mark.processes
 def test_processes_give_the_same_study_and_a_dead_one_is_named(plans, mlp_target, tmp_path):
@@ -216,8 +263,7 @@ def test_a_rate_that_diverges_is_recorded(plans, mlp_target, tmp_path):
 
 def test_a_seed_that_diverges_has_no_part_in_the_target(plans, mlp_target, tmp_path):
     asked = due(plans[:1], mlp_target, tune=1, eval_every=0)
-    conductor = _Conductor(asked, tmp_path, silent)
-    length = asked.question.length
+    length, known = asked.question.length, {}
     for seed, (losses, diverged_at) in enumerate((([3.0, 1.0], None), ([3.0, 9.0], length))):
         training = Asked(arm=0, rate=SGD.lr, warmup=0, seed=seed, length=length)
         curve = Curve(
@@ -230,8 +276,10 @@ def test_a_seed_that_diverges_has_no_part_in_the_target(plans, mlp_target, tmp_p
             losses=losses,
             diverged_at=diverged_at,
         )
-        conductor._known[training] = curve
-    assert conductor._target() <= 3
+        known[training] = curve
+    choosing = Choosing(asked.question, asked.work.arms, [], known.get)
+    choosing.due()
+    assert choosing.target() <= 3
 
 
 def test_an_accuracy_that_evaluations_dont_have_is_no_target(plans, mlp_target, tmp_path):
@@ -289,7 +337,7 @@ def test_what_fails_in_plain_training_is_one_line(plans):
 def test_test_samples_load_no_longer_than_a_training(plans, mlp_target, monkeypatch):
     closed = []
     monkeypatch.setattr(Samples, "close", lambda samples: closed.append(samples.split))
-    train_one(due(plans[:1], mlp_target).work, Asked(arm=1, rate=0.05, warmup=0, seed=0, length=4))
+    train_one(due(plans[:1], mlp_target).work, Asked(arm=1, rate=0.05, warmup=0, seed=0, length=30))
     assert closed.count("test") == 1
 
 

@@ -1,0 +1,325 @@
+"""Which trainings a study needs, by what those that are done gave.
+
+Without a budget every arm finds its rate in trainings of the whole length (`figures.tuning`), and
+trains with all seeds. With one, rungs of short trainings (`figures.rungs`) say which arm begins;
+after it that one is trained to the end whose interval overlaps the best's most, until none does or
+the budget is over. Its rates are tried anew at the whole length, around the rung's best: short
+trainings tend to favour rates that are too low.
+
+What is due follows from curves alone, never from what came first: the study is the same whatever
+the number of processes, and however often it was stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import msgspec
+
+from ....profiles.errors import UserError
+from ..figures.results import results_of
+from ..figures.rungs import RATES
+from ..figures.study import Budget, Curve, DroppedArm, StudiedPlan, Study, StudyArm, StudyQuestion
+from ..figures.tuning import (
+    Trial,
+    TuningGrid,
+    at_edge,
+    badness_of,
+    best_trial,
+    candidates,
+    level_of,
+    next_trials,
+    together,
+)
+from .race import Race, Wanted
+from .work import ArmSpec, Asked
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How an arm is trained to the end.
+
+    Attributes:
+        grid: of its rates.
+        confirm: of these, so many train with all seeds.
+    """
+
+    grid: TuningGrid
+    confirm: int
+
+
+class Choosing:
+    """What is due, and the study once nothing is.
+
+    Attributes:
+        notes: what was decided, in lines for people.
+    """
+
+    def __init__(
+        self,
+        question: StudyQuestion,
+        arms: Sequence[ArmSpec],
+        plans: Sequence[StudiedPlan],
+        curve_of: Callable[[Asked], Curve | None],
+        seconds_of: Callable[[Asked], float] = lambda asked: 0.0,
+    ) -> None:
+        """
+        Args:
+            plans: each names its arm.
+            curve_of: a training that is done; None: it isn't.
+            seconds_of: what it took.
+        """
+        self._question, self._arms, self._plans = question, arms, plans
+        self.notes: list[str] = []
+        self._wanted = Wanted(curve_of)
+        self._seconds_of = seconds_of
+        self._found: Study | None = None
+        self._level: float | None = None
+        self._efforts: dict[int, _Effort] = {}
+        self._budget, budget = math.inf, question.budget
+        self._race: Race | None = None
+        if not isinstance(budget, msgspec.UnsetType):
+            self._budget = budget.trainings or math.inf
+            whole = len(arms) * self._cost(question.tune, question.confirm)
+            if len(arms) > 1 and (budget.trainings is None or whole > budget.trainings):
+                self._race = Race(question, [arm.name for arm in arms], plans, self._wanted)
+                self._check_budget()
+        if self._race is None:
+            grid = TuningGrid(question.rate, question.factor, question.tune, question.warmups)
+            effort = _Effort(grid, question.confirm)
+            self._efforts = dict.fromkeys(range(len(arms)), effort)
+
+    @property
+    def mini_batches(self) -> float:
+        """Of all trainings, about."""
+        asked = self._question
+        if self._race is None:
+            return len(self._arms) * self._cost(asked.tune, asked.confirm) * asked.length
+        return (self._budget if self._budget < math.inf else self._least(self._race)) * asked.length
+
+    def due(self) -> list[Asked]:
+        """Trainings that are due."""
+        self._wanted.due.clear()
+        while self._found is None and self._raced():
+            study = self._trained()
+            if study is None:
+                break
+            if not self._go_on(study):
+                self._found = study
+        return list(self._wanted.due)
+
+    def _raced(self) -> bool:
+        """Whether all rungs are done, if there are any."""
+        race = self._race
+        while race is not None and not race.over:
+            first, length = not race.rates, race.length
+            line = race.go_on()
+            if line is None:
+                return False
+            self.notes.append(line)
+            if first:
+                took = fmean(map(self._seconds_of, self._wanted.met))
+                self._check_budget(took * self._question.length / length)
+        if race is not None and not self._efforts:
+            self._spend(0, race.first)
+        return True
+
+    def study(self) -> Study:
+        """The study; nothing is due any more."""
+        assert self._found is not None
+        return self._found
+
+    def _go_on(self, study: Study) -> bool:
+        """Have the arm trained to the end whose interval overlaps the best plan's most. False: none
+        does, or the budget is over."""
+        first = next(iter(results_of(study).dropped), None)
+        if first is None:
+            return False
+        if not first.overlap:
+            self.notes.append("no plan that was dropped may be the best")
+            return False
+        arm = next(k for k, arm in enumerate(self._arms) if arm.name == first.arm)
+        if not self._spend(arm):
+            self.notes.append(f"the budget is over; {first.plan} may be the best, too")
+            return False
+        self.notes.append(f"next {first.arm}, which may be the best")
+        return True
+
+    # The budget, in trainings of the whole length -----------------------------------------------
+
+    def _cost(self, tune: int, confirm: int) -> float:
+        """Of an arm that is trained to the end, at most."""
+        asked = self._question
+        # The best trials are among the others.
+        seeds = asked.seeds - (asked.tune_length == asked.length)
+        return tune * asked.tune_length / asked.length + confirm * seeds
+
+    def _spend(self, *arms: int) -> bool:
+        """Train arms to the end, as well as the budget allows; or not."""
+        asked, race = self._question, self._race
+        assert race is not None
+        spent = sum(each.length for each in self._wanted.met) / asked.length
+        few = min(asked.tune, max(RATES, len(asked.warmups)))
+        for tune, confirm in ((asked.tune, asked.confirm), (few, 1)):
+            if spent + len(arms) * self._cost(tune, confirm) <= self._budget + 1e-9:
+                for k in arms:
+                    grid = TuningGrid(
+                        race.rates[k], asked.factor, tune, asked.warmups, halves=False
+                    )
+                    self._efforts[k] = _Effort(grid, confirm)
+                return True
+        return False
+
+    def _least(self, race: Race) -> float:
+        """What a race takes at least: its rungs, plain training and one arm."""
+        asked = self._question
+        few = min(asked.tune, max(RATES, len(asked.warmups)))
+        return race.mini_batches / asked.length + 2 * self._cost(few, 1)
+
+    def _check_budget(self, each_s: float = 0.0) -> None:
+        """Raise UserError where the budget is too small for the rungs and what comes after them.
+
+        Args:
+            each_s: seconds of a training of the whole length.
+        """
+        budget, race = self._question.budget, self._race
+        assert isinstance(budget, Budget)
+        assert race is not None
+        least = self._least(race)
+        if budget.seconds is not None and not each_s:
+            return
+        if budget.seconds is not None:
+            self._budget = budget.seconds * budget.processes / each_s
+        if self._budget < least:
+            enough = (
+                f"{math.ceil(least)} trainings"
+                if budget.seconds is None
+                else f"{math.ceil(least * each_s / budget.processes / 60)}min"
+            )
+            raise UserError(
+                f"--budget: too little for {len(self._arms)} things to train; give {enough} or "
+                "more, fewer plans, or fewer --seeds; what is trained already stays"
+            )
+
+    # Arms that are trained to the end -----------------------------------------------------------
+
+    def _trials(self, arm: int) -> list[Trial] | None:
+        """An arm's trials of rates; None: some are due, or plain training has to set the target
+        before they can be judged."""
+        trials: list[Trial] = []
+        length = self._question.tune_length
+        while following := next_trials(self._efforts[arm].grid, trials):
+            curves = self._wanted.curves(
+                [
+                    Asked(arm=arm, rate=rate, warmup=warmup, seed=0, length=length)
+                    for rate, warmup in following
+                ]
+            )
+            if curves is None or (arm and self.target() is None):
+                return None
+            trials += [
+                Trial(rate, warmup, self._badness(arm, curve))
+                for (rate, warmup), curve in zip(following, curves, strict=True)
+            ]
+        return trials
+
+    def _badness(self, arm: int, curve: Curve) -> tuple[float, float]:
+        asked = self._question
+        target = self.target() if arm else asked.target
+        return badness_of(curve, asked.metric, target=target, steps=asked.steps)
+
+    def target(self) -> float | None:
+        """What arms are tuned for; None: plain training hasn't set it yet."""
+        asked = self._question
+        if asked.target is not None:
+            return asked.target
+        if self._level is None and (found := self._best(0)) is not None:
+            curves = self._wanted.curves(self._finals(0, found[1])) or []
+            # As the study's target: of seeds that don't diverge, if there are any.
+            sound = [curve for curve in curves if curve.diverged_at is None]
+            levels = [level_of(curve, asked.metric, asked.steps) for curve in sound]
+            self._level = sum(levels) / len(levels) if levels else math.nan
+        return self._level
+
+    def _best(self, arm: int) -> tuple[list[Trial], Trial] | None:
+        """An arm's trials, and the best over all seeds; None: all that it takes isn't trained."""
+        trials = self._trials(arm)
+        if trials is None:
+            return None
+        best = candidates(trials, self._efforts[arm].confirm)
+        over_seeds = [self._wanted.curves(self._finals(arm, trial)) for trial in best]
+        judged = [
+            replace(trial, badness=together([self._badness(arm, curve) for curve in curves]))
+            for trial, curves in zip(best, over_seeds, strict=True)
+            if curves is not None
+        ]
+        return (trials, best_trial(judged)) if len(judged) == len(best) else None
+
+    def _finals(self, arm: int, trial: Trial) -> list[Asked]:
+        asked = self._question
+        return [
+            Asked(arm=arm, rate=trial.rate, warmup=trial.warmup, seed=seed, length=asked.length)
+            for seed in range(asked.seeds)
+        ]
+
+    # The study ----------------------------------------------------------------------------------
+
+    def _trained(self) -> Study | None:
+        """The study of the arms that there is an effort for; None: some of it is due."""
+        found = {k: self._best(k) for k in sorted(self._efforts)}
+        best = {k: each for k, each in found.items() if each is not None}
+        if len(best) < len(found):
+            return None
+        arms = [self._arm(k, *each) for k, each in best.items()]
+        names, race = {arm.name for arm in arms}, self._race
+        dropped = [
+            DroppedArm(
+                arm=self._made(k, race.curves[k], race.rates[k], race.curves[k][-1].warmup),
+                plans=tuple(plan for plan in self._plans if plan.arm == arm.name),
+            )
+            for k, arm in enumerate(self._arms)
+            if race is not None and k not in best
+        ]
+        return Study(
+            question=self._question,
+            arms=tuple(arms),
+            plans=tuple(plan for plan in self._plans if plan.arm in names),
+            dropped=tuple(dropped),
+        )
+
+    def _arm(self, k: int, trials: Sequence[Trial], best: Trial) -> StudyArm:
+        asked = self._question
+        finals = self._finals(k, best)
+        tried = [
+            Asked(arm=k, rate=trial.rate, warmup=trial.warmup, seed=0, length=asked.tune_length)
+            for trial in trials
+        ]
+        for trial in candidates(trials, self._efforts[k].confirm):
+            tried += [each for each in self._finals(k, trial) if each not in tried]
+        tuning = self._wanted.curves([each for each in tried if each not in finals]) or []
+        curves = [
+            *(self._race.curves[k] if self._race is not None else ()),
+            *(msgspec.structs.replace(curve, phase="tuning") for curve in tuning),
+            *(self._wanted.curves(finals) or ()),
+        ]
+        first = [trial for trial in trials if trial.warmup == asked.warmups[0]]
+        return self._made(k, curves, best.rate, best.warmup, at_edge(first, best.rate))
+
+    def _made(
+        self, k: int, curves: Sequence[Curve], rate: float, warmup: int, edge: bool = False
+    ) -> StudyArm:
+        arm = self._arms[k]
+        return StudyArm(
+            name=arm.name,
+            kind=arm.kind,
+            micro_batches=arm.micro_batches,
+            update_every=arm.update_every,
+            delay=arm.delay,
+            rate=rate,
+            warmup=warmup,
+            at_edge=edge,
+            curves=tuple(curves),
+        )
