@@ -7,6 +7,7 @@
 # make hf-families  profile, plan and train Hugging Face families by name for docs/families.md (ten minutes)
 # make bench-exports  our cuts beside those that other engines make by default, simulated and in torch (some minutes)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
+# make accuracy  hold predictions against measured runs for docs/accuracy.md (a minute; SAILOR=folder has others' runs)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that, on 2 and 4 devices; some 7 minutes
 # make bench-battery    hold everyday plans against a hill climb for docs/planner_battery.md (hours)
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-freedom bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-freedom bench-sequences bench-scale bench-exports accuracy claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -85,6 +86,9 @@ bench-freedom: $(READY)
 
 bench-sequences: $(READY)
 	$(BIN)/python tests/benchmarks/planner/sequences.py
+
+accuracy: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.accuracy --sailor $(SAILOR) $(if $(FIT),--fit $(FIT)) --page docs/accuracy.md
 
 CLAIMS := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.claims
 

@@ -1,0 +1,209 @@
+"""docs/accuracy.md: tables of what was predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from timeprest.planner.engine_costs import EngineCosts
+
+from ..shared import around, markdown
+from .calibrate import Calibration
+from .races import Raced, raced
+from .rivals import naive_s, sailors_s
+from .sailor import NOTHING, Run
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+OURS = EngineCosts("tp-run")
+"""A run of ours: nothing is as in other engines."""
+
+
+class Step(NamedTuple):
+    """A way to predict.
+
+    Attributes:
+        name: of its column.
+        wants: what it has to know, for the table of what to measure.
+    """
+
+    name: str
+    wants: str
+
+
+STEPS = (
+    Step("naive", "layers' times"),
+    Step("Sailor's", "and a curve of each link's bandwidth: Sailor's own simulator"),
+    Step("order", "the same: our simulator, as `tp-run` would run the plan"),
+    Step("DeepSpeed's", "the same: the order in which DeepSpeed sends (`--engine deepspeed`)"),
+    Step("receive", "and what a receive costs, by other runs of the cluster (`--receive`)"),
+    Step("sums", "and how long sums of gradients take, by other runs (`[[all_reduce]]`)"),
+)
+
+
+class Judged(NamedTuple):
+    """A run, and errors as shares of what was measured.
+
+    Attributes:
+        periods: by the names of STEPS, and "smaller", "elsewhere" for the last one with figures of
+            smaller runs or of other clusters.
+        memory: with figures of other runs; None: it wasn't measured.
+        tensors: the same of tensors alone.
+    """
+
+    run: Run
+    doubts: Mapping[str, str]
+    periods: Mapping[str, float]
+    memory: float | None
+    tensors: float | None
+
+
+def judged(calibration: Calibration) -> Iterator[Judged]:
+    """Every run, by figures that it had no part in."""
+    tables = calibration.tables
+    for run in calibration.runs:
+        reckoned = calibration.reckoned(run)
+        figures = calibration.figures(run)
+        seconds = {
+            "naive": naive_s(tables, run),
+            "Sailor's": sailors_s(tables, run),
+            "order": reckoned.period_s(engine=OURS),
+            "DeepSpeed's": reckoned.period_s(),
+            "receive": reckoned.period_s(replace(figures, sync=1.0)),
+            "sums": reckoned.period_s(figures),
+        }
+        for which in ("smaller", "elsewhere"):
+            if any(len(other.stages) > 1 for other in calibration.known_by(run, which)):
+                seconds[which] = reckoned.period_s(calibration.figures(run, which))
+        memory = tensors = None
+        if run.memory_bytes:
+            memory = reckoned.memory_bytes(figures) / run.memory_bytes - 1
+            tensors = reckoned.memory_bytes(NOTHING) / run.memory_bytes - 1
+        errors = {name: found / run.period_s - 1 for name, found in seconds.items()}
+        yield Judged(run, calibration.doubts[run.name], errors, memory, tensors)
+
+
+class Spread(NamedTuple):
+    """Of errors, without their signs."""
+
+    runs: int
+    median: float
+    ninth: float
+    worst: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """For a table."""
+        return tuple(f"{share:.1%}" for share in self[1:])
+
+
+def spread(errors: Iterable[float]) -> Spread:
+    """Median, 90th percentile and worst."""
+    sizes = [abs(error) for error in errors]
+    if not sizes:
+        return Spread(0, 0.0, 0.0, 0.0)
+    return Spread(len(sizes), median(sizes), float(np.percentile(sizes, 90)), max(sizes))
+
+
+def page(found: list[Judged]) -> str:
+    """The whole text, from accuracy.head.md."""
+    head = (DOCS / "accuracy.head.md").read_text(encoding="utf-8")
+    parts = [
+        summary(found),
+        "Run by run, errors in percent (predicted over measured); ranks of a tensor-parallel group "
+        "are one replica:",
+        by_run(found),
+        doubted(found),
+        "## Runs of ours",
+        "Of [benchmarks.md](benchmarks.md), two stages on two cores, medians over rounds; peaks of "
+        "each stage and round. *shared*: devices with several stages, or two workers on a core.",
+        own(list(raced())),
+    ]
+    return "\n\n".join(around(head, [part for part in parts if part])) + "\n"
+
+
+def summary(found: list[Judged]) -> str:
+    """What has to be known for what."""
+    rows = []
+    for step in STEPS:
+        errors = [j.periods[step.name] for j in found if "period" not in j.doubts]
+        rows.append([step.name, step.wants, *spread(errors).cells])
+    for which, name in (("smaller", "smaller runs"), ("elsewhere", "other clusters")):
+        errors = [
+            j.periods[which] for j in found if which in j.periods and not j.doubts.get("period")
+        ]
+        number = spread(errors).runs
+        rows.append([name, f"by figures of {name} alone, {number} runs", *spread(errors).cells])
+    for name, wants, value in (
+        ("tensors", "memory: tensors alone", "tensors"),
+        ("memory", "and a process's own, and the allocator's share, by other runs", "memory"),
+    ):
+        errors = [
+            error
+            for j in found
+            if "memory" not in j.doubts and (error := getattr(j, value)) is not None
+        ]
+        rows.append([name, wants, *spread(errors).cells])
+    return markdown(["", "what is known", "median", "90th", "worst"], rows)
+
+
+def by_run(found: list[Judged]) -> str:
+    """A row for each run."""
+    rows = []
+    for j in found:
+        run = j.run
+        mark = "†" if "period" in j.doubts else ""
+        memory = "" if j.memory is None else f"{j.memory:+.0%}"
+        rows.append(
+            [
+                f"{run.name}{mark}",
+                f"{len(run.stages)}×{run.replicas}×{run.groups[0][0].ranks}",
+                f"{run.micro_batch}×{run.each}",
+                f"{run.period_s:.3g} s",
+                *(f"{100 * j.periods[step.name]:+.1f}" for step in STEPS),
+                memory + ("†" if "memory" in j.doubts else ""),
+            ]
+        )
+    return markdown(
+        [
+            *("run", "stages × replicas × ranks", "micro-batch × their count", "measured"),
+            *(step.name for step in STEPS),
+            "memory",
+        ],
+        rows,
+    )
+
+
+def doubted(found: list[Judged]) -> str:
+    """What isn't counted, and why."""
+    said = [
+        f"{j.run.name}: {what} ({why})"
+        for j in found
+        for what, why in j.doubts.items()
+        if what != "sync"
+    ]
+    return f"†: not counted above. {'; '.join(said)}." if said else ""
+
+
+def own(found: list[Raced]) -> str:
+    """Our races, model by model."""
+    rows = []
+    for model in dict.fromkeys(each.model for each in found):
+        for shared in (False, True):
+            mine = [x for x in found if x.model == model and x.shared == shared]
+            if mine:
+                name = f"{model}, shared" if shared else model
+                memory = spread(error for x in mine for error in x.memory)
+                periods = spread(x.error for x in mine)
+                rows.append([name, str(len(mine)), *periods.cells, *memory.cells])
+    plain = [x for x in found if not x.shared]
+    memory = spread(error for x in plain for error in x.memory)
+    rows.append(
+        ["all but shared", str(len(plain)), *spread(x.error for x in plain).cells, *memory.cells]
+    )
+    heads = ["model", "systems", "period: median", "90th", "worst"]
+    return markdown([*heads, "peaks: median", "90th", "worst"], rows)

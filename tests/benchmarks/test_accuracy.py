@@ -1,0 +1,171 @@
+"""Predictions of others' runs: of small tables of our own, and of Sailor's where they are."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from math import inf
+
+import pytest
+from helpers.paths import published
+from timeprest.profiles.errors import FileError
+from timeprest.tests.benchmarks.accuracy.calibrate import Calibration
+from timeprest.tests.benchmarks.accuracy.page import by_run, judged, own, spread, summary
+from timeprest.tests.benchmarks.accuracy.races import raced
+from timeprest.tests.benchmarks.accuracy.rivals import naive_s, sailors_s
+from timeprest.tests.benchmarks.accuracy.sailor import (
+    Figures,
+    Reckoned,
+    read_runs,
+    read_tables,
+    reckoned_by,
+)
+
+SAMPLES_S = {"fast": (0.010, 0.020), "slow": (0.015, 0.030)}
+"""Of a block, by GPU: forward and backward of a sample."""
+
+
+def fact(parameters, kept):
+    return {"params_floats": parameters, "act_output_floats": 250_000, "act_mem_floats": kept}
+
+
+def tables(folder, blocks=4):
+    """A model of blocks between two ends, on two kinds of GPU; links of 1 GB/s."""
+    layers = range(blocks + 2)
+    facts = {str(k): fact(1_000_000 if k in (0, blocks + 1) else 500_000, 750_000) for k in layers}
+    profiles = {
+        gpu: {
+            str(size): {
+                "2": {str(k): [f * size, b * size, 0.002] for k in layers},
+            }
+            for size in (1, 4)
+        }
+        for gpu, (f, b) in SAMPLES_S.items()
+    }
+    curve = {gpu: {"2": [[0.0, 0.0, 1.0], 1e9], "1": [[0.0, 0.0, 1.0], 1e9]} for gpu in profiles}
+    ends = {gpu: {count: {"here": curve} for count in "12"} for gpu in profiles}
+    write(folder / "profiles_tmp.json", {"net": profiles})
+    write(folder / "llm_info.json", {"net": {"1": facts, "2": facts}})
+    write(folder / "multizone_bandwidths_het.json", {"here": ends})
+    return read_tables(folder)
+
+
+def write(path, what):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(what), encoding="utf-8")
+
+
+def run(folder, name, stages, gpus, micro_batch, mini_batch, **measured):
+    """A run's file; `gpus`: per stage, of each replica."""
+    borders = [round(k * 6 / stages) for k in range(stages + 1)]
+    layers = [list(range(a, b)) for a, b in pairwise(borders)]
+    groups = [[[[[gpu, 2, "here"]], 2] for gpu in mine] for mine in gpus]
+    pipeline = {"layers_per_stage": layers, "tmp_per_stage": groups, "dp": [len(m) for m in gpus]}
+    found = {"real": 1.0, **measured, "mbs": micro_batch, "gbs": mini_batch}
+    write(folder / f"{name}.json", {**found, "pipeline_list": [pipeline]})
+
+
+def test_a_run_is_reckoned_by_its_tables(tmp_path):
+    known = tables(tmp_path)
+    run(tmp_path / "runs", "one", 1, [["fast"]], 4, 8)
+    run(tmp_path / "runs", "two", 2, [["fast", "slow"], ["slow", "slow"]], 1, 8)
+    one, two = (Reckoned(known, each) for each in read_runs(tmp_path / "runs", known))
+    # The update was timed on two blocks and both ends: 3 M of 4 M parameters.
+    assert one.period_s() == pytest.approx(2 * 6 * 4 * 0.030 + 0.002 * 4 / 3)
+    assert two.pipeline.forward_s == pytest.approx((3 * 0.015, 3 * 0.015))
+    assert two.pipeline.paces == ((pytest.approx(2 / 3), 1.0), (1.0, 1.0))
+    assert two.pipeline.links[0].forward_s == pytest.approx(1e6 / 1e9)
+    # Two ranks of 2 M floats each, half of it passed on twice.
+    assert two.pipeline.all_reduce_s == pytest.approx((2 * 2e6 * 4 * 2 / 2 / 1e9,) * 2)
+    slower = two.period_s(Figures(receive_bytes_per_s=1e9))
+    assert slower > two.period_s() > 4 * 3 * 0.045
+    held = 4 * 2e6 * (2 + 2 + 2) + 2 * 3 * 750_000 * 4
+    assert two.memory_bytes() == held
+    assert two.memory_bytes(Figures(context_bytes=5.0, cached=2.0)) == held + 2 * 9e6 + 5
+
+
+def test_sizes_between_those_measured_lie_on_a_line(tmp_path):
+    known = tables(tmp_path)
+    run(tmp_path, "between", 1, [["fast"]], 2, 2)
+    run(tmp_path, "beyond", 1, [["fast"]], 8, 8)
+    between, beyond = read_runs(tmp_path, known)
+    assert Reckoned(known, between).period_s() == pytest.approx(6 * 2 * 0.030 + 0.002 * 4 / 3)
+    runs, lines = reckoned_by(known, [between, beyond])
+    assert runs == [between]
+    assert lines == [
+        "beyond: not predicted: no profile of net on fast, micro-batch 8, 2 ranks",
+    ]
+
+
+def test_no_run_is_judged_by_figures_it_had_part_in(tmp_path):
+    known = tables(tmp_path)
+    for name, stages, size in (("a", 2, 1), ("b", 2, 1), ("c", 3, 1), ("d", 2, 4)):
+        run(tmp_path, name, stages, [["fast"]] * stages, size, 16, max_mem=10**9, red_grads=0.0)
+    run(tmp_path, "e", 2, [["slow"]] * 2, 1, 16)
+    a, b, c, d, e = read_runs(tmp_path, known)
+    calibration = Calibration(known, [a, b, c, d, e])
+    assert calibration.known_by(a) == [c, d]
+    assert calibration.known_by(c, "smaller") == [a, b, d]
+    assert calibration.known_by(e, "elsewhere") == [a, b, c, d]
+    assert calibration.known_by(e) == []
+    assert calibration.figures(e) == Figures()
+
+
+def test_a_receives_cost_is_found_again(tmp_path):
+    known = tables(tmp_path)
+    truth = Figures(10 ** (190 / 20), 1.0, 2e9, 1.25)
+    for name, stages, size in (("a", 2, 1), ("b", 3, 1), ("c", 3, 4), ("d", 6, 1), ("e", 2, 4)):
+        run(tmp_path, name, stages, [["fast"]] * stages, size, 48)
+        (plain,) = (r for r in read_runs(tmp_path, known) if r.name == name)
+        reckoned = Reckoned(known, plain)
+        measured = {"real": reckoned.period_s(truth), "max_mem": reckoned.memory_bytes(truth)}
+        run(tmp_path, name, stages, [["fast"]] * stages, size, 48, **measured)
+    calibration = Calibration(known, read_runs(tmp_path, known))
+    found = list(judged(calibration))
+    for each in found:
+        figures = calibration.figures(each.run)
+        assert figures.receive_bytes_per_s == truth.receive_bytes_per_s
+        assert figures.context_bytes == pytest.approx(2e9, rel=1e-6)
+        assert each.periods["sums"] == pytest.approx(0, abs=1e-9)
+        assert each.memory == pytest.approx(0, abs=1e-9)
+    assert by_run(found).count("\n") == 2 + len(found) - 1
+    assert "100" not in summary(found)
+
+
+def test_what_cant_be_read_is_one_line(tmp_path):
+    with pytest.raises(FileError, match="profiles_tmp"):
+        read_tables(tmp_path)
+    known = tables(tmp_path)
+    with pytest.raises(FileError, match="has no measured runs"):
+        read_runs(tmp_path, known)
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(FileError, match=r"bad\.json: can't be read"):
+        read_runs(tmp_path, known)
+
+
+def test_our_races_are_summed_up():
+    found = list(raced())
+    assert len(found) > 40
+    assert spread(each.error for each in found if not each.shared).median < 0.05
+    assert "all but shared" in own(found)
+
+
+@pytest.mark.slow
+def test_sailors_runs_are_predicted():
+    known = read_tables(published("sailor"))
+    runs = read_runs(published("sailor"), known)
+    found = list(judged(Calibration(known, runs)))
+    trusted = [each for each in found if "period" not in each.doubts]
+    assert len(trusted) >= len(runs) - 2
+    for name, most in (("sums", (0.03, 0.08)), ("naive", (inf, inf))):
+        errors = spread(each.periods[name] for each in trusted)
+        assert (errors.median, errors.ninth) <= most
+        assert errors.ninth <= most[1]
+    memory = spread(each.memory for each in found if "memory" not in each.doubts)
+    assert memory.median < 0.08
+    # Both rivals are worse, the naive one by most.
+    naive, theirs = (
+        spread(rival(known, each.run) / each.run.period_s - 1 for each in trusted)
+        for rival in (naive_s, sailors_s)
+    )
+    assert naive.median > theirs.median > 0.04
