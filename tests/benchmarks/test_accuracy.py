@@ -10,7 +10,15 @@ import pytest
 from helpers.paths import published
 from timeprest.profiles.errors import FileError
 from timeprest.tests.benchmarks.accuracy.calibrate import Calibration
-from timeprest.tests.benchmarks.accuracy.page import by_run, judged, own, spread, summary
+from timeprest.tests.benchmarks.accuracy.others import ccl_bench, titan
+from timeprest.tests.benchmarks.accuracy.page import (
+    by_run,
+    foretold,
+    judged,
+    own,
+    spread,
+    summary,
+)
 from timeprest.tests.benchmarks.accuracy.races import raced
 from timeprest.tests.benchmarks.accuracy.rivals import naive_s, sailors_s
 from timeprest.tests.benchmarks.accuracy.sailor import (
@@ -141,6 +149,18 @@ def test_what_cant_be_read_is_one_line(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(FileError, match=r"bad\.json: can't be read"):
         read_runs(tmp_path, known)
+
+
+def test_one_run_says_something_of_another():
+    # 8 stages and as many micro-batches: 15 / 8 of the work, or 11.5 / 8 in two rounds of stages.
+    ratio = titan()
+    assert ratio.predicted == pytest.approx(15 / 11.5)
+    found = list(ccl_bench())
+    assert found[0].predicted == pytest.approx(0.4866 / 9 * 19 / 2)
+    # Sums over 4 replicas take 3 / 2 times those over 2.
+    sums_s = 5.889 - 4 * 0.4866 * 2 / 9
+    assert found[2].predicted == pytest.approx(1.5 * sums_s + 2 * 0.4743 * 2 / 5)
+    assert foretold([ratio, *found]).count("\n") == 2 + len(found)
 
 
 def test_our_races_are_summed_up():

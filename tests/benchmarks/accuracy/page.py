@@ -13,6 +13,7 @@ from timeprest.planner.engine_costs import EngineCosts
 
 from ..shared import around, markdown
 from .calibrate import Calibration
+from .others import Foretold, ccl_bench, titan
 from .races import Raced, raced
 from .rivals import naive_s, sailors_s
 from .sailor import NOTHING, Run
@@ -118,6 +119,12 @@ def page(found: list[Judged]) -> str:
         "are one replica:",
         by_run(found),
         doubted(found),
+        "## Two more sets",
+        "Measurements without layers' times: what one run says of another, in "
+        "`tests/benchmarks/accuracy/others.py` with sources. Neither names all that it ran with: "
+        "torchtitan's report doesn't say how many micro-batches there were (its default is taken), "
+        "CCL-Bench's scripts have changed since (the workload cards' batches are taken).",
+        foretold([titan(), *ccl_bench()]),
         "## Runs of ours",
         "Of [benchmarks.md](benchmarks.md), two stages on two cores, medians over rounds; peaks of "
         "each stage and round. *shared*: devices with several stages, or two workers on a core.",
@@ -187,6 +194,21 @@ def doubted(found: list[Judged]) -> str:
         if what != "sync"
     ]
     return f"†: not counted above. {'; '.join(said)}." if said else ""
+
+
+def foretold(found: list[Foretold]) -> str:
+    """What one run says of another."""
+    rows = [
+        [
+            each.what,
+            each.by,
+            f"{each.predicted:.3g}",
+            ", ".join(f"{seen:.3g}" for seen in each.measured),
+            f"{each.error:+.1%}",
+        ]
+        for each in found
+    ]
+    return markdown(["what", "known by", "predicted", "measured", "error"], rows)
 
 
 def own(found: list[Raced]) -> str:
