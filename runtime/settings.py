@@ -107,7 +107,13 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     warmup: Annotated[Tally, Option(OPTIMIZER)] = 0
     """Updates over which the learning rate of --lr-schedule rises."""
     lr_rescheduling: Annotated[
-        Tally, Option(DIFFERENCES, metavar="T", marks=("later", "delay"))
+        Tally | None,
+        Option(
+            DIFFERENCES,
+            usual="0; pipemare: a quarter of the updates",
+            metavar="T",
+            marks=("later", "delay"),
+        ),
     ] = 0
     """Divide the learning rate of a stage's update t by d^(1 - min(t/T, 1)), d its version
     difference (PipeMare). 0: don't. Not where the system flushes."""
@@ -284,6 +290,7 @@ def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
         "epochs": 5,
         "threads": plan.profile.threads,
         "timeout_s": min(max(least, 100 * plan.predicted.period_s), MAX_SECONDS),
+        **({"lr_rescheduling": None} if plan.system.rescheduled else {}),
     }
     return _made({**defaults, **_read(asked)})
 

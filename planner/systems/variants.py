@@ -70,6 +70,8 @@ class Variant:
             and W for those of its weights; W has no messages and may come later.
         placement: which device runs which stage (`placement`); "any": as the plan says.
         half_memory: devices keep about half the activations of 1F1B's fullest.
+        rescheduled: its paper divides a late stage's rate while it is being got used to (T1), which
+            runs do unless they are told otherwise.
         outside: the rules of a system from outside, which "outside" weights are made by.
         order: what devices run, where a user gives it; the schedule is "given" then.
     """
@@ -91,6 +93,7 @@ class Variant:
     split_backward: bool = False
     placement: Placement = "any"
     half_memory: bool = False
+    rescheduled: bool = False
     order: Order | None = None
     outside: Outside | None = None
 
@@ -239,6 +242,7 @@ _TABLE = (
         whole_mini_batches=False,
         summary="1F1B over micro-batches, never flushed, no stash, backward corrected (1910.05124)",
         scratch_copies=2,
+        rescheduled=True,
     ),
     Variant(
         name="pipedream-flush",

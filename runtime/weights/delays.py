@@ -2,7 +2,8 @@
 that the plan predicts.
 
 - Learning-rate rescheduling (PipeMare's T1, 1910.05124): the rate of update t, counted from 0, is
-  divided by d^(1 − min(t/T, 1)); d of 0 or 1 leaves it as it is.
+  divided by d^(1 − min(t/T, 1)); d of 0 or 1 leaves it as it is. Unless a run says T, it is a
+  quarter of its updates in systems whose paper has it so, else 0.
 - Stage-wise momentum (the code of 2505.01099): m + d·(0.99 − m)/S instead of m.
 
 Both are for systems without a flush: in others no stage has a delay.
@@ -40,6 +41,10 @@ def check_delays(plan: Plan, settings: RunSettings) -> None:
             )
 
 
+USUAL_PART = 4
+"""T is so large a part of a run: PipeMare's for its ResNets, of the time before the rate falls."""
+
+
 class Rescheduling(StageHooks):
     """A stage's learning rate while its delay is being got used to."""
 
@@ -60,8 +65,11 @@ class Rescheduling(StageHooks):
 
 def rescheduling_of(stage: HookedStage) -> Rescheduling | None:
     """That of a stage where it is asked for."""
-    updates, delay = stage.settings.lr_rescheduling, delay_of(stage.prepared.plan, stage.number)
-    return Rescheduling(delay, updates) if updates else None
+    prepared, updates = stage.prepared, stage.settings.lr_rescheduling
+    if updates is None:
+        usual = prepared.pipeline.variant.rescheduled
+        updates = prepared.length.steps // USUAL_PART if usual else 0
+    return Rescheduling(delay_of(prepared.plan, stage.number), updates) if updates else None
 
 
 MOST_MOMENTUM = 0.99

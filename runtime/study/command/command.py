@@ -119,7 +119,9 @@ def study(
     choices = choices_of(asked)
     asked["optimizer"] = optimizer_choice(asked)
     # Whatever a plan says of its period: trainings are known by their settings.
-    settings = msgspec.structs.replace(settings_of(plans[0], asked), timeout_s=60.0)
+    # Whichever has rates of its own: each takes them where none are given.
+    first = next((plan for plan in plans if plan.system.rescheduled), plans[0])
+    settings = msgspec.structs.replace(settings_of(first, asked), timeout_s=60.0)
     with Bar("studying", quiet=quiet or as_json) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")

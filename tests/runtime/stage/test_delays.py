@@ -19,19 +19,51 @@ from timeprest.profiles.errors import TargetError, TaskWarning, UserError
 from timeprest.runtime.checkpoint.checkpoint import settings_checksum
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings, settings_of
 from timeprest.runtime.stage.optimizer import _scaled
 from timeprest.runtime.training import loop as training
 from timeprest.runtime.weights.delays import Rescheduling, delay_of, raise_momentum
 
 ASYNCHRONOUS = [name for name in ALL if not VARIANTS[name].flushes]
 BOTH = {"lr_rescheduling": 7, "stagewise_momentum": True}
+BOTH_OFF = {"lr_rescheduling": 0, "stagewise_momentum": False}
 
 
 def plan_of(profile, variant, stages, n, **how):
     system = VARIANTS[variant]
     n = 1 if system.whole_mini_batches else max(n, system.least_micro_batches(stages))
     return plan_by_hand(with_times(profile), variant, stages, n, **how)
+
+
+# By default ------------------------------------------------------------------------------------
+
+
+def test_pipemare_reschedules_unless_told_otherwise(mlp_profile, mlp_target, tmp_path):
+    """By a quarter of the run's updates, where a delay is long enough to matter; nobody else."""
+    plan = plan_of(mlp_profile, "pipemare", 4, 1)
+    assert max(delay_of(plan, s) for s in range(4)) > 1
+    weights = {}
+    for name, asked in {"own": {}, "said": {"lr_rescheduling": 3}, "none": BOTH_OFF}.items():
+        settings = settings_of(plan, {"task": mlp_target, "steps": 12, **asked})
+        run(plan, settings, tmp_path / name, inline=True)
+        weights[name] = load_weights(tmp_path / name)
+    for name, weight in weights["own"].items():
+        assert torch.equal(weight, weights["said"][name]), name
+    assert any(not torch.equal(weights["own"][n], weights["none"][n]) for n in weights["own"])
+    for name in set(ASYNCHRONOUS) - {"pipemare"}:
+        assert settings_of(plan_of(mlp_profile, name, 2, 2), {}).lr_rescheduling == 0, name
+
+
+def test_a_study_gives_each_system_its_own_rates(mlp_profile, mlp_target, tmp_path):
+    """Those of pipemare aren't `timeprest`'s, whichever comes first."""
+    plans = [plan_of(mlp_profile, name, 4, 1) for name in ("timeprest", "pipemare")]
+    settings = settings_of(plans[1], {"task": mlp_target, "steps": 12})
+    for plan, without in zip(plans, (True, False), strict=True):
+        run(plan, settings, tmp_path / plan.variant, inline=True)
+        off = msgspec.structs.replace(settings, lr_rescheduling=0)
+        run(plan, off, tmp_path / f"{plan.variant}-off", inline=True)
+        as_run, as_off = (load_weights(tmp_path / f"{plan.variant}{s}") for s in ("", "-off"))
+        assert all(torch.equal(as_run[name], as_off[name]) for name in as_run) is without
 
 
 # Against the oracle ----------------------------------------------------------------------------
