@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 from math import inf
 
 import pytest
+import timeprest
 from helpers.paths import published
+from timeprest.planner.costs.stage_costs import Costs
 from timeprest.profiles.errors import FileError
 from timeprest.tests.benchmarks.accuracy.calibrate import Calibration
 from timeprest.tests.benchmarks.accuracy.others import ccl_bench, titan
@@ -121,7 +124,7 @@ def test_no_run_is_judged_by_figures_it_had_part_in(tmp_path):
 
 def test_a_receives_cost_is_found_again(tmp_path):
     known = tables(tmp_path)
-    truth = Figures(10 ** (190 / 20), 1.0, 2e9, 1.25)
+    truth = Figures(10 ** (190 / 20), 1.0, 0.0, 2e9, 1.25)
     for name, stages, size in (("a", 2, 1), ("b", 3, 1), ("c", 3, 4), ("d", 6, 1), ("e", 2, 4)):
         run(tmp_path, name, stages, [["fast"]] * stages, size, 48)
         (plain,) = (r for r in read_runs(tmp_path, known) if r.name == name)
@@ -189,3 +192,29 @@ def test_sailors_runs_are_predicted():
         for rival in (naive_s, sailors_s)
     )
     assert naive.median > theirs.median > 0.04
+
+
+def test_stages_cost_what_tp_profile_reads_of_the_same_tables():
+    known = read_tables(published("sailor"))
+    found = 0
+    for each in read_runs(published("sailor"), known):
+        if len(each.gpus) > 1:
+            continue
+        (gpu,) = each.gpus
+        ranks = each.groups[0][0].ranks
+        where = published("sailor") / "profiles_tmp.json"
+        costs = stage_costs(where, each.model, gpu, ranks)
+        for s, layers in enumerate(each.stages):
+            last = s == len(each.stages) - 1
+            cost = costs.stage(tuple(map(str, layers)), each.micro_batch, last)
+            theirs = known.seconds(each, s, each.groups[s][0])
+            assert (cost.forward_s, cost.backward_s) == pytest.approx(theirs[:2])
+            parameters = known.stage_bytes(each, s, ranks, "params_floats")
+            assert cost.parameter_bytes == pytest.approx(ranks * parameters)
+            found += 1
+    assert found
+
+
+@cache
+def stage_costs(where, model, gpu, ranks):
+    return Costs(timeprest.profile(str(where), model=model, gpu=gpu, tp=ranks))

@@ -66,33 +66,36 @@ class Calibration:
         return self._figures(tuple(self.known_by(run, which)))
 
     def _find_figures(self, runs: tuple[Run, ...]) -> Figures:
-        sync = self._sync(self._trusted(runs, "sync"))
+        sync_s, sync = self._sync(self._trusted(runs, "sync"))
         timed = [run for run in self._trusted(runs, "period") if len(run.stages) > 1]
         rate = inf
         if timed:
-            rate = min(RATES, key=lambda rate: self._off(timed, rate, sync))
+            rate = min(RATES, key=lambda rate: self._off(timed, Figures(rate, sync, sync_s)))
         context, cached = self._memory(self._trusted(runs, "memory"))
-        return Figures(rate, sync, context, cached)
+        return Figures(rate, sync, sync_s, context, cached)
 
     def _trusted(self, runs: Iterable[Run], what: str) -> list[Run]:
         return [run for run in runs if what not in self.doubts[run.name]]
 
-    def _sync(self, runs: Iterable[Run]) -> float:
-        """Median of what was measured over a ring's time."""
+    def _sync(self, runs: Iterable[Run]) -> tuple[float, float]:
+        """Of a line through rings' times and what was measured."""
         rings = [(run.sync_s, max(self.reckoned(run).pipeline.all_reduce_s)) for run in runs]
-        found = [took / ring for took, ring in rings if took is not None and ring > 0]
-        return median(found) if found else 1.0
+        points = [(0.0, ring, took) for took, ring in rings if took is not None and ring > 0]
+        if line := _line(points, 0.0):
+            return line
+        ratios = [took / ring for _, ring, took in points]
+        return 0.0, median(ratios) if ratios else 1.0
 
-    def _off(self, runs: Iterable[Run], rate: float, sync: float) -> float:
-        found_s = ((run, self._period_s(run, rate, sync)) for run in runs)
+    def _off(self, runs: Iterable[Run], figures: Figures) -> float:
+        found_s = ((run, self._period_s(run, figures)) for run in runs)
         return sum(abs(found / run.period_s - 1) for run, found in found_s)
 
-    def _find_period_s(self, run: Run, rate: float, sync: float) -> float:
-        return self.reckoned(run).period_s(Figures(rate, sync))
+    def _find_period_s(self, run: Run, figures: Figures) -> float:
+        return self.reckoned(run).period_s(figures)
 
     def _memory(self, runs: Sequence[Run]) -> tuple[float, float]:
-        """Of a line through what runs' fullest ranks keep and what was measured, by the least
-        squares of relative errors; of few runs, of one that is as steep as tensors alone."""
+        """Of a line through what runs' fullest ranks keep and what was measured; of few runs, of
+        one that is as steep as tensors alone."""
         points: list[tuple[float, float, float]] = []
         for run in runs:
             if run.memory_bytes:
@@ -100,14 +103,24 @@ class Calibration:
                 points.append((held, kept, run.memory_bytes))
         if not points:
             return NOTHING.context_bytes, NOTHING.cached
-        if len(points) > 3:
-            table = np.array(points)
-            seen = table[:, 2]
-            sides = np.stack([1 / seen, table[:, 1] / seen], axis=1)
-            line, *_ = np.linalg.lstsq(sides, 1 - table[:, 0] / seen, rcond=None)
-            if line[0] > 0 and line[1] >= 1:
-                return float(line[0]), float(line[1])
-        return median(seen - held - kept for held, kept, seen in points), 1.0
+        besides = median(seen - held - kept for held, kept, seen in points)
+        return _line(points, 1.0) or (besides, 1.0)
+
+
+def _line(points: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float] | None:
+    """What there is besides, and for each of the second numbers, so that both and the first make
+    the third: by the least squares of relative errors. None where points are few, or it falls.
+
+    Args:
+        least: it may not be less steep.
+    """
+    if len(points) < 4:
+        return None
+    table = np.array(points)
+    seen = table[:, 2]
+    sides = np.stack([1 / seen, table[:, 1] / seen], axis=1)
+    line, *_ = np.linalg.lstsq(sides, 1 - table[:, 0] / seen, rcond=None)
+    return (float(line[0]), float(line[1])) if line[0] > 0 and line[1] >= least else None
 
 
 def doubts(tables: Tables, run: Run, runs: Iterable[Run]) -> Iterable[tuple[str, str]]:

@@ -94,13 +94,15 @@ class Figures:
 
     Attributes:
         receive_bytes_per_s: at which a group's ranks take in what they received.
-        sync: a sum of gradients takes so many times a ring at the link's bandwidth.
+        sync: a sum of gradients takes so many times a ring at the link's bandwidth,
+        sync_s: and so many seconds besides.
         context_bytes: of a GPU's process, besides tensors.
         cached: bytes that the allocator has for each byte of activations.
     """
 
     receive_bytes_per_s: float = inf
     sync: float = 1.0
+    sync_s: float = 0.0
     context_bytes: float = 0.0
     cached: float = 1.0
 
@@ -376,7 +378,10 @@ class Reckoned:
         came = zip(ranks, [0.0, *sent], [*sent, 0.0], strict=True)
         received = [(n * activations, n * gradients) for n, activations, gradients in came]
         busier = with_receives(pipeline, received, figures.receive_bytes_per_s)
-        sums = tuple(seconds * figures.sync for seconds in pipeline.all_reduce_s)
+        sums = tuple(
+            figures.sync_s + seconds * figures.sync if seconds else 0.0
+            for seconds in pipeline.all_reduce_s
+        )
         return steady_state(on_engine(replace(busier, all_reduce_s=sums), engine)).period_s
 
     def memory_bytes(self, figures: Figures = NOTHING) -> float:
