@@ -130,8 +130,8 @@ def plans(
 def front(
     profile: Profile | str | Path, cluster: Cluster | str | Path | None = None, **options: Any
 ) -> list[Plan]:
-    """Plans with ever smaller version differences, down to none, that no other plan beats in
-    period and difference; the least stale first (`tp-plan solve --front`).
+    """Plans of one system with ever smaller delays, down to none, that no other plan beats in
+    period and delay; the least late first (`tp-plan solve --front`).
 
     Args:
         cluster, options: as of `plan`; the first plan is the one that it gives.

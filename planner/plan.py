@@ -190,6 +190,11 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return max(stage.version_difference for stage in self.stages)
 
     @property
+    def delay(self) -> int:
+        """The largest of any stage; 0 in older plans."""
+        return max(stage.delay or 0 for stage in self.stages)
+
+    @property
     def waits_for_samples(self) -> bool:
         """Whether it is loading that the period is made of."""
         return self.loading_s is not msgspec.UNSET and self.loading_s >= self.period_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ...planner.comparison.plans import (
     best_plan_of,
     changed_clusters,
     fresher_plans,
+    fresher_plans_of_systems,
     plans_of_systems,
     plans_on,
 )
@@ -67,8 +68,8 @@ WHAT_IF, FRONT = "--what-if", "--front"
         "--front",
         "front",
         is_flag=True,
-        help="Also plans with smaller version differences, down to none, as far as they cost "
-        "something; in files numbered from the least stale on.",
+        help="Also plans with smaller delays, down to none, as far as they cost something; in "
+        "files numbered from the least late on.",
     ),
     click.option(
         "--what-if",
@@ -101,13 +102,15 @@ def solve(
     planning = PlanRequest(Profile.load(profile_path), **asked).read(flags_of(PlanRequest))
     several, study = len(planning.systems) > 1, planning.study
     option = WHAT_IF if what_if else FRONT
-    if (what_if or front) and several:
-        raise UserError(f"{option}: goes with one system; name it by --variant")
+    if what_if and several:
+        raise UserError(f"{WHAT_IF}: goes with one system; name it by --variant")
     if (what_if or front) and study is not None:
         raise UserError(f"{option}: compares periods; leave out --study")
     if what_if and front:
         raise UserError(f"{FRONT}: is of the cluster as it is; leave out {WHAT_IF}")
-    names = ["1"] if front else planning.systems if several else []
+    names = list(planning.systems) if several else []
+    if front:
+        names = [f"{name}.1" for name in names] or ["1"]
     files: Sequence[str | Path] = [_beside(path, name) for name in names] or [path]
     for file in [*files, *[path] * (study is not None)]:
         check_output(file, Kind.PLAN)
@@ -133,20 +136,31 @@ def solve(
 
 
 def _solve_front(planning: Planning, path: str, *, as_json: bool, quiet: bool) -> None:
-    """Plans of one system with ever smaller version differences, the least stale first."""
+    """Each system's plans with ever smaller delays, the least late first."""
+    failed: Mapping[str, str] = {}
     with Bar("planning", quiet=quiet) as bar:
-        plans = fresher_plans(planning, bar)
-    paths = [str(_beside(path, str(k))) for k in range(1, len(plans) + 1)]
+        if len(planning.systems) > 1:
+            fronts, failed = fresher_plans_of_systems(planning, bar)
+        else:
+            fronts = {"": fresher_plans(planning, bar)}
+    plans = [plan for front in fronts.values() for plan in front]
+    names = [f"{name}.{k + 1}".lstrip(".") for name in fronts for k in range(len(fronts[name]))]
+    paths = [str(_beside(path, name)) for name in names]
     for each, plan in zip(paths, plans, strict=True):
         write_file(each, plan)
     if as_json:
-        print_json({"front": plans})
+        print_json({"front": plans, "failed": failed} if failed else {"front": plans})
     elif not quiet:
         output().print(front_table(plans, paths, output().width))
-        if len(plans) == 1 and not plans[0].predicted.version_difference:
-            output().print("no plan of it is faster with a version difference")
+        for line in why_none(failed):
+            output().print(line)
+        if len(plans) == 1 and not plans[0].predicted.delay:
+            output().print("no plan of it is faster with a delay")
         _print_notes(planning, plans)
-        output().print(f"wrote {', '.join(paths)}; {_next(plans[-1], paths[-1])}")
+        following = _next(plans[-1], paths[-1])
+        if len(fronts) > 1 and not made_of(plans[0].profile):
+            following = f"next: tp-run study {_beside(path, '*')} --budget 2h"
+        output().print(f"wrote {', '.join(paths)}; {following}")
 
 
 def _print_notes(planning: Planning, plans: Sequence[Plan]) -> None:

@@ -141,7 +141,7 @@ IN_ROWS = {
     for figure in (
         *FIGURES,
         Figure("L", "in_flight", lambda p: max(stage.in_flight for stage in p.stages)),
-        Figure("delay", "delay", lambda p: max(stage.delay or 0 for stage in p.predicted.stages)),
+        Figure("delay", "delay", lambda p: p.predicted.delay),
         Figure("idle", "least_idle_share", lambda p: min(_idle(p)), _percent),
     )
 }
@@ -177,20 +177,21 @@ def _ratios(plans: Sequence[Plan], whole: float) -> Column:
 
 
 def front_table(plans: Sequence[Plan], paths: Sequence[str], width: int) -> Group:
-    """Of tp-plan solve --front: periods of one system, and how stale weights become for them; with
-    the plans' files, the least stale first."""
+    """Of tp-plan solve --front: periods, and how late gradients are for them; with the plans'
+    files, each system's the least late first."""
     fastest = max(plan.predicted.samples_per_s for plan in plans)
     columns = [
-        *plan_columns(plans, ("version_difference", "period_s", "samples_per_s")),
+        *plan_columns(plans, ("delay", "period_s", "samples_per_s")),
         _ratios(plans, fastest),
         *plan_columns(plans, ("stages", "devices", "micro_batches", "in_flight")),
         *plan_columns(plans, ("memory_bytes", "gap")),
     ]
-    title = f"front of period and version difference, {plans[0].variant}"
+    systems = dict.fromkeys(plan.variant for plan in plans)
+    title = f"front of period and delay, {', '.join(systems)}"
     note = (
-        "d: largest version difference of a stage. ratio: samples/s over the most. S: stages. N: "
+        "delay: the largest of a stage, in updates. ratio: samples/s over the most. S: stages. N: "
         "micro-batches. L: most mini-batches in flight. memory: of the device with most. gap: to "
-        "the best plan with no larger d."
+        "the best plan of the system with no larger delay."
     )
     return Group(fitted(title, words("plan", list(paths), 12), columns, width), _dim(note))
 

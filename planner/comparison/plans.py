@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,21 +89,31 @@ def plans_of_systems(planning: Planning, progress: Progress | None = None) -> Sy
         judge: Judge = plugins.load("judges", "study")(planning, planning.study)
         return judge.plans(planning, systems, progress)
     pareto = ParetoFront()
-    plans: dict[str, Plan] = {}
+    found, failed = _by_system(
+        systems, lambda system: [_plan_of(planning, system, pareto, progress)]
+    )
+    return SystemPlans({name: plans[0] for name, plans in found.items()}, failed, pareto.points)
+
+
+def _by_system(
+    systems: Mapping[str, str], plans_of: Callable[[str], list[Plan]]
+) -> tuple[dict[str, list[Plan]], dict[str, str]]:
+    """Plans of each system, and why others have none. Raises InfeasibleError where none has."""
+    plans: dict[str, list[Plan]] = {}
     failed: dict[str, str] = {}
     for name, system in systems.items():
         try:
-            plans[name] = _plan_of(planning, system, pareto, progress)
+            plans[name] = plans_of(system)
         except (InfeasibleError, PlanError) as error:
             failed[name] = str(error)
             continue
-        if plans[name].solver.stopped == INTERRUPTED:
+        if INTERRUPTED in (plan.solver.stopped for plan in plans[name]):
             left = [other for other in systems if other not in (*plans, *failed)]
             failed |= dict.fromkeys(left, NOT_TRIED)
             break
     if not plans:
         raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    return SystemPlans(plans, failed, pareto.points)
+    return plans, failed
 
 
 def best_plan_of(planning: Planning, progress: Progress | None = None) -> Plan:
@@ -136,10 +146,21 @@ def naming_system(system: str, progress: Progress | None) -> Progress:
 
 
 def fresher_plans(planning: Planning, progress: Progress | None = None) -> list[Plan]:
-    """As `staleness_front`, up to the version difference that was asked for."""
-    return staleness_front(
-        lambda most: planning.best(progress, max_difference=most), planning.asked["max_difference"]
-    )
+    """As `staleness_front`, of one system."""
+    return staleness_front(lambda most: planning.best(progress, max_delay=most))
+
+
+def fresher_plans_of_systems(
+    planning: Planning, progress: Progress | None = None
+) -> tuple[dict[str, list[Plan]], dict[str, str]]:
+    """Each system's `staleness_front`, and why others have none. Ctrl-C ends the search of one, and
+    those after it. Raises InfeasibleError where no system has a plan."""
+
+    def front_of(system: str) -> list[Plan]:
+        report = naming_system(system, progress)
+        return staleness_front(lambda d: planning.best(report, variant=system, max_delay=d))
+
+    return _by_system({name: variant_named(name).name for name in planning.systems}, front_of)
 
 
 def changed_clusters(

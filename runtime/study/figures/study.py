@@ -303,14 +303,15 @@ def plan_names(plans: Sequence[Plan]) -> list[str]:
     found = [plan.variant for plan in plans]
     for more in (
         lambda plan: f" S={len(plan.stages)} N={plan.micro_batches}",
+        lambda plan: f" K={plan.update_every}",
         lambda plan: f" L={'-'.join(str(stage.in_flight) for stage in plan.stages)}",
         lambda plan: f" on {cluster_name(plan.cluster)}",
     ):
-        twice = _repeated(found)
-        if not twice:
-            return found
+        ends: dict[str, set[str]] = {}
+        for name, plan in zip(found, plans, strict=True):
+            ends.setdefault(name, set()).add(more(plan))
         found = [
-            name + more(plan) if name in twice else name
+            name + more(plan) if len(ends[name]) > 1 else name
             for name, plan in zip(found, plans, strict=True)
         ]
     twice = _repeated(found)

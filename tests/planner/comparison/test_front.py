@@ -1,4 +1,4 @@
-"""Plans with ever smaller version differences: which are asked for, and which are left out."""
+"""Plans with ever smaller delays: which are asked for, and which are left out."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from timeprest.profiles.errors import InfeasibleError
 PLAN = plan_by_hand(chain(2), "timeprest", 2, 2)
 
 
-def made(difference, period_s, stopped=None):
+def made(delay, period_s, stopped=None):
     """A plan that costs so much."""
     replace, predicted = msgspec.structs.replace, PLAN.predicted
-    stages = tuple(replace(stage, version_difference=difference) for stage in predicted.stages)
+    stages = tuple(replace(stage, delay=delay) for stage in predicted.stages)
     return replace(
         PLAN,
         predicted=replace(predicted, period_s=period_s, stages=stages),
@@ -30,12 +30,12 @@ def front(plans, most=None):
     def within(bound):
         asked.append(bound)
         for plan in plans:
-            if bound is None or plan.predicted.version_difference <= bound:
+            if bound is None or plan.predicted.delay <= bound:
                 return plan
         raise InfeasibleError("nothing")
 
     found = staleness_front(within, most)
-    return [(p.predicted.version_difference, p.predicted.period_s) for p in found], asked
+    return [(p.predicted.delay, p.predicted.period_s) for p in found], asked
 
 
 def test_down_to_none_the_least_stale_first():

@@ -397,5 +397,7 @@ def test_a_study_that_contradicts_itself_is_refused(tmp_path):
 def test_plans_have_names_that_tell_them_apart():
     plans = [chain_plan("gpipe"), chain_plan("timeprest"), chain_plan("timeprest", n=2)]
     assert plan_names(plans) == ["gpipe", "timeprest S=3 N=4", "timeprest S=3 N=2"]
+    every = msgspec.structs.replace(plans[1], update_every=2)
+    assert plan_names([plans[1], every]) == ["timeprest K=1", "timeprest K=2"]
     names = plan_names([plans[1], plans[1]])
     assert len(set(names)) == 2
