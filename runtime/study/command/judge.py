@@ -93,6 +93,11 @@ class ByTimeToTarget:
         if self.unbounded:
             names = ", ".join(self.unbounded)
             lines.append(f"the bound is of others than {names} with smaller delays than studied")
+        if not self.fit.begun:
+            lines.append(
+                "training has hardly begun at the study's target, so that what delays cost there "
+                "is mostly chance: plans without delay alone are taken; study for longer"
+            )
         lines.append(self.fit.refusal or _fitted(self.fit))
         return [Text(line, style="" if k else "bold") for k, line in enumerate(lines)]
 
@@ -104,6 +109,7 @@ class ByTimeToTarget:
             "open": self.open,
             "unbounded": self.unbounded,
             "fit": {
+                "begun": self.fit.begun,
                 "number": self.fit.number,
                 "trainings": self.fit.trainings,
                 "miss": self.fit.miss,

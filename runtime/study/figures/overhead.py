@@ -255,6 +255,8 @@ class OverheadFit:
     Attributes:
         target: the level that counts.
         plain_samples: that plain training needs to it.
+        begun: whether its loss has fallen by more than its noise by then (`Reckoning.begun`); else
+            nothing is known of any delay.
         number: what of the delays they are functions of, in words.
         trainings: that were left out in turn: those that have others of their kind.
         miss: how far they are from what the others foretell; the root of the mean square, of
@@ -266,7 +268,7 @@ class OverheadFit:
         """Plain training has to reach the target with all seeds."""
         self._reckoning, self._study = reckoning, reckoning.study
         self.target, self.plain_samples = reckoning.target, reckoning.plain_samples or math.nan
-        self._mixes = self._study.question.mixes
+        self.begun, self._mixes = reckoning.begun, self._study.question.mixes
         self._trained = self._trainings()
         self._starts = self._plain_trainings()
         errors = {name: self._errors(number) for name, number in _NUMBERS.items()}
@@ -300,12 +302,13 @@ class OverheadFit:
         """
         exact = self._exact(plan)
         if exact is not None:
-            return exact
+            return exact if self.begun or not any(plan.delays or ()) else _unsure(exact)
         function = self._functions.get(rules := _rules_of(plan, self._mixes))
         if function is None or plan.delays is None or plan.parameter_bytes is None:
             return None
         number = self._number(plan.delays, _shares(plan.parameter_bytes))
-        return self._estimate(rules, function.at(round(number, 9)))
+        found = self._estimate(rules, function.at(round(number, 9)))
+        return found if self.begun else _unsure(found)
 
     def least(self, plan: Late) -> float:
         """The lower end of the overheads of all plans with these rules and no smaller delays at any
@@ -314,7 +317,7 @@ class OverheadFit:
         if none is not None:
             return none.low or none.mean
         function = self._functions.get(rules := _rules_of(plan, self._mixes))
-        if function is None or plan.delays is None or self.refusal:
+        if function is None or plan.delays is None or self.refusal or not self.begun:
             return 0.0
         ends = [
             self._number(plan.delays, [float(k == s) for k in range(len(plan.delays))])
@@ -455,6 +458,11 @@ class OverheadFit:
             and other.delays == plan.delays
         )
         return next(studied, None)
+
+
+def _unsure(found: Estimate) -> Estimate:
+    """As good as not reached: what is ahead where training has hardly begun is mostly chance."""
+    return msgspec.structs.replace(found, low=None, high=None, reached=False)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from helpers.by_hand.studies import LENGTH, PLAIN_ARM, STEPS, arm, study
+from helpers.by_hand.studies import LENGTH, PLAIN_ARM, STEPS, arm, curve, study
 from helpers.plans import chain_plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +127,19 @@ def test_too_few_trainings_are_refused_and_plain_training_must_get_there():
     assert fit_overheads(trained({(1, 0): 1.1, (2, 0): 1.2, (3, 0): 1.3})).refusal == ""
     with pytest.raises(UserError, match="plain training doesn't reach the target"):
         fit_overheads(trained({(1, 0): 1.1}, target=-1.0))
+
+
+def test_where_training_has_hardly_begun_nothing_is_known_of_delays():
+    losses = tuple(2.3 - 0.001 * k - 0.3 * (-1) ** k for k in range(LENGTH))
+    restless = msgspec.structs.replace(
+        PLAIN_ARM, curves=tuple(curve(seed, losses=losses) for seed in range(3))
+    )
+    fit = fit_overheads(trained({(1, 0): 1.1, (2, 0): 1.2, (4, 0): 1.33}, plain=restless))
+    for delays in ((2, 0), (3, 0)):
+        found = fit.at(asked(*delays))
+        assert (found.reached, found.low, found.high) == (False, None, None)
+    assert fit.at(asked(0, 0)).reached
+    assert fit.least(asked(3, 0)) == 0
 
 
 def test_one_seed_has_the_interval_of_what_was_left_out():
