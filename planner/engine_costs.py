@@ -131,18 +131,28 @@ def engine_pipeline(plan: Plan, engine: EngineCosts, receive_bytes_per_s: float 
     Args:
         receive_bytes_per_s: at which a device takes in what it has received, and does nothing else.
 
-    Raises PlanError where the engine has no such schedule.
+    Raises PlanError where the engine can't run such a plan.
     """
-    system = plan.system
-    if not system.flushes or (engine.schedules and system.schedule not in engine.schedules):
-        why = "has a schedule that isn't there" if system.flushes else "never flushes"
-        raise PlanError(
-            f"{engine.title} can't run this plan: {plan.variant} {why}; plan with --variant "
-            "pipedream-flush"
-        )
+    _check(plan, engine)
     received = [_received(plan.edges, s) for s in range(len(plan.stages))]
     pipeline = with_receives(pipeline_of(plan), received, receive_bytes_per_s)
     return on_engine(pipeline, engine)
+
+
+def _check(plan: Plan, engine: EngineCosts) -> None:
+    """Raise PlanError where the times wouldn't be those of any run: what exports refuse besides
+    has no part in them."""
+    system, why = plan.system, ""
+    if not system.flushes:
+        why = f"{plan.variant} never flushes; plan with --variant pipedream-flush"
+    elif engine.schedules and system.schedule not in engine.schedules:
+        why = f"it has no schedule like {plan.variant}'s; plan with --variant pipedream-flush"
+    elif len({len(stage.devices) for stage in plan.stages}) > 1:
+        why = "there each stage has as many replicas; plan with --replicas off"
+    elif engine.late_activations and plan.placement:
+        why = "its devices have several stages; plan with --stages-per-device 1"
+    if why:
+        raise PlanError(f"{engine.title} can't run this plan: {why}")
 
 
 def _bytes_besides(plan: Plan, engine: EngineCosts, s: int, micro_batches: int) -> int:

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import fields, replace
 
 import pytest
+from helpers.by_hand.profiles import chain
 from helpers.output.commands import called
-from helpers.plans import chain_plan
+from helpers.plans import chain_plan, plan_by_hand
 from timeprest.planner.engine_costs import (
     ENGINE_COSTS,
     EngineCosts,
@@ -179,12 +180,24 @@ def test_bytes_besides_are_those_of_the_table():
     )
 
 
-def test_schedules_that_an_engine_lacks_are_refused():
+def test_plans_that_an_engine_cant_run_are_refused():
+    deepspeed = ENGINE_COSTS["deepspeed"]
     with pytest.raises(PlanError, match="DeepSpeed can't run this plan: timeprest never flushes"):
-        engine_pipeline(chain_plan("timeprest"), ENGINE_COSTS["deepspeed"])
-    with pytest.raises(PlanError, match="gpipe has a schedule that isn't there"):
-        predicted_on(chain_plan("gpipe"), ENGINE_COSTS["deepspeed"])
+        engine_pipeline(chain_plan("timeprest"), deepspeed)
+    with pytest.raises(PlanError, match="it has no schedule like gpipe's"):
+        predicted_on(chain_plan("gpipe"), deepspeed)
     assert predicted_on(chain_plan("gpipe"), ENGINE_COSTS["torch"]).period_s > 0
+    with pytest.raises(PlanError, match="as many replicas"):
+        predicted_on(planned(replicas=[1, 2]), ENGINE_COSTS["torch"])
+    twice = planned(placement=[0, 1, 0])
+    with pytest.raises(PlanError, match="several stages"):
+        predicted_on(twice, deepspeed)
+    assert predicted_on(twice, ENGINE_COSTS["torch"]).period_s > 0
+
+
+def planned(**how):
+    stages = len(next(iter(how.values())))
+    return plan_by_hand(chain(6), "pipedream-flush", stages, 4, **how)
 
 
 def test_simulate_and_export_say_what_runs_cost_elsewhere(tmp_path, monkeypatch):
@@ -204,5 +217,5 @@ def test_simulate_and_export_say_what_runs_cost_elsewhere(tmp_path, monkeypatch)
     assert said.count("\n") == 1
     write_file("other.json", chain_plan("timeprest"))
     said = called("tp-plan", "simulate", "other.json", "--engine", "megatron", code=2)
-    assert ": Megatron-Core can't run this plan" in said
+    assert ": Megatron-Core can't run this plan: timeprest never flushes" in said
     assert pipeline_of(plan).late == ()
