@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,8 @@ from .costs.stage_costs import (
     StageCost,
     Transfer,
     as_run_by,
+    least_of,
+    slowest,
     weights_s_per_byte,
 )
 from .costs.tied_parameters import DeviceTie, Tied, bytes_elsewhere, device_ties, exchange_s
@@ -74,6 +76,12 @@ class Question:
     order: tuple[str, ...] = ()
     """What devices run, where a user gives it (`Order.lines`)."""
 
+    @classmethod
+    def of(cls, profile: Profile, cluster: Cluster, *more: Any) -> Question:
+        """The question that a search is asked: where the cluster has devices of several kinds, the
+        profile's seconds are the least of these. Raises PlanError for a kind that it hasn't."""
+        return cls(least_of(profile, cluster.kinds), cluster, *more)
+
     @property
     def least_state_factor(self) -> float:
         """Bytes of optimizer state per byte of any parameters, at the least."""
@@ -98,13 +106,39 @@ class Question:
         """The profile's costs; made once."""
         return Costs(as_run_by(self.profile, self.system, self.update_every))
 
+    def stage_cost(
+        self, devices: Sequence[int], *stage: Any, **more: Any
+    ) -> tuple[StageCost, float]:
+        """What a stage costs on the slowest of its devices, and the speed that its seconds are for.
+
+        Args:
+            stage, more: as of `Costs.stage`.
+
+        Raises PlanError as that; for a kind of device that the profile has no seconds of.
+        """
+        listed = self.cluster.devices
+        if not self._of_kinds:
+            return self.costs.stage(*stage, **more), min(listed[d].speed for d in devices)
+        found = []
+        for device in {listed[d].alike: listed[d] for d in devices}.values():
+            costs = self.costs if device.kind is None else self.costs.on(device.kind)
+            factor = (device.kind_speed or 1.0) / device.speed
+            found.append((costs.stage(*stage, **more), factor))
+        return slowest(found), 1.0
+
+    @cached_property
+    def _of_kinds(self) -> bool:
+        return bool(self.cluster.kinds)
+
     @cached_property
     def one_device_s(self) -> float:
-        """A mini-batch on one device of speed 1: whole, or in the largest size measured."""
+        """A mini-batch on one device of speed 1, of the profile's first kind: whole, or in the
+        largest size measured."""
         profile = self.profile
+        costs = self.costs.on(profile.kinds[0].name) if profile.kinds else self.costs
         sizes = [m for m in profile.micro_batch_sizes if m <= self.mini_batch]
         size = max(sizes, default=profile.micro_batch_sizes[0])
-        cost = self.costs.stage(tuple(layer.name for layer in profile.layers), size, True)
+        cost = costs.stage(tuple(layer.name for layer in profile.layers), size, True)
         work_s = (cost.forward_s + cost.backward_s) * (self.mini_batch / size)
         return work_s + cost.update_s / self.update_every
 
@@ -195,9 +229,14 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     devices = [stage.devices for stage in stages]
     ties = device_ties(question.profile.shared, nodes, devices)
     elsewhere = bytes_elsewhere(question.profile, nodes, devices)
-    found = tuple(
-        costs.stage(x.nodes, size // shares[s], s == last, elsewhere[s], x.recomputed)
-        for s, x in enumerate(stages)
+    found, speeds = zip(
+        *(
+            question.stage_cost(
+                x.devices, x.nodes, size // shares[s], s == last, elsewhere[s], x.recomputed
+            )
+            for s, x in enumerate(stages)
+        ),
+        strict=True,
     )
     transfers = costs.transfers(nodes, size)
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
@@ -211,6 +250,7 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
                 stage,
                 cost,
                 exchanges[s],
+                speed=speeds[s],
                 rules_s=weights_s_per_byte(
                     variant,
                     question.profile.operation,
@@ -293,6 +333,7 @@ def _times(
     cost: StageCost,
     exchange_s: float,
     *,
+    speed: float,
     rules_s: float,
     split: bool,
     returns: bool,
@@ -300,10 +341,10 @@ def _times(
     """A stage's times.
 
     Args:
+        speed: of the device that the cost's seconds are for.
         rules_s: what the system's weight rules take for each byte of parameters.
         returns: it sends gradients back; else all of a split backward is its weight part.
     """
-    speed = min(cluster.devices[d].speed for d in stage.devices)
     splits = split and returns
     backward_s = cost.backward_s + (cost.forward_s if stage.recompute is True else cost.recompute_s)
     backward_s += cost.split_s if splits else 0.0

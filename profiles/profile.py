@@ -187,6 +187,19 @@ class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     update_s_per_byte: Seconds
 
 
+class KindTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds on devices of one kind."""
+
+    name: str
+    """What a cluster calls such a device's kind."""
+    forward_s: tuple[tuple[Seconds, ...], ...]
+    """Of each layer, at each micro-batch size."""
+    backward_s: tuple[tuple[Seconds, ...], ...]
+    update_fixed_s: Seconds
+    """Of an optimizer step, as in `OptimizerCost`."""
+    update_s_per_byte: Seconds
+
+
 class OperationCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What running a stage costs besides its layers, whatever they are."""
 
@@ -292,6 +305,9 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     unversioned: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """Parameters that some backward takes as memory has them then, where there are any: only
     systems that flush train them right."""
+    kinds: tuple[KindTimes, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Seconds on devices of several kinds, that of `layers` first; not there where one was
+    profiled."""
     assumptions: tuple[str, ...] = ()
     """What wasn't measured but taken to be so, a sentence each."""
 
@@ -400,6 +416,7 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
                 raise FileError(f"{where}: layer {layer.name!r} {does} unknown storage {name!r}")
     if profile.loss:
         _check_sizes(f"{where}: loss", profile.loss, sizes)
+    _check_kinds(profile, where)
     for edge in profile.edges:
         for end in (edge.producer, edge.consumer):
             if end not in position and not (end == "output" and end == edge.consumer):
@@ -472,6 +489,20 @@ def front_ends() -> tuple[str, ...]:
 def front_end_called(name: str) -> str:
     """What messages call a front end."""
     return FRONT_ENDS.get(name, f"the front end {name}")
+
+
+def _check_kinds(profile: Profile, where: str) -> None:
+    kinds = profile.kinds or ()
+    shape = [len(profile.micro_batch_sizes)] * len(profile.layers)
+    for kind in kinds:
+        if any([len(of) for of in times] != shape for times in (kind.forward_s, kind.backward_s)):
+            raise FileError(f"{where}: kinds: {kind.name}: give seconds of each layer and size")
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise FileError(f"{where}: kinds: names must be unique")
+    own = any(layer.update_s is not msgspec.UNSET for layer in profile.layers)
+    if kinds and (profile.loss or profile.operation or profile.together or own):
+        what = "loss, operation, together and update_s"
+        raise FileError(f"{where}: kinds: {what} are of one kind of device; leave them out")
 
 
 def _check_sizes(where: str, measurements: tuple[Measurement, ...], sizes: tuple[int, ...]) -> None:

@@ -1,10 +1,12 @@
-"""Clusters of devices by their data sheets: ``a100-80gb:8x2`` is 8 in each of 2 machines."""
+"""Clusters of devices by their data sheets: ``a100-80gb:8x2`` is 8 in each of 2 machines. And of
+devices of kinds that a profile has seconds of."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Any
 
 import msgspec
@@ -12,7 +14,7 @@ import msgspec
 from ...profiles.device_specs import DeviceSpec, load_spec, spec_of_gpu
 from ...profiles.errors import FileError, UserError
 from ...profiles.options import Spelled
-from ...profiles.profile import Profile
+from ...profiles.profile import KindTimes, Profile
 from ...profiles.units import format_seconds, parse_seconds
 from .cluster import MAX_DEVICES, Cluster, Device, EqualDevices, write_bandwidth
 from .headroom import GPU_SHARE, Headroom
@@ -184,3 +186,34 @@ def _links(
     if asked.latency is None:
         notes.append(f"a latency of {format_seconds(latency)} is assumed")
     return {"bandwidth": bandwidth, "latency": latency}, notes
+
+
+# By what was measured on each kind --------------------------------------------------------------
+
+
+def with_speeds(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster with the speed of each device's kind relative to the profile's first.
+
+    Raises UserError for a device of another kind than the profile's, or of none beside others.
+    """
+    if all(device.kind is None for device in cluster.devices):
+        return cluster
+    known = profile.kinds or ()
+    first_s = _whole_s(known[0]) if known else 0.0
+
+    def with_speed(device: Device) -> Device:
+        if device.kind_speed is not None:
+            return device
+        kind = next((kind for kind in known if kind.name == device.kind), None)
+        if kind is None:
+            has = ", ".join(kind.name for kind in known) or "no seconds of several kinds"
+            raise UserError(f"{device.name}: kind: {device.kind or 'none'}: the profile has {has}")
+        speed = float(f"{first_s / _whole_s(kind) if _whole_s(kind) and first_s else 1.0:.4g}")
+        return msgspec.structs.replace(device, speed=device.speed * speed, kind_speed=speed)
+
+    return msgspec.structs.replace(cluster, devices=tuple(map(with_speed, cluster.devices)))
+
+
+def _whole_s(kind: KindTimes) -> float:
+    """Of all layers, at the largest size."""
+    return fsum(each[-1] for times in (kind.forward_s, kind.backward_s) for each in times)

@@ -68,6 +68,16 @@ class Device(
     """What plans leave free of its memory; None, and no share either: nothing was said of it."""
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] | None = None
     """The same as a share of it."""
+    kind: Annotated[str, Meta(min_length=1)] | None = None
+    """What the profile calls its kind, where it has seconds of several; `speed` is relative then to
+    what such a device takes there, until its kind's own speed is counted in (`kind_speed`)."""
+    kind_speed: _Speed | None = None
+    """How fast its kind is for the whole model, beside the profile's first; None: not looked up."""
+
+    @property
+    def alike(self) -> tuple[int | None, float, str | None]:
+        """What makes devices interchangeable, wherever they are: memory, speed, kind."""
+        return self.usable_bytes, self.speed, self.kind
 
     @property
     def says_reserved(self) -> bool:
@@ -147,12 +157,15 @@ class Cluster(
 
     @property
     def uniform(self) -> bool:
-        """All devices have the same memory for stages, and the same speed."""
-        first = self.devices[0]
-        return all(
-            device.usable_bytes == first.usable_bytes and device.speed == first.speed
-            for device in self.devices
-        )
+        """All devices have the same memory for stages, and the same speed and kind."""
+        first = self.devices[0].alike
+        return all(device.alike == first for device in self.devices)
+
+    @property
+    def kinds(self) -> tuple[tuple[str, float], ...]:
+        """Those of its devices, each with its speed (`Device.kind_speed`), or 1."""
+        found = {(d.kind, d.kind_speed or 1.0) for d in self.devices if d.kind is not None}
+        return tuple(sorted(found))
 
     @property
     def best_device(self) -> Device:
@@ -420,6 +433,7 @@ class _Devices(_Table):
     count: _Count = 1
     machine: Annotated[str, Meta(min_length=1)] | None = None
     per_machine: _Count | None = None
+    kind: Annotated[str, Meta(min_length=1)] | None = None
 
 
 class _Link(_Table):
@@ -479,7 +493,7 @@ def _read_devices(entries: Sequence[_Devices], path: str) -> tuple[Device, ...]:
     machines, names = set[str](), set[str]()
     for k, entry in enumerate(entries):
         where = f"{path}: devices[{k}]"
-        given: dict[str, Any] = {"speed": entry.speed}
+        given: dict[str, Any] = {"speed": entry.speed, "kind": entry.kind}
         if entry.memory is not None:
             given["memory_bytes"] = parse_memory(str(entry.memory), f"{where}.memory")
         if entry.reserved is not None:

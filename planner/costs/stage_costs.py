@@ -4,13 +4,21 @@ rules."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import msgspec
 
 from ...profiles.errors import PlanError
-from ...profiles.profile import Edge, Layer, Measurement, OperationCost, OptimizerCost, Profile
+from ...profiles.profile import (
+    Edge,
+    KindTimes,
+    Layer,
+    Measurement,
+    OperationCost,
+    OptimizerCost,
+    Profile,
+)
 from ...profiles.sizes import measured_at
 from ..systems.variants import Variant
 from ..systems.versions import check_versions
@@ -193,12 +201,14 @@ class Costs:
             micro-batch size outside what was measured.
         transfers: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
             each once for each receiving stage, in the graph's order.
+        on: a kind of device → the costs there. Raises PlanError where the profile has no such.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.stage = lru_cache(maxsize=20_000)(self._stage)
         self.transfers = lru_cache(maxsize=1_000)(self._find_transfers)
+        self.on = lru_cache(maxsize=None)(lambda kind: Costs(least_of(profile, [(kind, 1.0)])))
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, profile))
         self._kept = KeptStorages(profile)
         self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
@@ -380,3 +390,58 @@ def weights_s_per_byte(
     averages = variant.backward_weights in ("corrected", "outside")
     averaged = operation.mix_s_per_byte if averages else 0.0
     return kept + averaged + update_every * (mixed + predicted)
+
+
+# Devices of several kinds -----------------------------------------------------------------------
+# Kinds differ by layer and direction, so no speed is exact. Plans are judged by the seconds of each
+# kind; the search goes by speeds, and by seconds that, over them, no kind is below.
+
+_SECONDS = ("forward_s", "backward_s", "update_s", "weight_s", "split_s", "recompute_s")
+
+
+def least_of(profile: Profile, kinds: Sequence[tuple[str, float]]) -> Profile:
+    """The profile with the least seconds that any of these kinds has, each times a speed.
+
+    Raises PlanError where the profile has none of a kind.
+    """
+    found = [(_kind(profile, name), speed) for name, speed in kinds]
+    if not found:
+        return profile
+    optimizer = msgspec.structs.replace(
+        profile.optimizer,
+        update_fixed_s=min(kind.update_fixed_s * speed for kind, speed in found),
+        update_s_per_byte=min(kind.update_s_per_byte * speed for kind, speed in found),
+    )
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(
+                    measured,
+                    forward_s=min(kind.forward_s[k][n] * speed for kind, speed in found),
+                    backward_s=min(kind.backward_s[k][n] * speed for kind, speed in found),
+                    # Kinds have seconds of whole backwards alone.
+                    backward_input_s=None,
+                    backward_weight_s=None,
+                )
+                for n, measured in enumerate(layer.measurements)
+            ),
+        )
+        for k, layer in enumerate(profile.layers)
+    )
+    return msgspec.structs.replace(profile, layers=layers, optimizer=optimizer)
+
+
+def _kind(profile: Profile, name: str) -> KindTimes:
+    kinds = profile.kinds or ()
+    for kind in kinds:
+        if kind.name == name:
+            return kind
+    known = ", ".join(kind.name for kind in kinds) or "none"
+    raise PlanError(f"kind {name!r}: the profile has no seconds of such a device; it has {known}")
+
+
+def slowest(costs: Sequence[tuple[StageCost, float]]) -> StageCost:
+    """What a stage costs on the slowest of its devices: the most of each, times a factor."""
+    most = {name: max(getattr(cost, name) * factor for cost, factor in costs) for name in _SECONDS}
+    return replace(costs[0][0], **most)

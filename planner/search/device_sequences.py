@@ -19,7 +19,7 @@ SEQUENCES = ("best", "listed")
 def sequence_matters(cluster: Cluster) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
     memory and speed, or in machines with more and fewer of them, or listed in turns."""
-    if len({(d.usable_bytes, d.speed) for d in cluster.devices}) > 1:
+    if len({d.alike for d in cluster.devices}) > 1:
         return True
     homes = [d.machine for d in cluster.devices]
     sizes, rows = Counter(homes), sum(1 for _ in groupby(homes))

@@ -13,7 +13,7 @@ from ...profiles.files import MAX_FACTOR, Count, Factor, Tally
 from ...profiles.options import Option, Spelled, auto_or_whole, read_record
 from ...profiles.profile import Profile
 from ...profiles.units import number, parse_share, shown, texts, truth, whole
-from ..cluster.catalogue import cluster_of_kinds
+from ..cluster.catalogue import cluster_of_kinds, with_speeds
 from ..cluster.cluster import DEVICES, Cluster, EqualDevices
 from ..cluster.headroom import parse_headroom
 from ..evaluate import Evaluation
@@ -253,4 +253,5 @@ class PlanRequest(EqualDevices):
             return Planning(profile, cluster, asked, None, systems, study, notes)
         given = self.equal(spelled) if self.cluster is None else self.cluster
         cluster = loaded(given, Cluster, "cluster")
+        cluster = with_speeds(cluster, profile)
         return Planning(profile, cluster, asked, profile.together, systems, study)

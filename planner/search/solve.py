@@ -231,7 +231,7 @@ def question_for(
             "--optimizer-state muon: the profile names no matrices of hidden layers, as one of "
             "before they were looked for; profile again, or give a number"
         )
-    return Question(
+    return Question.of(
         profile,
         cluster.with_headroom(usual_headroom(profile) if headroom is None else headroom),
         variant,

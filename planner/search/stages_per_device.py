@@ -129,7 +129,7 @@ def _subsets(cluster: Cluster, number: int) -> tuple[tuple[tuple[int, ...], ...]
         `_MOST_SUBSETS` at most, and whether they are all there are.
     """
     homes = [d.machine for d in cluster.devices]
-    kinds = [(d.usable_bytes, d.speed) for d in cluster.devices]
+    kinds = [d.alike for d in cluster.devices]
     fastest = sorted(range(len(kinds)), key=lambda d: -kinds[d][1])
     last = {homes[d]: at for at, d in enumerate(fastest)}
     found: dict[Hashable, tuple[int, ...]] = {}

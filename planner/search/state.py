@@ -290,7 +290,7 @@ class SearchState:
     def device_kinds(self) -> tuple[list[Hashable], list[Hashable]]:
         """Each device's machine, and what it is like."""
         devices = self.question.cluster.devices
-        return [d.machine for d in devices], [(d.usable_bytes, d.speed) for d in devices]
+        return [d.machine for d in devices], [d.alike for d in devices]
 
     def in_flight_guesses(self, stages: int | None) -> Iterator[InFlight | None]:
         """What plans may have in flight under different limits, for any stage count or a given."""

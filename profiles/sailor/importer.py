@@ -24,9 +24,18 @@ import msgspec
 
 from ..errors import FileError, TargetError
 from ..files import Count, Seconds, read_json
-from ..imported.cost_graph import MAX_BYTES, Cost, Tensor, choose_sizes, costs_of, make_profile
+from ..imported.cost_graph import (
+    MAX_BYTES,
+    Cost,
+    Sizes,
+    Tensor,
+    choose_sizes,
+    costs_of,
+    make_profile,
+)
 from ..options import Option
-from ..profile import OptimizerCost, Profile
+from ..profile import KindTimes, OptimizerCost, Profile
+from ..sizes import measured_at
 
 _GROUP = "Profiles of Sailor"
 _FLOAT_BYTES = 4
@@ -46,14 +55,19 @@ class LayerFacts(msgspec.Struct, frozen=True, rename={"saved_floats": "act_mem_f
     saved_floats: _Floats
 
 
+_Times = Mapping[str, tuple[float, float, float]]
+"""Of each layer."""
+
+
 @dataclass(frozen=True)
 class SailorFile:
     """Reads such a file; its fields are the options of ``tp-profile`` that choose what of it."""
 
     model: Annotated[str | None, Option(_GROUP, usual="the only one")] = None
     """Which of the file's models."""
-    gpu: Annotated[str | None, Option(_GROUP, usual="the only one")] = None
-    """Which GPU it was measured on."""
+    gpu: Annotated[str | None, Option(_GROUP, usual="the only one", metavar="GPU[,GPU…]")] = None
+    """Which GPU it was measured on; several, and the profile has the seconds of each: a cluster
+    file says with kind which one a device is."""
     tp: Annotated[Count | None, Option(_GROUP, usual="the only one")] = None
     """The tensor-parallel degree: a device of the profile is a group of so many ranks."""
     facts: Annotated[
@@ -66,53 +80,116 @@ class SailorFile:
         self, where: str, batch_size: int | None, micro_batch_sizes: Sequence[int] | None
     ) -> Profile:
         """The profile; arguments and errors as of `reader.import_profile`."""
-        times, model, gpu = self._times(where)
-        by_degree = _by_degree(times)
-        asked = None if self.tp is None else str(self.tp)
-        tp = int(_chosen(f"{where}: {model}: {gpu}", "--tp", asked, by_degree))
-        measured = by_degree[str(tp)]
-        facts_at = str(self.facts or Path(where).with_name(_FACTS))
-        facts = _facts(facts_at, model)
-        names, mine = _same_layers(where, measured), _facts_of(facts_at, facts, model, str(tp))
-        if missing := [name for name in names if name not in mine]:
-            raise FileError(f"{facts_at}: {model}, degree {tp}: has no layer {missing[0]!r}")
-        sizes = choose_sizes(where, sorted(measured), batch_size, micro_batch_sizes)
-        nbytes = {name: _FLOAT_BYTES * tp * mine[name].act_output_floats for name in names}
-        tensors = [Tensor(n, n, nbytes[n] * sizes.given, needs_grad=True) for n in names]
-        optimizer = _optimizer(by_degree, {d: facts.get(d, {}) for d in by_degree}, tp)
-        profile = make_profile(
-            where,
-            "sailor",
-            sizes,
-            [_cost(n, names, measured, mine[n], tp) for n in names],
-            zip(names, [*names[1:], "output"], tensors, strict=True),
-            optimizer=optimizer,
-            assumptions=_assumptions(model, gpu, tp, optimizer),
-        )
-        return msgspec.structs.replace(profile, dtype="float32")
-
-    def _times(self, where: str) -> tuple[Mapping[int, Any], str, str]:
-        """By micro-batch: by degree, what was measured of the model on the GPU; and their names."""
         found = _read(where, "model → GPU → micro-batch → tensor-parallel degree → layer")
         model = _chosen(where, "--model", self.model, found)
         gpus = _table(found[model], f"{where}: {model}")
-        gpu = _chosen(f"{where}: {model}", "--gpu", self.gpu, gpus)
-        place = f"{where}: {model}: {gpu}"
-        return (
-            {
-                _count(place, size): {
-                    str(_count(place, degree)): _seconds(f"{place}: {size}: {degree}", layers)
-                    for degree, layers in _table(degrees, f"{place}: {size}").items()
-                }
-                for size, degrees in _table(gpus[gpu], place).items()
-            },
-            model,
-            gpu,
+        asked = [None] if self.gpu is None else [name.strip() for name in self.gpu.split(",")]
+        names = dict.fromkeys(_chosen(f"{where}: {model}", "--gpu", each, gpus) for each in asked)
+        facts_at = str(self.facts or Path(where).with_name(_FACTS))
+        facts = _facts(facts_at, model)
+        on: dict[str, _OnGpu] = {}
+        for gpu in names:
+            place = f"{where}: {model}: {gpu}"
+            times = _by_degree(_times(place, gpus[gpu]))
+            tp = _chosen(place, "--tp", None if self.tp is None else str(self.tp), times)
+            layers = _same_layers(place, times[tp])
+            mine = _facts_of(facts_at, facts, model, tp, layers)
+            optimizer = _optimizer(times, facts, int(tp))
+            on[gpu] = _OnGpu(gpu, int(tp), layers, times[tp], mine, optimizer)
+        first, *others = on.values()
+        for other in others:
+            if (other.tp, other.layers) != (first.tp, first.layers):
+                raise TargetError(
+                    f"{where}: {model}: {first.name} and {other.name} have different degrees or "
+                    "layers; give --tp, or one --gpu"
+                )
+        sizes = choose_sizes(where, sorted(first.measured), batch_size, micro_batch_sizes)
+        profile = _profile(where, model, first, sizes)
+        return _with_kinds(profile, first, others) if others else profile
+
+
+@dataclass(frozen=True)
+class _OnGpu:
+    """A model on a kind of GPU, of one degree.
+
+    Attributes:
+        measured: by micro-batch.
+    """
+
+    name: str
+    tp: int
+    layers: Sequence[str]
+    measured: Mapping[int, _Times]
+    facts: Mapping[str, LayerFacts]
+    optimizer: OptimizerCost
+
+    def cost(self, name: str) -> Cost:
+        """Of a layer."""
+        facts, saved = self.facts[name], _FLOAT_BYTES * self.tp * self.facts[name].saved_floats
+        kind = {self.layers[0]: "embedding", self.layers[-1]: "head"}.get(name, "block")
+        return Cost(
+            name=name,
+            kind=kind,
+            measured=[
+                costs_of(size, *layers[name][:2], saved * size)
+                for size, layers in sorted(self.measured.items())
+            ],
+            parameter_bytes=_FLOAT_BYTES * self.tp * facts.params_floats,
+            saves=(name,) if facts.saved_floats >= facts.act_output_floats else (),
         )
 
 
-_Times = Mapping[str, tuple[float, float, float]]
-"""Of each layer."""
+def _profile(where: str, model: str, on: _OnGpu, sizes: Sizes) -> Profile:
+    names = on.layers
+    nbytes = {name: _FLOAT_BYTES * on.tp * on.facts[name].act_output_floats for name in names}
+    tensors = [Tensor(n, n, nbytes[n] * sizes.given, needs_grad=True) for n in names]
+    profile = make_profile(
+        where,
+        "sailor",
+        sizes,
+        [on.cost(name) for name in names],
+        zip(names, [*names[1:], "output"], tensors, strict=True),
+        optimizer=on.optimizer,
+        assumptions=_assumptions(model, on),
+    )
+    return msgspec.structs.replace(profile, dtype="float32")
+
+
+def _with_kinds(profile: Profile, first: _OnGpu, others: Sequence[_OnGpu]) -> Profile:
+    """With the seconds of all of them."""
+    sizes, kinds, assumed = profile.micro_batch_sizes, [], []
+    for on in (first, *others):
+        layers = [[measured_at(on.cost(n).measured, m) for m in sizes] for n in on.layers]
+        kinds.append(
+            KindTimes(
+                name=on.name,
+                forward_s=tuple(tuple(m.forward_s for m in layer) for layer in layers),
+                backward_s=tuple(tuple(m.backward_s for m in layer) for layer in layers),
+                update_fixed_s=on.optimizer.update_fixed_s,
+                update_s_per_byte=on.optimizer.update_s_per_byte,
+            )
+        )
+        missing = [str(m) for m in sizes if m in first.measured and m not in on.measured]
+        if missing:
+            assumed.append(
+                f"On {on.name} nothing was measured for {', '.join(missing)} samples: its seconds "
+                "lie on the line through the two nearest sizes."
+            )
+    assumed.append(f"Devices are {', '.join(k.name for k in kinds)}: a cluster says which by kind.")
+    return msgspec.structs.replace(
+        profile, kinds=tuple(kinds), assumptions=(*profile.assumptions, *assumed)
+    )
+
+
+def _times(place: str, sizes: Any) -> dict[int, dict[str, _Times]]:
+    """By micro-batch: by degree, what was measured on a GPU. Raises FileError."""
+    return {
+        _count(place, size): {
+            str(_count(place, degree)): _seconds(f"{place}: {size}: {degree}", layers)
+            for degree, layers in _table(degrees, f"{place}: {size}").items()
+        }
+        for size, degrees in _table(sizes, place).items()
+    }
 
 
 def _by_degree(times: Mapping[int, Mapping[str, _Times]]) -> dict[str, dict[int, _Times]]:
@@ -124,23 +201,6 @@ def _by_degree(times: Mapping[int, Mapping[str, _Times]]) -> dict[str, dict[int,
     }
 
 
-def _cost(
-    name: str, names: Sequence[str], measured: Mapping[int, _Times], facts: LayerFacts, tp: int
-) -> Cost:
-    saved = _FLOAT_BYTES * tp * facts.saved_floats
-    kind = {names[0]: "embedding", names[-1]: "head"}.get(name, "block")
-    return Cost(
-        name=name,
-        kind=kind,
-        measured=[
-            costs_of(size, *layers[name][:2], saved * size)
-            for size, layers in sorted(measured.items())
-        ],
-        parameter_bytes=_FLOAT_BYTES * tp * facts.params_floats,
-        saves=(name,) if facts.saved_floats >= facts.act_output_floats else (),
-    )
-
-
 def _optimizer(
     times: Mapping[str, Mapping[int, _Times]],
     facts: Mapping[str, Mapping[str, LayerFacts]],
@@ -150,7 +210,7 @@ def _optimizer(
     points = {
         degree: (_timed_bytes(facts[degree]), _update_s(measured))
         for degree, measured in times.items()
-        if facts[degree]
+        if facts.get(degree)
     }
     nbytes, seconds = points[str(tp)]
     fixed_s, per_byte_s = 0.0, seconds / nbytes if nbytes else 0.0
@@ -179,8 +239,9 @@ def _update_s(measured: Mapping[int, _Times]) -> float:
     return statistics.median(update for of in measured.values() for _, _, update in of.values())
 
 
-def _assumptions(model: str, gpu: str, tp: int, optimizer: OptimizerCost) -> Iterator[str]:
-    yield f"Of Sailor's profiles, {model} on {gpu}; layers follow each other in a chain."
+def _assumptions(model: str, on: _OnGpu) -> Iterator[str]:
+    optimizer, tp = on.optimizer, on.tp
+    yield f"Of Sailor's profiles, {model} on {on.name}; layers follow each other in a chain."
     if tp > 1:
         yield (
             f"A device is a tensor-parallel group of {tp} ranks: seconds are a rank's, bytes those "
@@ -273,7 +334,13 @@ def _facts(where: str, model: str) -> _Facts:
         raise FileError(f"{where}: {model}: {error}") from None
 
 
-def _facts_of(where: str, facts: _Facts, model: str, degree: str) -> dict[str, LayerFacts]:
+def _facts_of(
+    where: str, facts: _Facts, model: str, degree: str, layers: Sequence[str]
+) -> dict[str, LayerFacts]:
+    """Those of a degree, which has all of these layers. Raises FileError."""
     if not facts.get(degree):
         raise FileError(f"{where}: {model}: has no degree {degree}; it has {', '.join(facts)}")
+    missing = [name for name in layers if name not in facts[degree]]
+    if missing:
+        raise FileError(f"{where}: {model}, degree {degree}: has no layer {missing[0]!r}")
     return facts[degree]

@@ -33,7 +33,7 @@ class Recheck:
 def question_of(plan: Plan, profile: Profile) -> Question:
     """What a plan is an answer to, by the profile that it was made from."""
     own = plan.matrix_state_factor
-    return Question(
+    return Question.of(
         profile,
         plan.cluster,
         plan.variant,

@@ -71,7 +71,7 @@ def kinds_of(cluster: Cluster) -> list[list[int]]:
     """Positions of devices by kind, by memory and speed; the fastest kind first."""
     kinds = dict[Hashable, list[int]]()
     for position, device in enumerate(cluster.devices):
-        kinds.setdefault((device.usable_bytes, device.speed), []).append(position)
+        kinds.setdefault(device.alike, []).append(position)
     return sorted(kinds.values(), key=lambda mine: -cluster.devices[mine[0]].speed)
 
 

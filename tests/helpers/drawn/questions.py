@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise, product
 
 import msgspec
+from timeprest.planner.cluster.catalogue import with_speeds
 from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Network
 from timeprest.planner.costs.recomputation import Selection, of_stage
+from timeprest.planner.costs.stage_costs import least_of
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
@@ -26,6 +28,7 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (
     Edge,
+    KindTimes,
     Layer,
     Measurement,
     OperationCost,
@@ -69,9 +72,16 @@ class Drawn:
         return min((found.prediction.period_s for found in self.fitting), default=None)
 
 
-def drawn(seed: int, most_plans: int = 600, systems: Sequence[str] = tuple(ALL)) -> Drawn | None:
+def drawn(
+    seed: int,
+    most_plans: int = 600,
+    systems: Sequence[str] = tuple(ALL),
+    *,
+    kinds: bool = False,
+) -> Drawn | None:
     """The question with this number, of one of these systems; None where it has more plans than
-    `most_plans`, or none, as the profile has no such micro-batches."""
+    `most_plans`, or none, as the profile has no such micro-batches. `kinds`: with devices of kinds
+    that the profile has seconds of."""
     rng = random.Random(seed)
     variant = VARIANTS[rng.choice(systems)]
     profile = drawn_profile(rng)
@@ -79,6 +89,8 @@ def drawn(seed: int, most_plans: int = 600, systems: Sequence[str] = tuple(ALL))
     every = rng.choice([1, 1, 1, 2])
     factor = rng.choice([0.0, 1.0, 2.0])
     cluster = drawn_cluster(rng)
+    if kinds:
+        profile, cluster = of_kinds(random.Random(-1 - seed), profile, cluster)
     batch = profile.batch_size
     question = Question(profile, cluster, variant.name, batch, factor, every, tied)
     ways = ["off", "off", "on", "auto", "selective"]
@@ -293,6 +305,40 @@ def drawn_cluster(rng: random.Random) -> Cluster:
         all_reduce=measured,
         between_machines=between,
     )
+
+
+def of_kinds(rng: random.Random, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """With devices of two or three kinds, whose seconds differ by layer and direction; mostly as a
+    search is asked of them, with their kinds' speeds."""
+    names = ["a", "b", "c"][: rng.choice([2, 3])]
+
+    def times(name: str, field: str) -> tuple[tuple[float, ...], ...]:
+        found = []
+        for layer in profile.layers:
+            factor = 1.0 if name == "a" else rng.choice([0.3, 0.8, 1.0, 2.0, 3.0])
+            found.append(tuple(getattr(m, field) * factor for m in layer.measurements))
+        return tuple(found)
+
+    optimizer = profile.optimizer
+    kinds = tuple(
+        KindTimes(
+            name=name,
+            forward_s=times(name, "forward_s"),
+            backward_s=times(name, "backward_s"),
+            update_fixed_s=optimizer.update_fixed_s,
+            update_s_per_byte=optimizer.update_s_per_byte * (1 if name == "a" else 2),
+        )
+        for name in names
+    )
+    profile = msgspec.structs.replace(profile, kinds=kinds, loss=(), operation=None, together=None)
+    devices = tuple(
+        msgspec.structs.replace(device, kind=rng.choice(names)) for device in cluster.devices
+    )
+    cluster = msgspec.structs.replace(cluster, devices=devices)
+    check_profile(profile)
+    if rng.random() < 0.8:
+        cluster = with_speeds(cluster, profile)
+    return least_of(profile, cluster.kinds), cluster
 
 
 def _network(rng: random.Random) -> Network:

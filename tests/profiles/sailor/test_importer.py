@@ -95,6 +95,28 @@ def test_the_update_is_of_a_model_of_two_blocks(tmp_path):
         assert optimizer.update_s_per_byte == pytest.approx(1e-6 / 4 / degree)
 
 
+def test_several_gpus_are_kinds_of_devices(tmp_path):
+    slow = {k: [3 * t[0], 5 * t[1], 2 * t[2]] for k, t in times(1, 2).items()}
+    slower = {k: [2 * t[0], 2 * t[1], t[2]] for k, t in slow.items()}
+    measured = {str(m): {"2": times(m, 2)} for m in (1, 2, 8)}
+    path = write(tmp_path, {"m": {"g": measured, "h": {"1": {"2": slow}, "2": {"2": slower}}}})
+    profile = import_profile(path, gpu="g,h")
+    assert [kind.name for kind in profile.kinds] == ["g", "h"]
+    own, other = profile.kinds
+    for k, layer in enumerate(profile.layers):
+        assert own.forward_s[k] == tuple(m.forward_s for m in layer.measurements)
+        assert own.backward_s[k] == tuple(m.backward_s for m in layer.measurements)
+    assert other.backward_s[1][:2] == pytest.approx([slow["1"][1], slower["1"][1]])
+    # Beyond what was measured on it.
+    assert other.forward_s[1][2] == pytest.approx(slow["1"][0] * 8)
+    said = " ".join(profile.assumptions)
+    assert "On h nothing was measured for 8 samples" in said
+    assert "Devices are g, h: a cluster says which by kind" in said
+    assert other.update_s_per_byte > own.update_s_per_byte
+    with pytest.raises(TargetError, match="--gpu i: isn't there; there are g, h"):
+        import_profile(path, gpu="g,i")
+
+
 def run(*words):
     found = CliRunner().invoke(main, [str(word) for word in words])
     return found.exit_code, found.output.strip()
@@ -146,7 +168,7 @@ def test_options_are_those_of_the_format(tmp_path):
     with pytest.raises(TargetError, match=r"layers: .* has no such option; it has model, gpu, tp"):
         timeprest.profile(str(path), layers=3)
     assert run("digits", "--gpu", "g")[0] == 2
-    assert "--gpu TEXT" in run("--help")[1]
+    assert "--gpu GPU[,GPU…]" in run("--help")[1]
 
 
 def test_options_of_a_plugins_importer_are_found_too(tmp_path, plugins_forgotten):
