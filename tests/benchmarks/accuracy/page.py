@@ -126,8 +126,11 @@ def page(found: list[Judged]) -> str:
         "CCL-Bench's scripts have changed since (the workload cards' batches are taken).",
         foretold([titan(), *ccl_bench()]),
         "## Runs of ours",
-        "Of [benchmarks.md](benchmarks.md), two stages on two cores, medians over rounds; peaks of "
-        "each stage and round. *shared*: devices with several stages, or two workers on a core.",
+        "Of [benchmarks.md](benchmarks.md), two stages on two cores: medians over rounds of each "
+        "system's newest plan, peaks of each stage and round. *shared*: devices with several "
+        "stages, or two workers on a core. On a GPU plans' memory was 0 to 7 % too high "
+        "([gpu.md](gpu.md)); there periods were of workers that shared a card, which plans don't "
+        "reckon with.",
         own(list(raced())),
     ]
     return "\n\n".join(around(head, [part for part in parts if part])) + "\n"

@@ -40,13 +40,16 @@ class Raced(NamedTuple):
 
 
 def raced(path: Path = RACES) -> Iterator[Raced]:
-    """All that were predicted."""
+    """All that were predicted, by their newest prediction: earlier rounds may be of other plans, or
+    of plans that were made by other rules."""
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    for of_round in json.loads(path.read_text(encoding="utf-8"))["rounds"]:
+    rounds = json.loads(path.read_text(encoding="utf-8"))["rounds"]
+    for of_round in sorted(rounds, key=lambda one: str(one["begun"])):
         for name, run in of_round["runs"].items():
             if run["predicted_period_s"]:
                 found[of_round["model"], name].append(run)
-    for (model, name), runs in found.items():
+    for (model, name), every in found.items():
+        runs = [run for run in every if _planned(run) == _planned(every[-1])]
         yield Raced(
             model,
             name,
@@ -59,3 +62,8 @@ def raced(path: Path = RACES) -> Iterator[Raced]:
                 if stage["peak_bytes"] and stage["predicted_bytes"]
             ),
         )
+
+
+def _planned(run: Any) -> list[Any]:
+    """What the plan of a run said of its stages."""
+    return [run["cuts"], *(stage["predicted_bytes"] for stage in run["stages"])]
