@@ -472,7 +472,7 @@ def write_example(block):
 
 def is_input(word):
     """Whether a word names a plan's or profile's file that no page makes here."""
-    return word in ("plan.gpipe.json", "plan.timeprest.json")
+    return word in ("plan.gpipe.json", "plan.timeprest.json") or "*" in word
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
   const textOf = (metric) => metric === "accuracy" ? accuracy : TP.number;
   const long = (seconds) => seconds >= 7200 ? `${TP.number(seconds / 3600)} h` : seconds >= 300 ? `${TP.number(seconds / 60)} min` : TP.seconds(seconds);
   const armOf = (plan) => study().arms.find((arm) => arm.name === plan.arm);
-  const overhead = (arm) => arm.overhead ? (arm.name === "plain" ? "1" : arm.overhead.mean.toFixed(2)) : known(arm.at_least) ? `> ${arm.at_least.toFixed(2)}` : arm.diverged === study().question.seeds ? "diverged" : "–";
+  const overhead = (arm) => arm.overhead ? (arm.name === "plain" ? "1" : arm.overhead.mean.toFixed(2)) : known(arm.at_least) ? `> ${arm.at_least.toFixed(2)}` : arm.diverged === arm.samples.length ? "diverged" : "–";
   const rate = (arm) => `${TP.number(arm.rate)}${arm.warmup ? ` after ${arm.warmup}` : ""}${arm.at_edge ? " (edge)" : ""}`;
 
   /** Buttons that show and hide series, above charts that `draw(shown)` makes. */
@@ -81,14 +81,14 @@
   TP.section({
     name: "samples", title: "Over samples", short: "Samples", order: 1,
     build(host) {
-      const { arms, question } = study();
+      const { arms } = study(), seeds = Math.max(...arms.map((arm) => arm.samples.length));
       host.append(TP.el("p", { class: "lead" }, "How much training each system needs, whatever it takes on the clock: the mean over seeds, with the least and the most."));
       const entries = arms.map((arm) => ({ name: arm.name, index: arm.index, arm }));
       toggled(host, entries.map((entry) => [entry.name, entry.index]), (shown) =>
         curves(shown, entries, (_, samples) => samples, "samples", (v) => v >= 1e6 ? `${TP.number(v / 1e6)} M` : v >= 1e4 ? `${TP.number(v / 1e3)} k` : TP.number(v)));
       host.append(TP.asTable("Samples to the target, as a table", () => TP.table("Samples to the target by seed",
-        ["trained", ...Array.from({ length: question.seeds }, (_, seed) => `seed ${seed}`), "overhead", "95 %", "rate", "diverged"],
-        arms.map((arm) => [arm.name, ...arm.samples.map((v) => known(v) ? TP.number(Math.round(v)) : "not reached"), overhead(arm), between(arm.overhead, (v) => v.toFixed(2)), rate(arm), arm.diverged ? `${arm.diverged} of ${question.seeds}` : ""]))));
+        ["trained", ...Array.from({ length: seeds }, (_, seed) => `seed ${seed}`), "overhead", "95 %", "rate", "diverged"],
+        arms.map((arm) => [arm.name, ...Array.from({ length: seeds }, (_, k) => k >= arm.samples.length ? "" : known(arm.samples[k]) ? TP.number(Math.round(arm.samples[k])) : "not reached"), overhead(arm), between(arm.overhead, (v) => v.toFixed(2)), rate(arm), arm.diverged ? `${arm.diverged} of ${arm.samples.length}` : ""]))));
     },
   });
 

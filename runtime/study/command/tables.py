@@ -32,9 +32,7 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
         fixed("N", [str(plan.micro_batches) for plan in plans]),
         fixed("rate", [rate_text(study.arm(plan.arm)) for plan in plans]),
     ]
-    title = (
-        f"predicted time to {target_text(study, results)}, {counted(study.question.seeds, 'seed')}"
-    )
+    title = f"predicted time to {target_text(study, results)}, {_seeds(study)}"
     note = Text(
         "*: recommended. ≈: equal to it within the seeds' spread. ●: no other is as good in time "
         "and memory. overhead: samples to the target over plain training's, paired by seed. d: "
@@ -43,6 +41,11 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
         style="dim",
     )
     return Group(fitted(title, words("system", [p.name for p in plans], 16), columns, width), note)
+
+
+def _seeds(study: Study) -> str:
+    least, most = study.question.seeds, len(study.plain.finals())
+    return counted(least, "seed") if most == least else f"{least} to {most} seeds"
 
 
 def ranked(study: Study, results: StudyResults) -> list[StudiedPlan]:
@@ -120,7 +123,7 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
     blown = [_diverging(arm) for arm in study.arms if any(c.diverged_at for c in arm.curves)]
     if blown:
         lines.append(Text(f"diverged: {'; '.join(blown)}"))
-    lost = [arm.arm for arm in results.arms if arm.reached < study.question.seeds]
+    lost = [arm.arm for arm in results.arms if arm.reached < len(arm.samples)]
     if lost:
         lines.append(
             Text(

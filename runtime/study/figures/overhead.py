@@ -372,7 +372,7 @@ class OverheadFit:
         most = asked.length * asked.mini_batch
         own = reckoning.samples(arm.name, reckoning.target)
         plain = [s or math.nan for s in reckoning.samples(PLAIN, reckoning.target)]
-        pairs = zip(own, plain, strict=True)
+        pairs = zip(own, plain, strict=False)
         return (
             tuple(math.log((most if mine is None else mine) / its) for mine, its in pairs),
             None not in own,

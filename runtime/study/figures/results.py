@@ -163,16 +163,17 @@ class Reckoning:
 
     def overhead(self, arm: str, level: float) -> Spread | None:
         """Over plain training at a level; None: some seed of either doesn't reach it."""
-        pairs = zip(self.samples(arm, level), self.samples(PLAIN, level), strict=True)
-        ratios = [_ratio(own, plain) for own, plain in pairs]
-        known = [ratio for ratio in ratios if ratio is not None]
-        return spread_of(known) if len(known) == len(ratios) else None
+        # Plain training may have more seeds.
+        pairs = list(zip(self.samples(arm, level), self.samples(PLAIN, level), strict=False))
+        known = [ratio for pair in pairs if (ratio := _ratio(*pair)) is not None]
+        return spread_of(known) if len(known) == len(pairs) else None
 
     @cached_property
     def plain_samples(self) -> float | None:
         """To the target, the geometric mean over seeds; None: plain training doesn't reach it."""
-        found = [s for s in self.samples(PLAIN, self.target) if s is not None]
-        return spread_of(found).mean if len(found) == self.study.question.seeds else None
+        samples = self.samples(PLAIN, self.target)
+        found = [s for s in samples if s is not None]
+        return spread_of(found).mean if len(found) == len(samples) else None
 
     @cached_property
     def begun(self) -> bool:
@@ -202,7 +203,7 @@ class Reckoning:
             overhead=overhead,
             at_least=(
                 most / self.plain_samples
-                if missed and self.plain_samples and diverged < asked.seeds
+                if missed and self.plain_samples and diverged < len(samples)
                 else None
             ),
             diverged=diverged,
@@ -234,7 +235,7 @@ class Reckoning:
     def over(self, one: StudiedPlan, other: StudiedPlan) -> Spread | None:
         """Time to target of a plan over another's, paired by seed; None: one doesn't get there."""
         pairs = zip(
-            self.samples(one.arm, self.target), self.samples(other.arm, self.target), strict=True
+            self.samples(one.arm, self.target), self.samples(other.arm, self.target), strict=False
         )
         ratios = [_ratio(a, b) for a, b in pairs]
         known = [ratio for ratio in ratios if ratio is not None]
@@ -337,7 +338,7 @@ def _overlap(time: Spread | None, best: PlanResult | None) -> float:
 
 def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float | None:
     asked = reckoning.study.question
-    if arm.reached == asked.seeds or arm.diverged == asked.seeds:
+    if len(arm.samples) in (arm.reached, arm.diverged):
         return None
     return asked.length * plan.period_s
 

@@ -216,10 +216,12 @@ def read_study(path: str | Path) -> Study:
         for n, plan in enumerate(each.plans):
             _check_plan(plan, [each.arm.name], f"{where}.plans[{n}]")
     for k, arm in enumerate(study.arms):
-        if [curve.seed for curve in arm.finals()] != list(range(study.question.seeds)):
+        seeds = [curve.seed for curve in arm.finals()]
+        most = max(len(study.plain.finals()), study.question.seeds)
+        if seeds != list(range(len(seeds))) or not study.question.seeds <= len(seeds) <= most:
             raise FileError(
                 f"{path}: arms[{k}].curves: {arm.name!r} must have one final training for each "
-                f"of the seeds 0 to {study.question.seeds - 1}"
+                f"of the seeds 0 to {study.question.seeds - 1}, or as many as plain training"
             )
     return study
 

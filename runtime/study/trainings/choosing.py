@@ -20,8 +20,9 @@ from statistics import fmean
 import msgspec
 
 from ....profiles.errors import UserError
-from ..figures.results import results_of
+from ..figures.results import StudyResults, results_of
 from ..figures.rungs import RATES
+from ..figures.spread import Spread
 from ..figures.study import Budget, Curve, DroppedArm, StudiedPlan, Study, StudyArm, StudyQuestion
 from ..figures.tuning import (
     Trial,
@@ -49,6 +50,14 @@ class _Effort:
 
     grid: TuningGrid
     confirm: int
+
+
+ENOUGH = 1.05
+"""Plans that differ by less, by the interval of their ratio, needn't be told apart."""
+
+
+def _wide(over: Spread) -> bool:
+    return over.high is not None and over.high > ENOUGH and over.high > over.mean
 
 
 class Choosing:
@@ -79,6 +88,7 @@ class Choosing:
         self._found: Study | None = None
         self._level: float | None = None
         self._efforts: dict[int, _Effort] = {}
+        self._seeds = [question.seeds] * len(arms)
         self._budget, budget = math.inf, question.budget
         self._race: Race | None = None
         if not isinstance(budget, msgspec.UnsetType):
@@ -135,17 +145,41 @@ class Choosing:
     def _go_on(self, study: Study) -> bool:
         """Have the arm trained to the end whose interval overlaps the best plan's most. False: none
         does, or the budget is over."""
-        first = next(iter(results_of(study).dropped), None)
-        if first is None:
-            return False
-        if not first.overlap:
-            self.notes.append("no plan that was dropped may be the best")
-            return False
+        results = results_of(study)
+        first = next(iter(results.dropped), None)
+        if first is None or not first.overlap:
+            return self._budget < math.inf and self._more_seeds(results)
         arm = next(k for k, arm in enumerate(self._arms) if arm.name == first.arm)
         if not self._spend(arm):
             self.notes.append(f"the budget is over; {first.plan} may be the best, too")
             return False
         self.notes.append(f"next {first.arm}, which may be the best")
+        return True
+
+    def _more_seeds(self, results: StudyResults) -> bool:
+        """Have what isn't apart from the best plan trained with one seed more, as far as they may
+        differ by more than `ENOUGH`. False: nothing is so, or the budget is over."""
+        best = next((p for p in results.plans if p.plan == results.recommendation.plan), None)
+        rivals = [
+            plan
+            for plan in results.plans
+            if plan.equal and plan is not best and plan.over_best and _wide(plan.over_best)
+        ]
+        if best is None or not rivals:
+            if results.dropped:
+                self.notes.append("no plan that was dropped may be the best")
+            return False
+        names = {self._arms[0].name, best.arm, *(plan.arm for plan in rivals)}
+        arms = [k for k, arm in enumerate(self._arms) if arm.name in names]
+        seeds = max(self._seeds[k] for k in arms) + 1
+        which = ", ".join(plan.plan for plan in (best, *rivals))
+        spent = sum(each.length for each in self._wanted.met) / self._question.length
+        if spent + sum(seeds - self._seeds[k] for k in arms) > self._budget + 1e-9:
+            self.notes.append(f"the budget is over; {which} are equal so far")
+            return False
+        self.notes.append(f"another seed, since {which} are equal so far")
+        for k in arms:
+            self._seeds[k] = seeds
         return True
 
     # The budget, in trainings of the whole length -----------------------------------------------
@@ -237,7 +271,7 @@ class Choosing:
         if asked.target is not None:
             return asked.target
         if self._level is None and (found := self._best(0)) is not None:
-            curves = self._wanted.curves(self._finals(0, found[1])) or []
+            curves = self._wanted.curves(self._finals(0, found[1])[: asked.seeds]) or []
             # As the study's target: of seeds that don't diverge, if there are any.
             sound = [curve for curve in curves if curve.diverged_at is None]
             levels = [level_of(curve, asked.metric, asked.steps) for curve in sound]
@@ -250,7 +284,9 @@ class Choosing:
         if trials is None:
             return None
         best = candidates(trials, self._efforts[arm].confirm)
-        over_seeds = [self._wanted.curves(self._finals(arm, trial)) for trial in best]
+        # Seeds that come later change no rate.
+        first = self._question.seeds
+        over_seeds = [self._wanted.curves(self._finals(arm, trial)[:first]) for trial in best]
         judged = [
             replace(trial, badness=together([self._badness(arm, curve) for curve in curves]))
             for trial, curves in zip(best, over_seeds, strict=True)
@@ -262,7 +298,7 @@ class Choosing:
         asked = self._question
         return [
             Asked(arm=arm, rate=trial.rate, warmup=trial.warmup, seed=seed, length=asked.length)
-            for seed in range(asked.seeds)
+            for seed in range(self._seeds[arm])
         ]
 
     # The study ----------------------------------------------------------------------------------
@@ -271,7 +307,8 @@ class Choosing:
         """The study of the arms that there is an effort for; None: some of it is due."""
         found = {k: self._best(k) for k in sorted(self._efforts)}
         best = {k: each for k, each in found.items() if each is not None}
-        if len(best) < len(found):
+        more = [self._wanted.curves(self._finals(k, each[1])) for k, each in best.items()]
+        if len(best) < len(found) or None in more:
             return None
         arms = [self._arm(k, *each) for k, each in best.items()]
         names, race = {arm.name for arm in arms}, self._race
@@ -298,7 +335,8 @@ class Choosing:
             for trial in trials
         ]
         for trial in candidates(trials, self._efforts[k].confirm):
-            tried += [each for each in self._finals(k, trial) if each not in tried]
+            seeds = self._finals(k, trial)[: asked.seeds]
+            tried += [each for each in seeds if each not in tried]
         tuning = self._wanted.curves([each for each in tried if each not in finals]) or []
         curves = [
             *(self._race.curves[k] if self._race is not None else ()),

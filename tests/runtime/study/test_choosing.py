@@ -104,11 +104,11 @@ def choosing(systems, budget=None, curve=None, seconds=1.0, **more):
     return Choosing(asked, arms, plans, curve or curve_of(systems), lambda _: seconds)
 
 
-def conducted(systems, budget=None, at_once=3, **more):
+def conducted(systems, budget=None, at_once=3, noise=0.02, **more):
     """The study, and the trainings that it took; the rest of what is due is asked anew."""
     known = {}
     made = choosing(systems, budget, known.get, **more)
-    landscape = curve_of(systems)
+    landscape = curve_of(systems, noise)
     while due := made.due():
         for asked in due[:at_once]:
             known[asked] = landscape(asked)
@@ -223,3 +223,34 @@ def test_a_time_is_a_budget_by_what_the_first_rung_took():
     assert found.arms == conducted(systems, Budget(trainings=50))[1].arms
     with pytest.raises(UserError, match=r"give \d+min or more"):
         conducted(systems, Budget(seconds=9.0))
+
+
+def test_what_is_equal_gets_more_seeds_as_long_as_the_budget_allows(tmp_path):
+    """As many for plain training, which they are held against; none for what is slower."""
+    close = [
+        System(1.0, 0.1, 2.0),
+        System(1.30, 0.1, 1.0),
+        System(1.33, 0.1, 1.0),
+        System(1.4, 0.1, 1.5),
+    ]
+    made, found, spent, _ = conducted(close, Budget(trainings=45), noise=0.05)
+    assert any(note.startswith("another seed, since s1, s2 are equal") for note in made.notes)
+    seeds = {arm.name: len(arm.finals()) for arm in found.arms}
+    assert seeds[PLAIN] == seeds["s1"] == seeds["s2"] > seeds["s3"] == 3
+    assert spent <= 45
+    write_study(tmp_path / "study.json", found)
+    assert read_study(tmp_path / "study.json") == found
+    results = results_of(found)
+    assert len(results.arm("s1").samples) == seeds["s1"]
+    assert results.plan("s3").over_best.low > 1
+    fewer = replace_plain(found, 3)
+    write_study(tmp_path / "fewer.json", fewer)
+    with pytest.raises(UserError, match="as many as plain training"):
+        read_study(tmp_path / "fewer.json")
+
+
+def replace_plain(found, seeds):
+    plain = found.plain
+    finals = plain.finals()[:seeds]
+    own = msgspec.structs.replace(plain, curves=finals)
+    return msgspec.structs.replace(found, arms=(own, *found.arms[1:]))
