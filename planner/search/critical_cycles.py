@@ -273,9 +273,10 @@ class CycleSearch:
 
     def _plans(self, way: _Way, cut: CycleCut) -> Iterator[Evaluation]:
         """The cut's plan, and while that takes too much memory on some stages, those of cuts that
-        reckon with what these were seen to need besides what is known of them."""
+        reckon with what these were seen to need besides what is known of them; from the second on
+        at every stage, as it is others that lack it then."""
         at: CycleCut | None = cut
-        for _ in range(_REPAIRS + 1):
+        for repair in range(_REPAIRS + 1):
             found = None if at is None else self._plan(way, at)
             if at is None or found is None:
                 return
@@ -283,7 +284,8 @@ class CycleSearch:
             over = found.over_limit(self.search.question.cluster)
             if not over:
                 return
-            way = way._replace(lacks=_lacks(self._program(way), way.lacks, at, over))
+            lacks = _lacks(self._program(way), way.lacks, at, over)
+            way = way._replace(lacks=(max(lacks),) * len(lacks) if repair else lacks)
             at = self._best(way, at.period_s, _COARSE * _COARSER).cut
 
     def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:

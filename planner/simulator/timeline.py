@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..systems.operations import FORWARDS, UPDATE, UPDATES, Op, Schedule
 from .clock import NOT_YET, SimulatedClock, SimulatedMessage
 from .executor import Task, execute
-from .pipeline import Link, Pipeline
+from .pipeline import Link, Pipeline, Route
 
 
 class Event(NamedTuple):
@@ -118,28 +118,36 @@ def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
     return 12 + -(-6 * stages // micro_batches)
 
 
-def busy_s(pipeline: Pipeline, stage: int) -> float:
-    """Seconds per mini-batch that a stage's device is busy: operations of all its stages, and
+def busy_s(pipeline: Pipeline) -> list[float]:
+    """Seconds per mini-batch that each stage's device is busy: operations of all its stages, and
     transfers that block it.
 
     That of the replica with most of it; all of them wait for it before the update.
     """
-    beside = pipeline.beside(stage)
+    stages = range(pipeline.stages)
     if all(not link.routes for link in pipeline.links):
-        return sum(pipeline.work_s(s) for s in beside)
+        work = [pipeline.work_s(s) for s in stages]
+        return [sum(work[s] for s in pipeline.beside(stage)) for stage in stages]
+    blocking = [
+        (link, route) for link in pipeline.links for route in link.routes if not route.overlaps
+    ]
+    return [_busy_s(pipeline, stage, blocking) for stage in stages]
+
+
+def _busy_s(pipeline: Pipeline, stage: int, blocking: Sequence[tuple[Link, Route]]) -> float:
+    """A stage's device. `blocking`: what devices compute nothing beside."""
+    beside = pipeline.beside(stage)
     busy = [0.0] * pipeline.replicas(stage)
     for s in beside:
         paces = pipeline.paces[s] if pipeline.paces else (1.0,)
         each = pipeline.micro_batches_per_replica(s)
         for j, pace in enumerate(paces):
             busy[j] += each * pace * (pipeline.forward_s[s] + pipeline.backward_s[s])
-    for link in pipeline.links:
+    for link, route in blocking:
         for s in {link.source, link.target} & {*beside}:
-            for route in link.routes:
-                if not route.overlaps:
-                    replica = route.source if s == link.source else route.target
-                    wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
-                    busy[replica] += wire_s * pipeline.messages_per_route(link)
+            replica = route.source if s == link.source else route.target
+            wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
+            busy[replica] += wire_s * pipeline.messages_per_route(link)
     return max(busy) + sum(pipeline.update_op_s(s) / pipeline.update_every for s in beside)
 
 
@@ -160,7 +168,7 @@ def loads_s(pipeline: Pipeline) -> list[float]:
                 (route.wire_back, route.backward_s),
             ):
                 wires[wire] = wires.get(wire, 0.0) + count * wire_s
-    return [*(busy_s(pipeline, s) for s in range(pipeline.stages)), *wires.values()]
+    return [*busy_s(pipeline), *wires.values()]
 
 
 def round_trip_s(pipeline: Pipeline, kept: Sequence[int] = ()) -> float:
@@ -270,7 +278,7 @@ def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
     busiest one's."""
     if period_s <= 0:
         return tuple(0.0 for _ in range(pipeline.stages))
-    return tuple(max(0.0, 1 - busy_s(pipeline, s) / period_s) for s in range(pipeline.stages))
+    return tuple(max(0.0, 1 - busy / period_s) for busy in busy_s(pipeline))
 
 
 def most_waiting(clock: SimulatedClock, link: Link, posted: int) -> int:

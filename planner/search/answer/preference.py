@@ -82,7 +82,8 @@ def regard(found: Evaluation, cluster: Cluster) -> Regard:
 
 
 def _unevenness(pipeline: Pipeline) -> float:
-    return _unevenness_of([busy_s(pipeline, stages[0]) for stages in pipeline.stages_of])
+    busy = busy_s(pipeline)
+    return _unevenness_of([busy[stages[0]] for stages in pipeline.stages_of])
 
 
 def _unevenness_of(loads: Sequence[float]) -> float:

@@ -484,7 +484,7 @@ class LocalSearch:
         """Stages, the busiest first; before them those that need too much memory."""
         pipeline, cluster = here.found.pipeline, self.question.cluster
         over = {s for s, _ in here.found.over_limit(cluster)} if here.over else set[int]()
-        busy = [busy_s(pipeline, s) for s in range(here.point.stages)]
+        busy = busy_s(pipeline)
         return sorted(range(here.point.stages), key=lambda s: (s not in over, -busy[s], s))
 
 

@@ -39,6 +39,8 @@ def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) 
             return 0.0
         if devices not in needs:
             needs[devices] = predicted.device_of(s).memory_bytes
+        if _as_it_is(s, point, mine):
+            continue
         moments = here.found.moments[s]
         needs[devices] += _most_held(laid, s, point, here, question, held)
         needs[devices] -= max(map(held.total, moments))
@@ -49,6 +51,17 @@ def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) 
         if room is not None:
             over += max(need / room - 1.0, 0.0)
     return over
+
+
+def _as_it_is(s: int, point: Point, mine: Point) -> bool:
+    """Whether a stage holds what it held."""
+    return (
+        point.downsets[s : s + 2] == mine.downsets[s : s + 2]
+        and point.devices[s] == mine.devices[s]
+        and point.again[s] == mine.again[s]
+        and point.limits[s] == mine.limits[s]
+        and point.limits[0] == mine.limits[0]
+    )
 
 
 def fitted(

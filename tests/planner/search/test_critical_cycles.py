@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
@@ -19,7 +21,7 @@ from timeprest.planner.evaluate import Evaluation, Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
-from timeprest.planner.search.critical_cycles import CycleSearch, least_turning
+from timeprest.planner.search.critical_cycles import CycleSearch, _Way, least_turning
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
@@ -314,6 +316,30 @@ def test_a_cut_is_looked_for_anew_where_its_plan_needs_more_than_is_known_of_it(
     assert looked[0].over_limit(question.cluster)
     assert search.best is not None
     assert not looked[1].over_limit(question.cluster)
+
+
+def test_what_other_stages_lack_anew_is_left_free_at_every_stage():
+    """Of many devices others lack it each time: a stage at a time would take as many cuts."""
+    profile, lacking, asked = chain(12), iter([0, 1, 2]), []
+
+    class Lacking(CycleSearch):
+        def _plan(self, way, cut):
+            asked.append(way.lacks)
+            short = [(s, 1) for s in islice(lacking, 1)]
+            return SimpleNamespace(over_limit=lambda _: short)
+
+    question = Question(profile, uniform_cluster(4, "1GB"), "pipedream", 1, 0.0)
+    search = explore(question, SearchRequest(stages=4), lambda *_: None)
+    search.forget_bounds()
+    cycles = Lacking(search)
+    way = _Way(replace(search.branches[0], stages=4))
+    cut = cycles._best(way, 0.0, 0.01).cut
+    assert len(list(cycles._plans(way, cut))) == 4
+    nothing, first, *every = asked
+    assert not nothing
+    assert first[0] > 0
+    assert not any(first[1:])
+    assert all(len({*lacks}) == 1 and lacks[0] > 0 for lacks in every)
 
 
 def test_first_cuts_are_simulated_under_limits_that_may_fit():
