@@ -111,11 +111,13 @@ class ImportingCommand(GroupedCommand):
         """Options of importers that a command line may have."""
         context = click.Context(self, ignore_unknown_options=True, resilient_parsing=True)
         try:
-            given, *_ = self.make_parser(context).parse_args(list(args))
+            given, rest, _ = self.make_parser(context).parse_args(list(args))
             for plugin in given.get("plugins", ()):
                 plugins.load_file(plugin)
             all_of_them = any(re.match(r"-h$|--help$|--(print-)?config", word) for word in args)
-            words = plugins.names("importers") if all_of_them else args
+            files = [given.get(p.name) for p in self.params if isinstance(p, click.Argument)]
+            files = [file for file in files if isinstance(file, str)]
+            words = plugins.names("importers") if all_of_them else [*rest, *files]
             records = options_of_importers(words)
         except (PluginError, click.UsageError):
             return []  # said when the line is read in earnest

@@ -38,6 +38,7 @@ from ..profile import KindTimes, OptimizerCost, Profile
 from ..sizes import measured_at
 
 _GROUP = "Profiles of Sailor"
+_PROFILES = "model → GPU → micro-batch → tensor-parallel degree → layer"
 _FLOAT_BYTES = 4
 _FACTS = "llm_info.json"
 _TIMED_BLOCKS = 2
@@ -80,7 +81,12 @@ class SailorFile:
         self, where: str, batch_size: int | None, micro_batch_sizes: Sequence[int] | None
     ) -> Profile:
         """The profile; arguments and errors as of `reader.import_profile`."""
-        found = _read(where, "model → GPU → micro-batch → tensor-parallel degree → layer")
+        found = _read(where, _PROFILES)
+        if not all(isinstance(gpus, dict) for gpus in found.values()):
+            raise FileError(
+                f"{where}: expected Sailor's JSON of {_PROFILES}; a file of another kind needs the "
+                "plugin that imports it (--plugin FILE)"
+            )
         model = _chosen(where, "--model", self.model, found)
         gpus = _table(found[model], f"{where}: {model}")
         asked = [None] if self.gpu is None else [name.strip() for name in self.gpu.split(",")]

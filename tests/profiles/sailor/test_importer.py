@@ -146,7 +146,12 @@ def test_what_there_is_is_said_in_a_line(tmp_path, words, message):
     ("profiles", "info", "message"),
     [
         ([], None, r"profiles\.json: expected an object of model → GPU"),
-        ({"m": 3}, None, r"profiles\.json: m: expected an object"),
+        (
+            {"nodes": [], "maxDevices": 3},
+            None,
+            r"profiles\.json: expected Sailor's .*--plugin FILE",
+        ),
+        ({"m": {"g": 3}}, None, r"profiles\.json: m: g: expected an object"),
         ({"m": {"g": {"a": {}}}}, None, r"m: g: 'a': expected a whole number from 1"),
         ({"m": {"g": {"1": {"1": {"0": [1, 2]}}}}}, None, r"1: 1: layer 0: give seconds of"),
         ({"m": {"g": {"1": {"1": {"0": [1, 2, -1]}}}}}, None, r"1: 1: layer 0: give seconds of"),
