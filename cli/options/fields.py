@@ -115,9 +115,10 @@ class ImportingCommand(GroupedCommand):
             for plugin in given.get("plugins", ()):
                 plugins.load_file(plugin)
             all_of_them = any(re.match(r"-h$|--help$|--(print-)?config", word) for word in args)
-            files = [given.get(p.name) for p in self.params if isinstance(p, click.Argument)]
-            files = [file for file in files if isinstance(file, str)]
-            words = plugins.names("importers") if all_of_them else [*rest, *files]
+            files = (given.get(p.name) for p in self.params if isinstance(p, click.Argument))
+            words = [*rest, *(file for file in files if isinstance(file, str))]
+            if all_of_them:
+                words = plugins.names("importers")
             records = options_of_importers(words)
         except (PluginError, click.UsageError):
             return []  # said when the line is read in earnest
