@@ -12,7 +12,8 @@ from .... import __version__
 from ....cli.pictures.html.page import page
 from ....profiles.files import write_bytes
 from ..figures.curves import end_value, points_of, smoothed
-from ..figures.results import ArmResult, StudyResults, results_of
+from ..figures.reckoning import ArmResult
+from ..figures.results import StudyResults, results_of
 from ..figures.study import Curve, Metric, Study, StudyArm
 from .tables import ranked, target_text
 

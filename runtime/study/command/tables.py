@@ -9,7 +9,8 @@ from rich.text import Text
 
 from ....cli.tables.layout import counted, fitted, fixed, words
 from ....profiles.units import format_bytes, format_seconds
-from ..figures.results import ArmResult, DroppedResult, PlanResult, StudyResults
+from ..figures.reckoning import ArmResult
+from ..figures.results import DroppedResult, PlanResult, StudyResults
 from ..figures.spread import Spread
 from ..figures.study import PLAIN, StudiedPlan, Study, StudyArm
 

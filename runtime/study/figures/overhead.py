@@ -30,7 +30,7 @@ import msgspec
 
 from ....planner.systems.variants import variant_named
 from ....profiles.errors import UserError
-from .results import Reckoning
+from .reckoning import Reckoning
 from .spread import t_quantile
 from .study import PLAIN, Study, StudyArm
 

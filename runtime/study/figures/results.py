@@ -1,59 +1,21 @@
-"""What a study says: samples to the target, overheads, time to target, and which system to take.
+"""What a study says: time to target of each plan, and which system to take.
 
-All are pure functions of the study. The overhead of an arm is, seed by seed, its samples to the
-target over plain training's with the same seed: the same weights and the same samples in the same
-sequence. The predicted time to target of a plan is
-
-    overhead × samples of plain training (geometric mean over seeds) × period / mini-batch
-
-with the interval of the overhead (`spread`): what all arms of a seed have in common is in no
-comparison. Pipelines that flush are plain training: their overhead is 1 and has no spread.
+All are pure functions of the study (`reckoning`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 
 import msgspec
 
 from ....planner.comparison.pareto import unbeaten
-from .curves import noise_of, points_of, samples_to, smoothed, value_at
+from .overhead import OverheadFit
+from .reckoning import ArmResult, Reckoning
 from .rungs import expected, said_in_rungs
-from .spread import Spread, spread_of
-from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
-
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the steps: where plain training then is are the levels that overheads are given at."""
-
-
-class OverheadAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An arm's overhead at a level that plain training reaches on its way."""
-
-    mini_batches: int
-    """Where plain training has that level."""
-    level: float | None
-    overhead: Spread | None
-    """None: not all seeds get there."""
-
-
-class ArmResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an arm needs to the target."""
-
-    arm: str
-    samples: tuple[float | None, ...]
-    """By seed; None: it isn't reached, in as many samples as it trained with."""
-    reached: int
-    """By how many seeds."""
-    overhead: Spread | None
-    """Over plain training; None: some seed doesn't reach the target, of this or of plain."""
-    at_least: float | None = None
-    """What the overhead is more than, where the target isn't reached by all seeds; None where they
-    all diverged, too."""
-    diverged: int = 0
-    """Final trainings that did."""
-    by_level: tuple[OverheadAt, ...] = ()
+from .spread import Spread
+from .study import StudiedPlan, Study
 
 
 class PlanResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,7 +47,8 @@ class DroppedResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     rate: float
     """The best of them."""
     overhead: Spread | None
-    """Of a whole training (`rungs`); None: it diverged at all rates."""
+    """Of a whole training, by the rung (`rungs`) and within it by the delays of those that were
+    trained to the end (`overhead`); None: it diverged at all rates."""
     time_s: Spread | None
     """None: that, or plain training doesn't reach the target."""
     overlap: float
@@ -126,128 +89,6 @@ class StudyResults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def plan(self, name: str) -> PlanResult:
         """Of the plan of this name."""
         return next(plan for plan in self.plans if plan.plan == name)
-
-
-class Reckoning:
-    """The figures of one study; curves are smoothed once.
-
-    Attributes:
-        target: the level that counts.
-    """
-
-    def __init__(self, study: Study) -> None:
-        self.study = study
-        self._smooth = {
-            arm.name: [self._smoothed(curve) for curve in arm.finals()] for arm in study.arms
-        }
-        given = study.question.target
-        self.target = self._level(study.question.steps) if given is None else given
-
-    def _smoothed(self, curve: Curve) -> list[tuple[float, float]]:
-        asked = self.study.question
-        return smoothed(points_of(curve, asked.metric, asked.mini_batch))
-
-    def _level(self, steps: float) -> float:
-        """Of plain training after so many mini-batches: the mean over seeds that don't diverge; NaN
-        where all do."""
-        finals = zip(self._smooth[PLAIN], self.study.plain.finals(), strict=True)
-        whole = [points for points, curve in finals if curve.diverged_at is None]
-        found = (value_at(points, steps * self.study.question.mini_batch) for points in whole)
-        values = [value for value in found if value is not None]
-        return sum(values) / len(values) if values else math.nan
-
-    def samples(self, arm: str, level: float) -> tuple[float | None, ...]:
-        """To a level, by seed."""
-        rises = RISES[self.study.question.metric]
-        return tuple(samples_to(points, level, rises=rises) for points in self._smooth[arm])
-
-    def overhead(self, arm: str, level: float) -> Spread | None:
-        """Over plain training at a level; None: some seed of either doesn't reach it."""
-        # Plain training may have more seeds.
-        pairs = list(zip(self.samples(arm, level), self.samples(PLAIN, level), strict=False))
-        known = [ratio for pair in pairs if (ratio := _ratio(*pair)) is not None]
-        return spread_of(known) if len(known) == len(pairs) else None
-
-    @cached_property
-    def plain_samples(self) -> float | None:
-        """To the target, the geometric mean over seeds; None: plain training doesn't reach it."""
-        samples = self.samples(PLAIN, self.target)
-        found = [s for s in samples if s is not None]
-        return spread_of(found).mean if len(found) == len(samples) else None
-
-    @cached_property
-    def begun(self) -> bool:
-        """Whether at the target, with every seed, plain training's loss has fallen by more than one
-        mini-batch's differs from the next's: else which system is ahead is mostly chance, and says
-        little of a longer training."""
-        asked = self.study.question
-        if asked.metric != "loss":
-            return True
-        for curve in self.study.plain.finals():
-            points = points_of(curve, asked.metric, asked.mini_batch)
-            if points and points[0][1] - self.target < noise_of(points):
-                return False
-        return True
-
-    def arm_result(self, arm: StudyArm) -> ArmResult:
-        """What an arm needs."""
-        asked = self.study.question
-        samples = self.samples(arm.name, self.target)
-        missed, most = None in samples, asked.length * asked.mini_batch
-        diverged = sum(curve.diverged_at is not None for curve in arm.finals())
-        overhead = None if missed else self.overhead(arm.name, self.target)
-        return ArmResult(
-            arm=arm.name,
-            samples=samples,
-            reached=sum(s is not None for s in samples),
-            overhead=overhead,
-            at_least=(
-                most / self.plain_samples
-                if missed and self.plain_samples and diverged < len(samples)
-                else None
-            ),
-            diverged=diverged,
-            by_level=tuple(self._at(arm.name, share) for share in SHARES),
-        )
-
-    def _at(self, arm: str, share: float) -> OverheadAt:
-        steps = share * self.study.question.steps
-        level = self._level(steps)
-        return OverheadAt(
-            mini_batches=round(steps),
-            level=None if math.isnan(level) else level,
-            overhead=self.overhead(arm, level),
-        )
-
-    def seconds(self, arm: str, period_s: float) -> Spread | None:
-        """Predicted time to the target of a plan with this period; None: it isn't reached."""
-        samples = self.samples(arm, self.target)
-        known = [s for s in samples if s is not None]
-        if len(known) < len(samples):
-            return None
-        a_sample = period_s / self.study.question.mini_batch
-        overhead = self.overhead(arm, self.target)
-        if overhead is None or self.plain_samples is None:
-            # Plain training doesn't get there: nothing to pair with.
-            return spread_of(known) * a_sample
-        return overhead * (self.plain_samples * a_sample)
-
-    def over(self, one: StudiedPlan, other: StudiedPlan) -> Spread | None:
-        """Time to target of a plan over another's, paired by seed; None: one doesn't get there."""
-        pairs = zip(
-            self.samples(one.arm, self.target), self.samples(other.arm, self.target), strict=False
-        )
-        ratios = [_ratio(a, b) for a, b in pairs]
-        known = [ratio for ratio in ratios if ratio is not None]
-        return (
-            spread_of(known) * (one.period_s / other.period_s)
-            if len(known) == len(ratios)
-            else None
-        )
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
 
 
 def results_of(study: Study) -> StudyResults:
@@ -300,13 +141,14 @@ def _dropped(
             # What doesn't get there says something only where that was not to be expected.
             if whole is not None and (arm.overhead is not None or whole > rung.overhead):
                 errors.setdefault(rung.after, []).append(math.log(whole / rung.overhead))
+    fit = OverheadFit(reckoning) if study.dropped and samples is not None else None
     found = []
     for each in study.dropped:
         last = said_in_rungs(study, each.arm)[-1]
         sound = last.overhead < math.inf
-        overhead = expected(last.overhead, errors.get(last.after, ())) if sound else None
+        by_rung = expected(last.overhead, errors.get(last.after, ())) if sound else None
         for plan in each.plans:
-            time = None
+            overhead, time = by_rung and _within(by_rung, plan, fit), None
             if overhead is not None and samples is not None:
                 time = overhead * (samples * plan.period_s / study.question.mini_batch)
             found.append(
@@ -322,6 +164,17 @@ def _dropped(
             )
     periods = {plan.name: plan.period_s for each in study.dropped for plan in each.plans}
     return tuple(sorted(found, key=lambda d: (-d.overlap, _expected_s(d, periods[d.plan]))))
+
+
+def _within(spread: Spread, plan: StudiedPlan, fit: OverheadFit | None) -> Spread:
+    """That part of an interval that delays allow; all of it where they say nothing of it."""
+    found = fit.at(plan) if fit is not None and not fit.refusal else None
+    low, high = spread.low or spread.mean, spread.high or spread.mean
+    if found is not None and found.low is not None and low < found.low < high:
+        low = found.low
+    if found is not None and found.high is not None and low < found.high < high:
+        high = found.high
+    return Spread(mean=min(max(spread.mean, low), high), low=low, high=high)
 
 
 def _expected_s(dropped: DroppedResult, period_s: float) -> float:

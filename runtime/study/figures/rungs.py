@@ -13,7 +13,8 @@ those an arm that was dropped has an interval, Student's with n + 2 degrees of f
 
     s² = (Σ errors² + 2 · 0.2²) / (n + 2)
 
-as if two more had been off by a fifth: with no arm at hand, a rung's say is a wide one.
+as if two more had been off by a fifth: with no arm at hand, a rung's say is a wide one. What delays
+allow (`overhead`) makes it narrower.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.runtime.study.figures.results import Reckoning, StudyResults, results_of
+from timeprest.runtime.study.figures.reckoning import Reckoning
+from timeprest.runtime.study.figures.results import StudyResults, results_of
 from timeprest.runtime.study.figures.spread import Spread, spread_of
 from timeprest.runtime.study.figures.study import PLAIN, StudiedPlan, Study
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from helpers.by_hand.studies import PLAIN_ARM, study
+from helpers.by_hand.studies import PLAIN_ARM, arm, curve, study
 from helpers.plans import chain_plan
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.study.figures.results import results_of
@@ -17,6 +17,8 @@ from timeprest.runtime.study.figures.study import (
     PLAIN,
     Budget,
     Curve,
+    DroppedArm,
+    StudyArm,
     read_study,
     short,
     studied,
@@ -51,7 +53,7 @@ def curve_of(systems, noise=0.02):
     """Losses (1 + progress)^-0.5 with noise; slower, the farther the rate is from the best, and
     diverging from 6 times that."""
 
-    def curve(asked):
+    def trained(asked):
         system = systems[asked.arm]
         drawn = random.Random(f"{asked.arm} {asked.seed} {asked.length} {asked.rate}")
         by_seed = math.exp(0.03 * drawn.gauss(0, 1))
@@ -75,10 +77,10 @@ def curve_of(systems, noise=0.02):
             diverged_at=window if wild else None,
         )
 
-    return curve
+    return trained
 
 
-def choosing(systems, budget=None, curve=None, seconds=1.0, **more):
+def choosing(systems, budget=None, known=None, seconds=1.0, **more):
     question = {
         "steps": 400,
         "length": LENGTH,
@@ -101,7 +103,7 @@ def choosing(systems, budget=None, curve=None, seconds=1.0, **more):
         )
         for name, system in zip(names, systems, strict=True)
     ]
-    return Choosing(asked, arms, plans, curve or curve_of(systems), lambda _: seconds)
+    return Choosing(asked, arms, plans, known or curve_of(systems), lambda _: seconds)
 
 
 def conducted(systems, budget=None, at_once=3, noise=0.02, **more):
@@ -254,3 +256,32 @@ def replace_plain(found, seeds):
     finals = plain.finals()[:seeds]
     own = msgspec.structs.replace(plain, curves=finals)
     return msgspec.structs.replace(found, arms=(own, *found.arms[1:]))
+
+
+def test_what_delays_rule_out_isnt_trained():
+    """Larger delays than those of plans that were trained take no fewer samples."""
+    plain = [curve(seed) for seed in range(3)]
+    rung = [curve(0, phase="rung", length=150, losses=plain[0].losses[:150])]
+    arms = [msgspec.structs.replace(PLAIN_ARM, curves=(*rung, *plain))]
+    arms += [arm(f"late {d}", [1.1 + 0.08 * d] * 3) for d in range(1, 5)]
+    plan = studied(chain_plan("pipedream"), "", "x.json", "")
+    plans = [
+        msgspec.structs.replace(plan, name=f"late {d}", arm=f"late {d}", delays=(d, d, d))
+        for d in range(1, 8)
+    ]
+    found = msgspec.structs.replace(study(arms, {}), plans=tuple(plans[:4]))
+    fast = curve(0, phase="rung", length=150)
+    own = {"rate": 0.1, "warmup": 0, "at_edge": False, "kind": "pipeline"}
+    late = StudyArm(
+        name="late 7",
+        curves=(msgspec.structs.replace(fast, losses=fast.losses[:150]),),
+        **own,
+    )
+    dropped = DroppedArm(arm=late, plans=(plans[6],))
+    (told,) = results_of(msgspec.structs.replace(found, dropped=(dropped,))).dropped
+    assert told.after == 150
+    assert 1.3 < told.overhead.low == told.overhead.mean < told.overhead.high
+    unlike = msgspec.structs.replace(plans[6], variant="v-timeprest")
+    other = msgspec.structs.replace(dropped, plans=(unlike,))
+    (told,) = results_of(msgspec.structs.replace(found, dropped=(other,))).dropped
+    assert told.overhead.low < told.overhead.mean == pytest.approx(1.0, rel=0.05)
