@@ -249,7 +249,8 @@ def _layer(where: str, cost: Cost, sizes: Sizes) -> Layer:
     for size in sizes.micro_batches:
         found = measured_at(cost.measured, size)
         saved = found.saved_bytes if cost.grows else cost.measured[-1].saved_bytes
-        if saved > MAX_BYTES or max(found.forward_s, found.backward_s) > MAX_SECONDS:
+        most = max(saved, found.workspace_bytes, cost.parameter_bytes, cost.buffer_bytes)
+        if most > MAX_BYTES or max(found.forward_s, found.backward_s) > MAX_SECONDS:
             raise FileError(f"{where}: {cost.name}: costs too much with {size} samples; give fewer")
         measurements.append(
             msgspec.structs.replace(

@@ -35,7 +35,6 @@ from ..imported.cost_graph import (
 )
 from ..options import Option
 from ..profile import KindTimes, OptimizerCost, Profile
-from ..sizes import measured_at
 
 _GROUP = "Profiles of Sailor"
 _PROFILES = "model → GPU → micro-batch → tensor-parallel degree → layer"
@@ -110,8 +109,8 @@ class SailorFile:
                     "layers; give --tp, or one --gpu"
                 )
         sizes = choose_sizes(where, sorted(first.measured), batch_size, micro_batch_sizes)
-        profile = _profile(where, model, first, sizes)
-        return _with_kinds(profile, first, others) if others else profile
+        profiles = {name: _profile(where, model, of, sizes) for name, of in on.items()}
+        return _with_kinds(profiles, on) if others else profiles[first.name]
 
 
 @dataclass(frozen=True)
@@ -161,30 +160,33 @@ def _profile(where: str, model: str, on: _OnGpu, sizes: Sizes) -> Profile:
     return msgspec.structs.replace(profile, dtype="float32")
 
 
-def _with_kinds(profile: Profile, first: _OnGpu, others: Sequence[_OnGpu]) -> Profile:
-    """With the seconds of all of them."""
-    sizes, kinds, assumed = profile.micro_batch_sizes, [], []
-    for on in (first, *others):
-        layers = [[measured_at(on.cost(n).measured, m) for m in sizes] for n in on.layers]
+def _with_kinds(profiles: Mapping[str, Profile], on: Mapping[str, _OnGpu]) -> Profile:
+    """The first, with the seconds of all."""
+    first, *_ = profiles.values()
+    kinds, assumed = [], []
+    for name, profile in profiles.items():
         kinds.append(
             KindTimes(
-                name=on.name,
-                forward_s=tuple(tuple(m.forward_s for m in layer) for layer in layers),
-                backward_s=tuple(tuple(m.backward_s for m in layer) for layer in layers),
-                update_fixed_s=on.optimizer.update_fixed_s,
-                update_s_per_byte=on.optimizer.update_s_per_byte,
+                name=name,
+                forward_s=tuple(
+                    tuple(m.forward_s for m in layer.measurements) for layer in profile.layers
+                ),
+                backward_s=tuple(
+                    tuple(m.backward_s for m in layer.measurements) for layer in profile.layers
+                ),
+                update_fixed_s=profile.optimizer.update_fixed_s,
+                update_s_per_byte=profile.optimizer.update_s_per_byte,
             )
         )
-        missing = [str(m) for m in sizes if m in first.measured and m not in on.measured]
-        if missing:
+        missing = [m for m in first.micro_batch_sizes if m not in on[name].measured]
+        if missing and name != next(iter(on)):
             assumed.append(
-                f"On {on.name} nothing was measured for {', '.join(missing)} samples: its seconds "
-                "lie on the line through the two nearest sizes."
+                f"On {name} nothing was measured for {', '.join(map(str, missing))} samples: its "
+                "seconds lie on the line through the two nearest sizes."
             )
-    assumed.append(f"Devices are {', '.join(k.name for k in kinds)}: a cluster says which by kind.")
-    return msgspec.structs.replace(
-        profile, kinds=tuple(kinds), assumptions=(*profile.assumptions, *assumed)
-    )
+    assumed.append(f"Devices are {', '.join(on)}: a cluster says which by kind.")
+    assumptions = (*first.assumptions, *assumed)
+    return msgspec.structs.replace(first, kinds=tuple(kinds), assumptions=assumptions)
 
 
 def _times(place: str, sizes: Any) -> dict[int, dict[str, _Times]]:

@@ -206,3 +206,10 @@ def test_their_own_files(tmp_path):
     eight = profile.layers[5].measurements[3]
     one = profile.layers[5].measurements[0]
     assert eight.forward_s < 2 * one.forward_s
+
+
+def test_what_no_profile_can_hold_is_refused(tmp_path):
+    huge = {k: {**of, "params_floats": 2**41} for k, of in facts(1).items()}
+    path = write(tmp_path, {"m": {"g": {"1": {"4096": times(1, 1)}}}}, {"m": {"4096": huge}})
+    code, said = run(path, "-o", tmp_path / "p.json")
+    assert (code, "0: costs too much" in said, (tmp_path / "p.json").exists()) == (2, True, False)
