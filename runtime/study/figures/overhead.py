@@ -368,8 +368,8 @@ class OverheadFit:
         return found
 
     def _logs(self, arm: StudyArm) -> tuple[tuple[float, ...], bool]:
-        asked, reckoning = self._study.question, self._reckoning
-        most = asked.length * asked.mini_batch
+        reckoning = self._reckoning
+        most = arm.length * self._study.question.mini_batch
         own = reckoning.samples(arm.name, reckoning.target)
         plain = [s or math.nan for s in reckoning.samples(PLAIN, reckoning.target)]
         pairs = zip(own, plain, strict=False)

@@ -66,13 +66,13 @@ class Reckoning:
             arm.name: [self._smoothed(curve) for curve in arm.finals()] for arm in study.arms
         }
         given = study.question.target
-        self.target = self._level(study.question.steps) if given is None else given
+        self.target = self.level(study.question.steps) if given is None else given
 
     def _smoothed(self, curve: Curve) -> list[tuple[float, float]]:
         asked = self.study.question
         return smoothed(points_of(curve, asked.metric, asked.mini_batch))
 
-    def _level(self, steps: float) -> float:
+    def level(self, steps: float) -> float:
         """Of plain training after so many mini-batches: the mean over seeds that don't diverge; NaN
         where all do."""
         finals = zip(self._smooth[PLAIN], self.study.plain.finals(), strict=True)
@@ -118,7 +118,7 @@ class Reckoning:
         """What an arm needs."""
         asked = self.study.question
         samples = self.samples(arm.name, self.target)
-        missed, most = None in samples, asked.length * asked.mini_batch
+        missed, most = None in samples, arm.length * asked.mini_batch
         diverged = sum(curve.diverged_at is not None for curve in arm.finals())
         overhead = None if missed else self.overhead(arm.name, self.target)
         return ArmResult(
@@ -137,7 +137,7 @@ class Reckoning:
 
     def _at(self, arm: str, share: float) -> OverheadAt:
         steps = share * self.study.question.steps
-        level = self._level(steps)
+        level = self.level(steps)
         return OverheadAt(
             mini_batches=round(steps),
             level=None if math.isnan(level) else level,

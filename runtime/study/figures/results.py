@@ -190,10 +190,9 @@ def _overlap(time: Spread | None, best: PlanResult | None) -> float:
 
 
 def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float | None:
-    asked = reckoning.study.question
     if len(arm.samples) in (arm.reached, arm.diverged):
         return None
-    return asked.length * plan.period_s
+    return reckoning.study.arm(plan.arm).length * plan.period_s
 
 
 def _recommend(

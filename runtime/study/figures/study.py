@@ -132,6 +132,11 @@ class StudyArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The best rate lies at the edge of what was tried: the budget was too small for it."""
     curves: tuple[Curve, ...]
 
+    @property
+    def length(self) -> int:
+        """Mini-batches of its final trainings: some studies train some for longer."""
+        return min(curve.length for curve in self.finals())
+
     def finals(self) -> tuple[Curve, ...]:
         """By seed."""
         found = (curve for curve in self.curves if curve.phase == "final")

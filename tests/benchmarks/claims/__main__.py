@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from timeprest.profiles.errors import TimeprestError
 
+from .further import write_further
 from .page import write_page
 from .plans import plans_path, record, write_plans
 from .studies import FULL, QUICK, SHORT, STUDIES, cells, studied
@@ -42,6 +43,8 @@ def main(
             write_plans(plans_path(cell, Path(studies)), record(cell, Path(work), jobs))
             for effort in (QUICK,) if quick else (SHORT, FULL):
                 studied(cell, effort, Path(work), Path(studies), jobs)
+            if not quick:
+                write_further(cell, Path(work), Path(studies))
         write_page(Path(studies), Path(page), QUICK if quick else FULL)
     except TimeprestError as error:
         print(f"claims: {error}", file=sys.stderr)

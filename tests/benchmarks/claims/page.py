@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_bytes
 from timeprest.profiles.units import format_bytes, format_seconds
 from timeprest.runtime.study.figures.results import results_of
-from timeprest.runtime.study.figures.study import PLAIN, read_study
+from timeprest.runtime.study.figures.spread import spread_of
+from timeprest.runtime.study.figures.study import PLAIN, StudiedPlan, read_study
 
 from ..shared import around, markdown
-from .claims import CLAIMS, FoundCell, Outcome, Verdict, shown
+from .claims import CLAIMS, LEVELS, FoundCell, Outcome, Verdict, shown
+from .further import FEWEST, UNIT, whole_study
 from .plans import BANDWIDTHS, SWEPT, plans_path, read_plans
 from .studies import FULL, SHORT, Cell, Effort, cells, study_path
 
@@ -32,7 +35,7 @@ def found_cells(studies: Path, effort: Effort = FULL) -> list[FoundCell]:
             found.append(
                 FoundCell(
                     cell,
-                    read_study(full),
+                    whole_study(cell, studies) if effort is FULL else read_study(full),
                     read_study(short) if short.exists() else None,
                     read_plans(plans_path(cell, studies)),
                 )
@@ -46,7 +49,8 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     found = found_cells(studies, effort)
     parts = [_missing(found)]
     if found:
-        parts += [*_claims(found), *_recommendations(found), *_bandwidths(found)]
+        parts += [*_claims(found), *_staleness(found)]
+        parts += [*_recommendations(found), *_bandwidths(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
         links = [
@@ -90,12 +94,16 @@ def _claims(found: Sequence[FoundCell]) -> list[str]:
         [str(k), claim.figure, *(_marked(each) for each in verdicts)]
         for k, (claim, verdicts) in enumerate(judged, 1)
     ]
+    outcomes = Counter(one.outcome for _, verdicts in judged for one in verdicts)
     return [
         "## The claims, and what was found",
         _so_far(len(found)),
         markdown(["", "source", "claim", "found"], rows),
         "What that is made of: the figure of each cell. ✓ on the claim's side, ✗ against it, = "
-        "equal within the seeds' spread, ? not known.",
+        f"equal within the seeds' spread, ? not known ({outcomes['unknown']} of "
+        f"{outcomes.total()}). Samples are those to the loss that plain training ends at; where "
+        "neither of both systems gets there, to the one that it has after two thirds (⅔) or a "
+        "third (⅓) of its way.",
         markdown(["", "figure", *names], details),
     ]
 
@@ -152,7 +160,11 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
     for each in short:
         assert each.short is not None
         told = results_of(each.short).recommendation
-        truth = {p.plan: p.time_s.mean for p in each.results.plans if p.time_s is not None}
+        truth = {
+            p.plan: p.time_s.mean
+            for p in each.results.plans
+            if p.time_s is not None and p.plan in each.plans.systems
+        }
         best = min(truth, key=truth.__getitem__, default=None)
         if told.plan is None or best is None:
             none += 1
@@ -191,17 +203,20 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
 
 def _bandwidths(found: Sequence[FoundCell]) -> list[str]:
     rows = []
+    where = list(LEVELS)[-1]
     for each in found:
-        plain = each.reckoning.plain_samples
-        if plain is None:
+        level = each.levels[where]
+        plain = [samples for samples in each.samples(PLAIN, level) if samples]
+        if not plain:
             continue
         for bandwidth in BANDWIDTHS:
             times = {"data parallelism": each.plans.parallel_periods_s[bandwidth]}
             for name in SWEPT:
-                over = each.samples_over(name, PLAIN)
+                over = None if each.untrained(name) else each.samples_over(name, PLAIN, level)
                 if over is not None:
                     times[name] = over.mean * each.plans.systems[name].periods_s[bandwidth]
-            scale, first = plain / each.cell.task.mini_batch, min(times, key=times.__getitem__)
+            scale = spread_of(plain).mean / each.cell.task.mini_batch
+            first = min(times, key=times.__getitem__)
             shown_times = [
                 format_seconds(times[name] * scale) if name in times else "–"
                 for name in ("data parallelism", *SWEPT)
@@ -213,10 +228,77 @@ def _bandwidths(found: Sequence[FoundCell]) -> list[str]:
             rows.append([_short_name(each.cell), bandwidth, *shown_times])
     return [
         "## Winners flip with bandwidth",
-        "Predicted time to the target, planned anew for each bandwidth; samples are those of the "
-        f"study at {BANDWIDTHS[-1]} (its version differences). The shortest is bold.",
+        f"Predicted time to the loss{where} of plain training's way, planned anew for each "
+        f"bandwidth; samples are those of the study at {BANDWIDTHS[-1]} (its version "
+        "differences). The shortest is bold.",
         markdown(["", "links", "data parallelism", *(f"`{n}`" for n in SWEPT)], rows),
     ]
+
+
+# Limits and clocks ------------------------------------------------------------------------------
+
+
+def _staleness(found: Sequence[FoundCell]) -> list[str]:
+    """`timeprest` at the papers' limits, by its figures' clock and at the smallest limits."""
+    rows = []
+    for each in found:
+        kinds = {plan.name: plan for plan in each.study.plans if plan.variant == "timeprest"}
+        own = kinds.get("timeprest")
+        if own is None:
+            continue
+        third = [*each.levels.values()][-1]
+        for name, plan in kinds.items():
+            where = name.partition(", ")[2] or "the papers' limits"
+            rows.append(
+                [
+                    _short_name(each.cell),
+                    where,
+                    str(plan.micro_batches),
+                    " ".join(map(str, plan.in_flight)),
+                    str(max(plan.version_differences)),
+                    *(_overhead(each, plan, level) for level in each.levels.values()),
+                    f"{plan.period_s / own.period_s:.2f}",
+                    _times(each.seconds(name, third), each.seconds("timeprest", third)),
+                ]
+            )
+    head = [
+        "",
+        "schedule",
+        "N",
+        "in flight",
+        "updates late",
+        "to the end",
+        "⅔",
+        "⅓",
+        "period",
+        "time",
+    ]
+    return [
+        "## How late `timeprest` is, and by whose clock",
+        _CLOCKS,
+        markdown(head, rows),
+    ]
+
+
+_CLOCKS = f"""\
+Its figures' clock has a mini-batch's backward as long as one micro-batch's forward. By that clock
+("{UNIT}" below) v = 1 from N = S − 1 on, as it says, forwards are then 2 updates late at the most,
+and a mini-batch takes N + 1 slots, where PipeDream takes 2·N for as many samples in N mini-batches
+of M / N: those are its shorter epochs. Real backwards take twice as long as all N forwards. Then
+all micro-batches, or nearly all, are S − 1 updates late at the papers' limits, whatever N is, and
+it trains as `pipedream-unstashed` does where no layer mixes samples. With {FEWEST} in flight all
+are one late. Samples over plain training's; the period (in real times) and the time to ⅓ over those
+at the papers' limits."""
+
+
+def _times(time_s: float | None, own_s: float | None) -> str:
+    return f"{time_s / own_s:.2f}" if time_s and own_s else "–"
+
+
+def _overhead(each: FoundCell, plan: StudiedPlan, level: float) -> str:
+    over = each.samples_over(plan.name, PLAIN, level)
+    least = each.at_least(plan.name, PLAIN, level) if over is None else None
+    return shown(over) if over else f"> {least:.2f}" if least else "–"
 
 
 # A cell -----------------------------------------------------------------------------------------
@@ -224,38 +306,48 @@ def _bandwidths(found: Sequence[FoundCell]) -> list[str]:
 
 def _cell(each: FoundCell) -> list[str]:
     rows = []
+    third = list(each.levels.values())[-1]
     for plan in each.study.plans:
-        result, arm = each.results.plan(plan.name), each.results.arm(plan.arm)
         trained = each.study.arm(plan.arm)
-        accuracy = each.accuracy(plan.variant)
-        system = each.plans.systems[plan.variant]
+        accuracy = each.accuracy(plan.name)
+        time = each.seconds(plan.name, third)
         rows.append(
             [
-                f"`{plan.variant}`",
+                f"`{plan.variant}`{plan.name.removeprefix(plan.variant)}",
                 str(plan.micro_batches),
+                " ".join(map(str, plan.in_flight)),
+                " ".join(map(str, plan.version_differences)),
                 f"{trained.rate:g}{' !' if trained.at_edge else ''}",
-                shown(arm.overhead) if arm.overhead else _not_reached(arm.reached, arm.diverged),
+                *(_overhead(each, plan, level) for level in each.levels.values()),
                 format_seconds(plan.period_s),
-                format_seconds(result.time_s.mean) if result.time_s else "–",
+                format_seconds(time) if time is not None else "–",
                 f"{accuracy:.1%}" if accuracy is not None else "–",
                 format_bytes(plan.memory_bytes),
-                " ".join(map(str, system.versions)),
-                " ".join(map(str, system.differences)),
             ]
         )
     asked, cell = each.study.question, each.cell
     told = each.results.recommendation
     first = f"**`{told.plan}`**" if told.plan else "None"
-    head = ["system", "N", "rate", "samples × plain", "period", "time to target", "accuracy"]
-    head += ["memory", "versions", "differences"]
+    head = ["system", "N", "in flight", "d", "rate", "samples × plain", "⅔", "⅓", "period"]
+    head += ["time to ⅓", "accuracy", "memory"]
+    levels = ", ".join(f"{level:.4g}{where}" for where, level in each.levels.items())
     return [
         f"## {cell.task.title}, S = {cell.devices}",
-        f"Mini-batch {asked.mini_batch}, target: training loss {each.reckoning.target:.4g}, which "
-        f"plain training reaches after {asked.steps} mini-batches at rate "
-        f"{each.study.plain.rate:g}; all train {asked.length}. {first} is first: {told.why}.",
+        f"Mini-batch {asked.mini_batch}, target: training loss {levels} of the {asked.steps} "
+        f"mini-batches that plain training takes at rate {each.study.plain.rate:g}; "
+        f"{_how_many_reach(each)}. {first} is first at the target: {told.why}.",
         markdown(head, rows),
     ]
 
 
-def _not_reached(reached: int, diverged: int) -> str:
-    return f"not reached ({reached} seeds did{f', {diverged} diverged' if diverged else ''})"
+def _how_many_reach(each: FoundCell) -> str:
+    """Of the systems without a flush, at the papers' limits."""
+    own = [n for n in each.plans.systems if not VARIANTS[n].flushes]
+    missing = each.untrained(*own)
+    reached = [
+        sum(None not in each.samples(name, level) for name in own if name not in missing)
+        for level in each.levels.values()
+    ]
+    told = f"of {len(own)} systems without a flush {', '.join(map(str, reached))} reach these"
+    names = ", ".join(f"`{name}`" for name in missing)
+    return f"{told} (not trained: {names})" if missing else told

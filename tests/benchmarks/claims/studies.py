@@ -136,27 +136,46 @@ def planned(cell: Cell, work: Path, jobs: int) -> list[Path]:
 def solved(wanted: Sequence[tuple[Cell, str, str]], work: Path, jobs: int) -> list[Path]:
     """Plans of systems in cells, for links of a bandwidth; `jobs` are made at once. Raises
     UserError."""
-
-    def solve(one: tuple[Cell, str, str]) -> Path:
-        cell, name, bandwidth = one
-        variant = VARIANTS[name]
-        link = "" if bandwidth == BANDWIDTH else f"@{bandwidth.replace('/', '')}"
-        path = work / cell.task.name / str(cell.devices) / f"{name}{link}.json"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            n = 1 if variant.whole_mini_batches else cell.micro_batches
-            what = ["--variant", name, "--micro-batches", str(n), "--replicas", "off"]
-            where = ["--devices", str(cell.devices), "--bandwidth", bandwidth]
-            if variant.placement == "any":
-                where += ["--stages", str(cell.devices)]
-            profile = str(profiled(cell.task, work))
-            command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
-        return path
-
     for task in {cell.task for cell, _, _ in wanted}:
         profiled(task, work)
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(solve, wanted))
+        each = [pool.submit(solved_as, c, n, work, bandwidth=b) for c, n, b in wanted]
+        return [one.result() for one in each]
+
+
+def solved_as(
+    cell: Cell,
+    name: str,
+    work: Path,
+    micro_batches: int | None = None,
+    most: int | None = None,
+    *,
+    bandwidth: str = BANDWIDTH,
+) -> Path:
+    """A system's plan.
+
+    Args:
+        micro_batches: None: those of the cell.
+        most: mini-batches in flight at the most; None: as many as the papers have.
+
+    Raises UserError.
+    """
+    variant = VARIANTS[name]
+    named = [name, f"N{micro_batches}" if micro_batches else "", f"L{most}" if most else ""]
+    link = "" if bandwidth == BANDWIDTH else f"@{bandwidth.replace('/', '')}"
+    path = work / cell.task.name / str(cell.devices) / f"{'-'.join(filter(None, named))}{link}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        n = micro_batches or (1 if variant.whole_mini_batches else cell.micro_batches)
+        what = ["--variant", name, "--micro-batches", str(n), "--replicas", "off"]
+        where = ["--devices", str(cell.devices), "--bandwidth", bandwidth]
+        if variant.placement == "any":
+            where += ["--stages", str(cell.devices)]
+        if most is not None:
+            where += ["--max-in-flight", str(most)]
+        profile = str(profiled(cell.task, work))
+        command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
+    return path
 
 
 def study_path(cell: Cell, effort: Effort, studies: Path = STUDIES) -> Path:
@@ -177,7 +196,10 @@ def studied(cell: Cell, effort: Effort, work: Path, studies: Path, jobs: int) ->
     spent += ["--eval-every", str(every)]
     rest = ["--uniform-delay", "--jobs", str(jobs), "-o", str(path)]
     command("run", "study", *plans, *cell.task.options, *spent, *kept, *rest)
-    # What is kept in the repository names no folder of the machine it was made on.
-    text = path.read_text(encoding="utf-8").replace(f"{HERE.parents[2]}/", "")
-    write_bytes(path, text.replace(f"{work}/", "runs/claims/").encode())
+    write_bytes(path, in_repository(path.read_text(encoding="utf-8"), work).encode())
     return path
+
+
+def in_repository(text: str, work: Path) -> str:
+    """A study's text as it is kept: it names no folder of the machine that it was made on."""
+    return text.replace(f"{HERE.parents[2]}/", "").replace(f"{work}/", "runs/claims/")
