@@ -352,8 +352,9 @@ def test_every_term_of_the_glossary_is_defined_where_it_says(trees):
     ],
 )
 def test_planning_and_help_never_import_torch(module):
-    # networkx is imported where a graph is made, so that commands start in no time.
-    code = f"import {module}, sys; assert not {{'torch', 'networkx'}} & set(sys.modules)"
+    # networkx and scipy are imported where they are used, so that commands start in no time.
+    late = {"torch", "networkx", "scipy"}
+    code = f"import {module}, sys; assert not {late} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 
 import msgspec
 import pytest
+import timeprest
 from helpers.by_hand.profiles import chain
 from helpers.by_hand.studies import PLAIN_ARM, STEPS, arm, study
 from helpers.output.commands import called
@@ -145,6 +146,21 @@ def test_one_systems_plan_says_what_its_file_keeps(folder):
         (folder / "plan.json").write_text(json.dumps(plan))
         call("check", "plan.json", "--profile", "profile.json", "-o", "again.json")
         assert read_plan("again.json").to_target is msgspec.UNSET
+
+
+def test_python_plans_by_a_study_as_the_command_does(folder):
+    how = {"devices": 3, "bandwidth": "100MB/s", "replicas": False, "stages_per_device": 1}
+    systems, met = ["pipedream", "pipedream-vertical-sync"], []
+    asked = {**how, "objective": "loss", "study": folder / "study.json", "seen": met.append}
+    best = timeprest.plan("profile.json", variant=systems, **asked)
+    words = (*WORDS, "--study", "study.json", "--variant", ",".join(systems))
+    call("solve", "profile.json", *words, "-o", "best.json", "-q")
+    kept = read_plan("best.json")
+    assert (best.variant, best.stages, best.to_target) == (
+        *(kept.variant, kept.stages),
+        kept.to_target,
+    )
+    assert met
 
 
 def test_periods_alone_are_said_to_be(folder):
