@@ -69,7 +69,7 @@ def study_part(study: Study, results: StudyResults) -> dict[str, Any]:
                 **msgspec.to_builtins(plan),
                 **msgspec.to_builtins(results.plan(plan.name)),
                 "index": number[plan.name],
-                "plain_training": plan.is_plain_training,
+                "plain_training": study.arm(plan.arm).kind == "plain",
             }
             for plan in plans
         ],

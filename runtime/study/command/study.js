@@ -40,12 +40,12 @@
         best ? tile("memory", TP.bytes(best.memory_bytes), "of the fullest device") : null,
         tile("seeds", String(question.seeds), `${TP.counted(question.tune, "training", "trainings")} to tune each`)));
       const table = TP.table("Plans by their predicted time to the target",
-        ["system", "time", "95 %", "overhead", "95 %", "period", "memory", "differences", "S", "N", "rate", "on the front"],
+        ["system", "time", "95 %", "overhead", "95 %", "period", "memory", "delays", "S", "N", "rate", "on the front"],
         plans.map((plan) => {
           const arm = armOf(plan);
           return [TP.el("span", {}, TP.seriesSwatch(plan.index), " ", plan.name), plan.time_s ? long(plan.time_s.mean) : known(plan.at_least_s) ? `> ${long(plan.at_least_s)}` : "–",
             between(plan.time_s, long), overhead(arm), between(arm.overhead, (v) => v.toFixed(2)), TP.seconds(plan.period_s), TP.bytes(plan.memory_bytes),
-            plan.version_differences.join(" "), plan.stages, plan.micro_batches, rate(arm),
+            (plan.delays || plan.version_differences).join(" "), plan.stages, plan.micro_batches, rate(arm),
             plan.plan === recommendation.plan ? "recommended" : recommendation.equal.includes(plan.plan) ? "equal to it" : plan.on_front ? "yes" : ""];
         }));
       table.style.setProperty("margin-top", "1rem");
@@ -57,7 +57,7 @@
           between(one.overhead, (v) => v.toFixed(2)), TP.seconds(one.period_s), TP.number(one.rate), one.after,
           !one.overhead ? "diverged" : one.overlap ? "the budget was over" : "slower"]))));
       const flush = plans.filter((plan) => plan.plain_training).map((plan) => plan.name);
-      if (flush.length) host.append(TP.el("p", { class: "hint" }, `Pipelines that flush are plain training, trained once for all: ${flush.join(", ")}.`));
+      if (flush.length) host.append(TP.el("p", { class: "hint" }, `Pipelines that flush or have no delay are plain training, trained once for all: ${flush.join(", ")}.`));
       host.append(TP.el("p", { class: "hint" }, `Times are overhead × samples of plain training × period ÷ mini-batch, predicted for ${[...new Set(plans.map((plan) => plan.cluster))].join("; ")}. Intervals: Student's t of the logarithms, paired by seed.`));
     },
   });

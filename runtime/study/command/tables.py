@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Group
 from rich.text import Text
@@ -28,7 +28,7 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
         fixed("95 %", [_interval(arm.overhead, "{:.2f}".format) for arm in arms], left=True),
         fixed("period", [format_seconds(plan.period_s) for plan in plans]),
         fixed("memory", [format_bytes(plan.memory_bytes) for plan in plans]),
-        fixed("d", [_differences(plan.version_differences) for plan in plans]),
+        fixed("d", [_by_stage(plan) for plan in plans]),
         fixed("S", [str(plan.stages) for plan in plans]),
         fixed("N", [str(plan.micro_batches) for plan in plans]),
         fixed("rate", [rate_text(study.arm(plan.arm)) for plan in plans]),
@@ -36,8 +36,8 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
     title = f"predicted time to {target_text(study, results)}, {_seeds(study)}"
     note = Text(
         "*: recommended. ≈: equal to it within the seeds' spread. ●: no other is as good in time "
-        "and memory. overhead: samples to the target over plain training's, paired by seed. d: "
-        "version differences by stage. rate: the best of its budget; !: at the edge of what was "
+        "and memory. overhead: samples to the target over plain training's, paired by seed. "
+        "d: delay by stage, in updates. rate: the best of its budget; !: at the edge of what was "
         "tried.",
         style="dim",
     )
@@ -65,7 +65,7 @@ def dropped_table(study: Study, results: StudyResults, width: int) -> Group:
         fixed("95 %", [_interval(each.time_s, format_seconds) for each in shown], left=True),
         fixed("overhead", [_expected(each.overhead, "{:.2f}".format) for each in shown]),
         fixed("period", [format_seconds(plans[each.plan].period_s) for each in shown]),
-        fixed("d", [_differences(plans[each.plan].version_differences) for each in shown]),
+        fixed("d", [_by_stage(plans[each.plan]) for each in shown]),
         fixed("rate", [f"{each.rate:g}" for each in shown]),
         fixed("after", [str(each.after) for each in shown]),
         fixed("why", [_why_dropped(each) for each in shown], left=True),
@@ -108,9 +108,10 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
     found = results.recommendation
     chosen = f"recommended: {found.plan}; " if found.plan else ""
     lines = [Text(chosen + found.why, style="bold")]
-    plain = [plan.name for plan in study.plans if plan.is_plain_training]
+    plain = [plan.name for plan in study.plans if study.arm(plan.arm).kind == "plain"]
     if plain:
-        lines.append(Text(f"plain training, trained once for all that flush: {', '.join(plain)}"))
+        which = "all that flush or have no delay"
+        lines.append(Text(f"plain training, trained once for {which}: {', '.join(plain)}"))
     edge = [arm.name for arm in study.arms if arm.at_edge]
     if study.question.tune == 1:
         lines.append(Text("learning rates aren't tuned (--tune 1): each system may have a better"))
@@ -192,7 +193,8 @@ def rate_text(arm: StudyArm) -> str:
     return f"{arm.rate:g}{warmup}{'!' if arm.at_edge else ''}"
 
 
-def _differences(by_stage: Sequence[int]) -> str:
+def _by_stage(plan: StudiedPlan) -> str:
+    by_stage = plan.delays or plan.version_differences
     if len(by_stage) <= 8:
         return " ".join(map(str, by_stage))
     return f"{by_stage[0]} … {by_stage[-1]}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import mul, sub
 from statistics import fmean, variance
 from typing import NamedTuple, Protocol
@@ -32,7 +32,7 @@ from ....planner.systems.variants import variant_named
 from ....profiles.errors import UserError
 from .reckoning import Reckoning
 from .spread import t_quantile
-from .study import PLAIN, Study, StudyArm
+from .study import PLAIN, Study, StudyArm, trains_plainly
 
 FEWEST = 3
 """Trainings with delays, one of whose kind there is another: fewer say nothing of others."""
@@ -444,8 +444,7 @@ class OverheadFit:
         if plan.delays is None:
             return None
         n = plan.micro_batches if self._mixes and plan.micro_batches > 1 else 0
-        system = variant_named(plan.variant)
-        if not any(plan.delays) and replace(system, flushes=True).is_plain_training:
+        if trains_plainly(plan.variant, plan.delays):
             plain = (a for a in self._study.arms if a.kind == "plain")
             wanted = (plan.update_every, n)
             same = (a.name for a in plain if (a.update_every, a.micro_batches) == wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -292,6 +293,14 @@ def delays_of(stages: Sequence[StagePrediction]) -> tuple[int, ...] | None:
     """By stage; None: a plan of before they were written."""
     found = tuple(stage.delay for stage in stages if stage.delay is not None)
     return found if len(found) == len(stages) else None
+
+
+def trains_plainly(variant: str, delays: Sequence[int] | None) -> bool:
+    """Whether weights are those of plain training: the system flushes, or no gradient is late; and
+    nobody changes updates. None: delays aren't known."""
+    system = variant_named(variant)
+    in_time = delays is not None and not any(delays)
+    return (replace(system, flushes=True) if in_time else system).is_plain_training
 
 
 def cluster_name(cluster: Cluster) -> str:

@@ -19,14 +19,13 @@ import torch
 from .... import __version__
 from ....planner.plan import Plan, pipeline_of
 from ....planner.schedules.schedules import make_schedule
-from ....planner.systems.variants import variant_named
 from ....profiles import plugins
 from ....profiles.errors import FileError, UserError
 from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
 from ...prepare.data import segments
 from ...prepare.devices import autocast_of
 from ...settings import RunSettings
-from ..figures.study import PLAIN, Curve, Metric
+from ..figures.study import PLAIN, Curve, Metric, delays_of, trains_plainly
 
 WINDOWS = 100
 """Of a curve: so many means, or some more."""
@@ -113,7 +112,8 @@ def arms_of(
 ) -> tuple[list[ArmSpec], list[str]]:
     """The arms of a study, plain training first; and for each plan the name of its arm.
 
-    Pipelines that flush are plain training and share its arm, unless rules from outside have a part
+    Pipelines that flush, or none of whose gradients is late, are plain training and share its arm,
+    unless rules from outside have a part
     in their updates; but where a layer mixes the samples of a batch (`mixes`), plain training of
     the same micro-batches one by one. Plans whose operations, cuts and system are the same share an
     arm as well.
@@ -128,7 +128,7 @@ def arms_of(
     arms = [ArmSpec(name=PLAIN, kind="plain", plan=0, rules=_digest("plain", 0, 1))]
     of_plan: list[str] = []
     for k, (plan, name) in enumerate(zip(plans, names, strict=True)):
-        if variant_named(plan.variant).is_plain_training:
+        if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
             n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
             found = ArmSpec(
                 name=_plain_name(n, plan.update_every),

@@ -154,6 +154,11 @@ def test_a_study_has_an_arm_for_what_differs(plans, profile, mlp_target):
     assert names[0] == PLAIN
     assert found.of_plan[2] == found.of_plan[3] == PLAIN
     assert found.of_plan[0] == found.of_plan[4] != found.of_plan[5]
+    # With one mini-batch in flight no gradient is late.
+    stages = tuple(msgspec.structs.replace(stage, delay=0) for stage in plans[0].predicted.stages)
+    predicted = msgspec.structs.replace(plans[0].predicted, stages=stages)
+    in_time = msgspec.structs.replace(plans[0], predicted=predicted)
+    assert due([in_time], mlp_target).of_plan == (PLAIN,)
     assert names[-2:] == ["uniform delay of 1", "uniform delay of 2"]
 
 
