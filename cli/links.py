@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -20,10 +18,6 @@ from .tables.layout import Column, fitted, fixed
 
 if TYPE_CHECKING:
     from ..runtime.processes.rendezvous import Rendezvous
-
-
-# Measured / fitted, above which a fit promises clearly too much.
-_SLOW = 1.25
 
 
 def links_command(
@@ -100,18 +94,13 @@ def _measured(name: str, fit: LinkFit) -> list[Column]:
 
 
 def _fit_lines(report: LinkReport) -> list[str]:
-    names = (
-        (report.link, "link", "network"),
-        (report.between, "between machines", "between_machines"),
-    )
     lines = []
-    for fit, name, field in names:
+    for fit, name in ((report.link, "link"), (report.between, "between machines")):
         if fit is not None:
-            lines.append(f"{name}: {formula(fit)}; {_span(fit.ratios)}")
-            lines += _of_large_messages(fit, field)
+            lines.append(f"{name}: {formula(fit)}; {_span(fit)}")
     lines.append(
         f"all-reduce of {report.processes}: {formula(report.all_reduce)}; "
-        f"{_span(report.all_reduce.ratios)}"
+        f"{_span(report.all_reduce)}"
     )
     if len(report.pairs) > 1:
         slowest = max(range(len(report.pairs)), key=lambda k: _largest_s(report.pairs[k]))
@@ -119,22 +108,9 @@ def _fit_lines(report: LinkReport) -> list[str]:
     return lines
 
 
-def _span(ratios: Sequence[float]) -> str:
-    return f"measured / fitted {min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def _of_large_messages(fit: LinkFit, where: str) -> list[str]:
-    """A line where the largest messages take clearly longer than fitted: what to write instead."""
-    slow = list(takewhile(lambda k: fit.ratios[k] > _SLOW, reversed(range(len(fit.points)))))
-    if not slow:
-        return []
-    first = fit.points[slow[-1]]
-    bandwidth = write_bandwidth(first.message_bytes / first.seconds)
-    return [
-        f"  messages from {format_bytes(first.message_bytes)} on take up to "
-        f"{max(fit.ratios[k] for k in slow):.1f} × that; for plans of such, [{where}] "
-        f'bandwidth = "{bandwidth}"'
-    ]
+def _span(fit: LinkFit) -> str:
+    span = f"measured / fitted {min(fit.ratios):.2f} to {max(fit.ratios):.2f}"
+    return f"{span}: the file has the times by size" if fit.is_off else span
 
 
 def _largest_s(fit: LinkFit) -> float:

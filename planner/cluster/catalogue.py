@@ -4,7 +4,7 @@ devices of kinds that a profile has seconds of."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import Any
@@ -16,7 +16,14 @@ from ...profiles.errors import FileError, UserError
 from ...profiles.options import Spelled
 from ...profiles.profile import KindTimes, Profile
 from ...profiles.units import format_seconds, parse_seconds
-from .cluster import MAX_DEVICES, Cluster, Device, EqualDevices, write_bandwidth
+from .cluster import (
+    MAX_DEVICES,
+    Cluster,
+    Device,
+    EqualDevices,
+    LinkBetween,
+    write_bandwidth,
+)
 from .headroom import GPU_SHARE, Headroom
 
 BETWEEN_LATENCY = "20us"
@@ -60,23 +67,27 @@ def cluster_of_kinds(
             f"{spelled('between_bandwidth')} 100Gbit/s"
         )
     speeds, notes = _speeds(kinds, profile)
-    link, link_notes = _links(kinds, asked, what)
-    plain = asked.equal_links({**link, "between_latency": BETWEEN_LATENCY}, several, spelled)
+    link_notes = _link_notes(kinds, asked, what)
+    inside = [_inside(kind, asked, several, spelled) for kind in kinds]
+    plain = next((each for each, k in zip(inside, kinds, strict=True) if k.count > 1), inside[0])
     memory = asked.memory_bytes(spelled)
-    devices, machine = list[Device](), 0
-    for kind, speed in zip(kinds, speeds, strict=True):
+    devices, links, machine = list[Device](), list[LinkBetween](), 0
+    for kind, speed, mine in zip(kinds, speeds, inside, strict=True):
         for _ in range(kind.machines):
+            home = f"machine{machine}" if several else None
+            if home and kind.count > 1 and mine.network != plain.network:
+                links.append(LinkBetween(between=(home, home), network=mine.network))
             devices += [
                 Device(
                     name=f"{kind.name}-{len(devices) + k}",
                     memory_bytes=kind.spec.memory_bytes if memory is None else memory,
                     speed=speed,
-                    machine=f"machine{machine}" if several else None,
+                    machine=home,
                 )
                 for k in range(kind.count)
             ]
             machine += 1
-    cluster = msgspec.structs.replace(plain, devices=tuple(devices))
+    cluster = msgspec.structs.replace(plain, devices=tuple(devices), links=tuple(links))
     if headroom is None and profile.reserved_bytes is msgspec.UNSET:
         cluster = cluster.with_headroom(Headroom(share=GPU_SHARE))
     if several and asked.between_latency is None:
@@ -162,30 +173,36 @@ def _spec_of(profile: Profile, kinds: Sequence[_Kind]) -> DeviceSpec | None:
 # How they are linked ----------------------------------------------------------------------------
 
 
-def _links(
-    kinds: Sequence[_Kind], asked: EqualDevices, what: str
-) -> tuple[Mapping[str, Any], list[str]]:
-    """Bandwidth and latency in a machine, the slowest of the kinds', and what to say of them."""
-    inside = [kind for kind in kinds if kind.count > 1]
-    missing = next((kind.name for kind in inside if kind.spec.link is None), None)
-    if missing and asked.bandwidth is None:
-        raise UserError(f"{what}: {missing}: its file has no link; add one, or give --bandwidth")
-    links = {kind.name: kind.spec.link for kind in inside}
-    found = [link for link in links.values() if link is not None]
-    if not found:
-        return {}, []
-    bandwidth = min(link.bandwidth_bytes_per_s * link.share for link in found)
-    latency = max(link.latency_s for link in found)
-    notes = []
-    if asked.bandwidth is None:
-        for name, link in links.items():
-            if link is not None:
-                rate = write_bandwidth(link.bandwidth_bytes_per_s)
-                whole = f"{link.share:.0%} of {rate}, as measured" if link.share < 1 else rate
-                notes.append(f"{name} by {link.name}: {whole}")
-    if asked.latency is None:
-        notes.append(f"a latency of {format_seconds(latency)} is assumed")
-    return {"bandwidth": bandwidth, "latency": latency}, notes
+def _inside(kind: _Kind, asked: EqualDevices, several: bool, spelled: Spelled) -> Cluster:
+    """A device with a kind's links in a machine, and those between."""
+    usual: dict[str, Any] = {"between_latency": BETWEEN_LATENCY}
+    link = kind.spec.link
+    if link is not None:
+        usual["bandwidth"] = link.bandwidth_bytes_per_s * link.share
+        usual["latency"] = link.latency_s
+    return asked.equal_links(usual, several, spelled)
+
+
+def _link_notes(kinds: Sequence[_Kind], asked: EqualDevices, what: str) -> list[str]:
+    """What to say of links in a machine."""
+    notes, latencies = dict[str, None](), set[float]()
+    for kind in (kind for kind in kinds if kind.count > 1):
+        link = kind.spec.link
+        if link is None and asked.bandwidth is None:
+            raise UserError(
+                f"{what}: {kind.name}: its file has no link; add one, or give --bandwidth"
+            )
+        if link is None:
+            continue
+        latencies.add(link.latency_s)
+        rate = write_bandwidth(link.bandwidth_bytes_per_s)
+        whole = f"{link.share:.0%} of {rate}, as measured" if link.share < 1 else rate
+        if asked.bandwidth is None:
+            notes[f"{kind.name} by {link.name}: {whole}"] = None
+    if latencies and asked.latency is None:
+        late = " and ".join(map(format_seconds, sorted(latencies)))
+        notes[f"a latency of {late} is assumed"] = None
+    return [*notes]
 
 
 # By what was measured on each kind --------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import converted
 from ...profiles.profile import Together
 from ...profiles.units import parse_bandwidth, parse_memory, parse_seconds
-from .cluster import MAX_DEVICES, AllReduce, Cluster, Device, Network
+from .cluster import MAX_DEVICES, AllReduce, Cluster, Device, LinkBetween, Network
 from .contention import with_contention
 
 _EXAMPLE = "write it like bandwidth=2x,memory=24GiB"
@@ -91,32 +92,33 @@ def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
     """
     devices = _so_many(cluster, change.devices or len(cluster.devices))
     devices = tuple(_device(device, change, what) for device in devices)
-    network = _network(cluster.network, change.bandwidth, change.latency, f"{what}: ")
-    between = cluster.between_machines
+    near = partial(_network, bandwidth=change.bandwidth, latency=change.latency, what=f"{what}: ")
+    far = partial(
+        _network,
+        bandwidth=change.between_bandwidth,
+        latency=change.between_latency,
+        what=f"{what}: between-",
+    )
+    network, between = near(cluster.network), cluster.between_machines
     if change.between_bandwidth or change.between_latency:
         if len({device.machine for device in devices}) < 2:
             raise UserError(
                 f"{what}: between-bandwidth, between-latency: there is one machine; say "
                 "--per-machine, or give each device its machine in the cluster file"
             )
-        between = _network(
-            between or cluster.network,
-            change.between_bandwidth,
-            change.between_latency,
-            f"{what}: between-",
+        between = far(between or cluster.network)
+    links = tuple(
+        msgspec.structs.replace(
+            each, network=(near if _inside(each, cluster) else far)(each.network)
         )
-    links, measured = (cluster.network, network), cluster.all_reduce
-    fullest = max(Counter(device.machine for device in cluster.devices).values())
-    if measured is not None and measured.processes > fullest:
-        # Its slowest steps were between machines.
-        links = cluster.between_machines or cluster.network, between or network
-    found = msgspec.structs.replace(
-        cluster,
-        devices=devices,
-        network=network,
-        between_machines=between,
-        all_reduce=_all_reduce(measured, *links),
+        for each in cluster.links
     )
+    found = msgspec.structs.replace(
+        cluster, devices=devices, network=network, between_machines=between, links=links
+    )
+    sums = tuple(_sum(each, cluster, found) for each in cluster.sums)
+    several = isinstance(cluster.all_reduce, tuple)
+    found = msgspec.structs.replace(found, all_reduce=sums if several else next(iter(sums), None))
     # As it would be read again from a plan.
     return converted(msgspec.to_builtins(found), Cluster, what)
 
@@ -163,23 +165,33 @@ def _network(network: Network, bandwidth: str | None, latency: str | None, what:
     if bandwidth is not None:
         now = network.bandwidth_bytes_per_s
         found = _amount(bandwidth, now, parse_bandwidth, f"{what}bandwidth")
-        network = msgspec.structs.replace(network, bandwidth_bytes_per_s=found)
+        network = network.with_costs(found, network.latency_s)
     if latency is not None:
         found = _amount(latency, network.latency_s, parse_seconds, f"{what}latency")
-        network = msgspec.structs.replace(network, latency_s=found)
+        network = network.with_costs(network.bandwidth_bytes_per_s, found)
     return network
 
 
-def _all_reduce(measured: AllReduce | None, was: Network, now: Network) -> AllReduce | None:
-    if measured is None:
-        return None
+def _inside(link: LinkBetween, cluster: Cluster) -> bool:
+    """Whether what it names is in one machine."""
+    homes = [
+        {device.machine for device in cluster.devices if end in (device.name, device.machine)}
+        for end in link.between
+    ]
+    alone = len({device.machine for device in cluster.devices}) == 1
+    return alone or (all(homes) and len(set().union(*homes)) == 1)
+
+
+def _sum(measured: AllReduce, before: Cluster, after: Cluster) -> AllReduce:
+    """An all-reduce after a change of the links that it went over."""
+    was, now = before.network, after.network
+    fullest = max(Counter(device.machine for device in before.devices).values())
+    if measured.processes > fullest:
+        # Its slowest steps were between machines.
+        was, now = before.between_machines or was, after.between_machines or now
     faster = now.bandwidth_bytes_per_s / was.bandwidth_bytes_per_s
     later = now.latency_s / was.latency_s if was.latency_s else 1.0
-    return msgspec.structs.replace(
-        measured,
-        bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s * faster,
-        latency_s=measured.latency_s * later,
-    )
+    return measured.with_costs(measured.bandwidth_bytes_per_s * faster, measured.latency_s * later)
 
 
 def _amount(text: str, now: float, parse: Callable[[str, str], float], what: str) -> float:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from functools import lru_cache
+from itertools import chain, combinations, groupby, pairwise
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +22,7 @@ from ...profiles.options import Option, Spelled
 from ...profiles.units import (
     format_bytes,
     parse_bandwidth,
+    parse_bytes,
     parse_memory,
     parse_seconds,
     shown,
@@ -64,6 +67,8 @@ class Device(
     """Relative to the device that was profiled: 2 halves every time."""
     machine: Annotated[str, Meta(min_length=1)] | None = None
     """Name of the machine it is in. Devices without one are together in a machine of their own."""
+    group: Annotated[str, Meta(min_length=1)] | None = None
+    """Name of a group, as links between machines are said of it."""
     reserved_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] | None = None
     """What plans leave free of its memory; None, and no share either: nothing was said of it."""
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] | None = None
@@ -100,35 +105,150 @@ class Device(
         return ceil((nbytes + (self.reserved_bytes or 0)) / (1 - (self.reserved_share or 0.0)))
 
 
+Times = tuple[tuple[Annotated[float, Meta(gt=0, le=MAX_BYTES)], Seconds], ...]
+"""Bytes of messages, rising, and the seconds that they take, latency included."""
+
+
 class Network(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """The link between two devices: a message of n bytes takes latency + n / bandwidth."""
+    """The link between two devices: a message of n bytes takes latency + n / bandwidth; or what a
+    table says, between whose sizes times lie on straight lines."""
 
     bandwidth_bytes_per_s: Bandwidth
-    """In each direction; in both together when half duplex."""
+    """In each direction; in both together when half duplex. With a table, of its largest size."""
     latency_s: Seconds
     half_duplex: bool = False
     """Messages of both directions take turns on one wire."""
     overlap: bool = True
     """Transfers overlap computing; else a device that sends or receives computes nothing."""
+    times: Times = ()
+
+    def __post_init__(self) -> None:
+        _check_times(self.times, self.latency_s)
 
     def wire_s(self, count: float) -> float:
         """Seconds that `count` bytes keep the wire busy, latency left out."""
+        if self.times:
+            return _on_lines(self.times, self.latency_s, count)
         return count / self.bandwidth_bytes_per_s
 
+    @property
+    def top_bytes_per_s(self) -> float:
+        """The most bytes in a second of the wire, of messages of any size."""
+        return _top(self)
 
-class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A sum over processes as measured: latency + bytes of the tensor / bandwidth."""
+    def with_costs(self, bandwidth_bytes_per_s: float, latency_s: float) -> Network:
+        """With this bandwidth, of a table at its largest size and others as much more or less."""
+        return _with_costs(self, bandwidth_bytes_per_s, latency_s)
+
+
+class AllReduce(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """A sum over processes as measured: latency + bytes of the tensor / bandwidth, or by a table as
+    of `Network`."""
 
     processes: Annotated[int, Meta(ge=2, le=MAX_DEVICES)]
     """How many took part; other numbers of processes take other times."""
     latency_s: Seconds
     bandwidth_bytes_per_s: Bandwidth
+    times: Times = ()
+
+    def __post_init__(self) -> None:
+        _check_times(self.times, self.latency_s)
 
     def seconds(self, nbytes: float) -> float:
         """Seconds that summing a tensor of `nbytes` takes."""
+        if self.times:
+            return self.latency_s + _on_lines(self.times, self.latency_s, nbytes)
         return self.latency_s + nbytes / self.bandwidth_bytes_per_s
+
+    @property
+    def top_bytes_per_s(self) -> float:
+        """The most bytes in a second besides the latency, of tensors of any size."""
+        return _top(self)
+
+    def with_costs(self, bandwidth_bytes_per_s: float, latency_s: float) -> AllReduce:
+        """With this bandwidth, of a table at its largest size and others as much more or less."""
+        return _with_costs(self, bandwidth_bytes_per_s, latency_s)
+
+
+T = TypeVar("T", Network, AllReduce)
+
+
+def _check_times(times: Times, latency_s: float) -> None:
+    """Raises ValueError, of which msgspec makes its own, for a table that can't be one."""
+    for (low, low_s), (high, high_s) in pairwise(times):
+        if not low < high:
+            raise ValueError("times: give rising sizes")
+        if high_s < low_s:
+            raise ValueError(f"times: {high:g} bytes take less than {low:g}")
+    if times and times[0][1] <= latency_s:
+        raise ValueError("times: the smallest size takes no longer than the latency")
+
+
+def _on_lines(times: Times, latency_s: float, count: float) -> float:
+    """Of a table, seconds besides the latency: before and behind it as its first and last size."""
+    k = bisect_left(times, count, key=lambda point: point[0])
+    if k in (0, len(times)):
+        nbytes, seconds = times[min(k, len(times) - 1)]
+        return (seconds - latency_s) * count / nbytes
+    (low, low_s), (high, high_s) = times[k - 1 : k + 1]
+    return low_s - latency_s + (high_s - low_s) * (count - low) / (high - low)
+
+
+def _top(timed: Network | AllReduce) -> float:
+    # On a line between two sizes the rate rises or falls all the way.
+    rates = [nbytes / (seconds - timed.latency_s) for nbytes, seconds in timed.times]
+    return max(rates, default=timed.bandwidth_bytes_per_s)
+
+
+def _with_costs(timed: T, bandwidth_bytes_per_s: float, latency_s: float) -> T:
+    faster = bandwidth_bytes_per_s / timed.bandwidth_bytes_per_s
+    return msgspec.structs.replace(
+        timed,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        latency_s=latency_s,
+        times=tuple(
+            (nbytes, latency_s + (seconds - timed.latency_s) / faster)
+            for nbytes, seconds in timed.times
+        ),
+    )
+
+
+ANY = "*"
+"""As an end of a link: any other machine."""
+
+
+class LinkBetween(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A link of its own between devices, machines or groups (docs/cluster.md)."""
+
+    between: tuple[str, str]
+    """Names of the two, in any sequence; the same twice is within it."""
+    network: Network
+
+    def rank(self, a: Device, b: Device) -> tuple[int, int] | None:
+        """How exactly it names a pair of devices: what is higher goes before others. None: it isn't
+        between them."""
+        near = a.machine is not None and a.machine == b.machine
+        found = [
+            tuple(sorted((_rank(x, a, near), _rank(y, b, near)), reverse=True))
+            for x, y in (self.between, self.between[::-1])
+        ]
+        high, low = max(found)
+        return (high, low) if low else None
+
+
+def _rank(end: str, device: Device, near: bool) -> int:
+    if end == device.name:
+        return 4
+    if end == device.machine:
+        return 3
+    # Of machines, and of devices that are in none.
+    if end == device.group and not near:
+        return 2
+    return int(end == ANY and not near)
 
 
 class Cluster(
@@ -139,10 +259,12 @@ class Cluster(
     devices: Annotated[tuple[Device, ...], Meta(min_length=1)]
     network: Network
     """Between devices of one machine."""
-    all_reduce: AllReduce | None = msgspec.field(default_factory=_none)
-    """None: not measured."""
+    all_reduce: AllReduce | tuple[AllReduce, ...] | None = msgspec.field(default_factory=_none)
+    """None: not measured. Several are over different numbers of processes."""
     between_machines: Network | None = None
     """Between devices of different machines. None: `network` is between any two devices."""
+    links: tuple[LinkBetween, ...] = ()
+    """Others, of some pairs."""
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -151,9 +273,9 @@ class Cluster(
 
     @property
     def flat(self) -> bool:
-        """All devices are in one machine."""
+        """All devices are in one machine, and all pairs have the same link."""
         first = self.devices[0].machine
-        return all(device.machine == first for device in self.devices)
+        return not self.links and all(device.machine == first for device in self.devices)
 
     @property
     def uniform(self) -> bool:
@@ -201,8 +323,10 @@ class Cluster(
         return min(limited, key=lambda device: device.usable_bytes or 0, default=None)
 
     @property
-    def links(self) -> tuple[Network, ...]:
+    def networks(self) -> tuple[Network, ...]:
         """The different links that there are between any two devices; `network` where none is."""
+        if self.links:
+            return _networks(self)
         sizes = Counter(device.machine for device in self.devices)
         inside = len(sizes) == 1 or any(size > 1 for size in sizes.values())
         found = [self.network] if inside else []
@@ -213,12 +337,23 @@ class Cluster(
     @property
     def overlap(self) -> bool:
         """Whether transfers over some link run beside computing."""
-        return any(link.overlap for link in self.links)
+        return any(link.overlap for link in self.networks)
 
     @property
     def fastest_bytes_per_s(self) -> float:
-        """Bytes over the fastest link."""
-        return max(link.bandwidth_bytes_per_s for link in self.links)
+        """Bytes over the fastest link, of messages of any size."""
+        return max(link.top_bytes_per_s for link in self.networks)
+
+    def like(self, d: int) -> Hashable:
+        """What a device is like: what is `alike` of it, and what tells its links from others'.
+        Devices of one machine with the same are alike, and so are machines whose are."""
+        device = self.devices[d]
+        if not self.links:
+            return device.alike
+        named = {end for each in self.links for end in each.between}
+        all_names = device.name, device.machine, device.group
+        names = tuple(name if name in named else None for name in all_names)
+        return device.alike, names
 
     def paces(self, devices: Sequence[int]) -> tuple[float, ...]:
         """For each of some devices, its times as a share of those of the slowest of them."""
@@ -227,7 +362,20 @@ class Cluster(
 
     def link(self, a: int, b: int) -> Network:
         """The link between devices `a` and `b`, the same in both directions."""
+        if self.links:
+            found = self._own_link(a, b)
+            if found is not None:
+                return found[1].network
         return self._link(self.devices[a].machine != self.devices[b].machine)
+
+    def _own_link(self, a: int, b: int) -> tuple[tuple[int, int], LinkBetween] | None:
+        """Of `links` the one that names the two most exactly, of several the first; its rank."""
+        here, there, found = self.devices[a], self.devices[b], None
+        for each in self.links:
+            rank = each.rank(here, there)
+            if rank is not None and (found is None or rank > found[0]):
+                found = rank, each
+        return found
 
     def _link(self, between: bool) -> Network:
         return self.between_machines if between and self.between_machines else self.network
@@ -235,16 +383,28 @@ class Cluster(
     def wire(self, a: int, b: int) -> Hashable:
         """What a message from device `a` to device `b` keeps busy: equal wires take turns.
 
-        Inside a machine each ordered pair of devices has a wire of its own. Between machines all
-        devices share one for each ordered pair of machines. A half-duplex wire is that of both
-        directions.
+        Inside a machine each ordered pair of devices has a wire of its own, and so has one that a
+        link names. Between machines all devices share one for each ordered pair of machines. A
+        half-duplex wire is that of both directions.
         """
         here, there = self.devices[a].machine or "", self.devices[b].machine or ""
-        if here == there:
-            return (min(a, b), max(a, b)) if self.network.half_duplex else (a, b)
-        if self._link(True).half_duplex:
+        own = self._own_link(a, b) if self.links else None
+        half_duplex = self.link(a, b).half_duplex
+        if here == there or (own is not None and own[0] == (4, 4)):
+            return (min(a, b), max(a, b)) if half_duplex else (a, b)
+        if half_duplex:
             return min(here, there), max(here, there)
         return here, there
+
+    @property
+    def sums(self) -> tuple[AllReduce, ...]:
+        """The all-reduces that were measured."""
+        found = self.all_reduce
+        return () if found is None else found if isinstance(found, tuple) else (found,)
+
+    def measured_sum(self, count: int) -> AllReduce | None:
+        """That over so many processes; None: it wasn't measured."""
+        return next((each for each in self.sums if each.processes == count), None)
 
     def all_reduce_s(self, devices: Sequence[int], nbytes: float) -> float:
         """Seconds until each of `devices` has the sum of their tensors of `nbytes` bytes.
@@ -255,21 +415,57 @@ class Cluster(
         clusters of workstations", J. Parallel Distrib. Comput. 69(2)). The ring passes through
         each machine once, as theirs does, so that no two of its messages share a wire in one
         direction. Half duplex, the wire takes twice as long: once in each direction. A step takes
-        the longest latency and the longest time on the wire among the ring's links; so the time
-        is affine in `nbytes`.
+        the longest latency and the longest time on the wire among the ring's links.
         """
         count = len(devices)
         if count < 2:
             return 0.0
-        if self.all_reduce is not None and self.all_reduce.processes == count:
-            return self.all_reduce.seconds(nbytes)
-        machines = len({self.devices[k].machine for k in devices})
-        links = [self._link(True)] if machines > 1 else []
-        if machines < count:
-            links.append(self.network)
+        measured = self.measured_sum(count)
+        if measured is not None:
+            return measured.seconds(nbytes)
+        links = self.ring(devices)
         latency_s = max(link.latency_s for link in links)
+        if any(link.times for link in links):
+            part = nbytes / count
+            wire_s = max(link.wire_s(part) * (2 if link.half_duplex else 1) for link in links)
+            return 2 * (count - 1) * (latency_s + wire_s)
         wire_s = max(link.wire_s(nbytes) * (2 if link.half_duplex else 1) for link in links)
         return 2 * (count - 1) * (latency_s + wire_s / count)
+
+    def ring(self, devices: Sequence[int]) -> Sequence[Network]:
+        """Links of an all-reduce's ring, through machines as they come first among the devices."""
+        if self.links:
+            homes: dict[str | None, list[int]] = {}
+            for d in devices:
+                homes.setdefault(self.devices[d].machine, []).append(d)
+            ring = [*chain.from_iterable(homes.values())]
+            return [self.link(a, b) for a, b in pairwise([*ring, ring[0]])]
+        machines = len({self.devices[k].machine for k in devices})
+        links = [self._link(True)] if machines > 1 else []
+        if machines < len(devices):
+            links.append(self.network)
+        return links
+
+
+@lru_cache(maxsize=64)
+def _networks(cluster: Cluster) -> tuple[Network, ...]:
+    """As `Cluster.networks`, where some links are their own: between two devices of each machine
+    that are alike, and two machines that are. `network` may be one more than there are."""
+    alike = Counter[Hashable]()
+    machines: dict[Hashable, list[str | None]] = {}
+    chosen = []
+    for d, device in enumerate(cluster.devices):
+        like = cluster.like(d)
+        homes = machines.setdefault(like, [])
+        if device.machine not in homes and len(homes) < 2:
+            homes.append(device.machine)
+        alike[like, device.machine] += 1
+        if device.machine in homes and alike[like, device.machine] <= 2:
+            chosen.append(d)
+    several = len({device.machine for device in cluster.devices}) < len(cluster.devices)
+    found = dict.fromkeys([cluster.network] if several or len(cluster.devices) < 2 else [])
+    found |= dict.fromkeys(cluster.link(a, b) for a, b in combinations(chosen, 2))
+    return tuple(found)
 
 
 DEVICES = "Devices and links"
@@ -434,31 +630,36 @@ class _Devices(_Table):
     machine: Annotated[str, Meta(min_length=1)] | None = None
     per_machine: _Count | None = None
     kind: Annotated[str, Meta(min_length=1)] | None = None
+    group: Annotated[str, Meta(min_length=1)] | None = None
 
 
-class _Link(_Table):
-    latency: _Amount
-    bandwidth: _Amount
+class _Timed(_Table):
+    """What takes a latency and a bandwidth, or times by size: bytes, and seconds or bandwidth."""
+
+    latency: _Amount | None = None
+    bandwidth: _Amount | None = None
+    times: tuple[tuple[_Amount, _Amount], ...] = ()
+
+
+class _Link(_Timed):
     half_duplex: bool = False
     overlap: bool = True
 
 
-class _LinkHere(_Link):
-    latency: _Amount = DEFAULT_LATENCY
-    bandwidth: _Amount = DEFAULT_BANDWIDTH
+class _LinkBetween(_Link, kw_only=True):
+    between: tuple[str, str]
 
 
-class _Sum(_Table):
+class _Sum(_Timed, kw_only=True):
     processes: Annotated[int, Meta(ge=2, le=MAX_DEVICES)]
-    latency: _Amount
-    bandwidth: _Amount
 
 
 class _ClusterFile(_Table):
     devices: Annotated[tuple[_Devices, ...], Meta(min_length=1)]
-    network: _LinkHere = msgspec.field(default_factory=_LinkHere)
+    network: _Link = msgspec.field(default_factory=_Link)
     between_machines: _Link | None = None
-    all_reduce: _Sum | None = None
+    all_reduce: _Sum | tuple[_Sum, ...] | None = None
+    links: tuple[_LinkBetween, ...] = ()
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -477,15 +678,56 @@ def read_cluster(path: str | Path) -> Cluster:
     devices = _read_devices(found.devices, str(path))
     if found.between_machines is not None and devices[0].machine is None:
         raise FileError(f"{path}: between_machines: give each of [[devices]] its machine")
-    near, far, total = found.network, found.between_machines, found.all_reduce
+    near, far = found.network, found.between_machines
+    links = tuple(
+        LinkBetween(
+            between=_ends(link.between, devices, f"{path}: links[{k}].between"),
+            network=_read_link(link, f"{path}: links[{k}]"),
+        )
+        for k, link in enumerate(found.links)
+    )
     return Cluster(
         devices=devices,
-        network=_read_link(near, f"{path}: network"),
+        network=_read_link(near, f"{path}: network", (DEFAULT_LATENCY, DEFAULT_BANDWIDTH)),
         between_machines=None if far is None else _read_link(far, f"{path}: between_machines"),
-        all_reduce=None
-        if total is None
-        else AllReduce(processes=total.processes, **_costs(total, f"{path}: all_reduce")),
+        all_reduce=_read_sums(found.all_reduce, f"{path}: all_reduce"),
+        links=links,
     )
+
+
+def _ends(names: tuple[str, str], devices: Sequence[Device], where: str) -> tuple[str, str]:
+    """Raises FileError for an end that isn't there, or may mean several things."""
+    known: dict[str, set[str | None]] = {
+        "a device": {device.name for device in devices},
+        "a machine": {device.machine for device in devices},
+        "a group": {device.group for device in devices},
+    }
+    for name in names:
+        found = [what for what, each in known.items() if name in each]
+        if len(found) > 1:
+            raise FileError(f"{where}: {name!r} is {' and '.join(found)}; rename one")
+        if not found and name != ANY:
+            raise FileError(
+                f"{where}: no device, machine or group is called {name!r}; * is any other machine"
+            )
+    return names
+
+
+def _read_sums(
+    given: _Sum | Sequence[_Sum] | None, where: str
+) -> AllReduce | tuple[AllReduce, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, _Sum):
+        return AllReduce(processes=given.processes, **_costs(given, where))
+    found = tuple(
+        AllReduce(processes=each.processes, **_costs(each, f"{where}[{k}]"))
+        for k, each in enumerate(given)
+    )
+    twice = [n for n, count in Counter(each.processes for each in found).items() if count > 1]
+    if twice:
+        raise FileError(f"{where}: {twice[0]} processes are there twice")
+    return found
 
 
 def _read_devices(entries: Sequence[_Devices], path: str) -> tuple[Device, ...]:
@@ -493,7 +735,7 @@ def _read_devices(entries: Sequence[_Devices], path: str) -> tuple[Device, ...]:
     machines, names = set[str](), set[str]()
     for k, entry in enumerate(entries):
         where = f"{path}: devices[{k}]"
-        given: dict[str, Any] = {"speed": entry.speed, "kind": entry.kind}
+        given: dict[str, Any] = {"speed": entry.speed, "kind": entry.kind, "group": entry.group}
         if entry.memory is not None:
             given["memory_bytes"] = parse_memory(str(entry.memory), f"{where}.memory")
         if entry.reserved is not None:
@@ -534,70 +776,156 @@ def _machines_of(where: str, entry: _Devices, known: set[str]) -> list[str | Non
     return [names[k // each] for k in range(entry.count)]
 
 
-def _read_link(link: _Link, where: str) -> Network:
-    return Network(half_duplex=link.half_duplex, overlap=link.overlap, **_costs(link, where))
+def _read_link(
+    link: _Link, where: str, usual: tuple[str | None, str | None] = (None, None)
+) -> Network:
+    costs = _costs(link, where, usual)
+    return Network(half_duplex=link.half_duplex, overlap=link.overlap, **costs)
 
 
-def _costs(link: _Link | _Sum, where: str) -> dict[str, float]:
+def _costs(
+    link: _Timed, where: str, usual: tuple[str | None, str | None] = (None, None)
+) -> dict[str, Any]:
+    """Latency, bandwidth and times.
+
+    Args:
+        usual: latency and bandwidth, where they needn't be given.
+
+    Raises FileError and UserError naming the field.
+    """
+    if link.times:
+        return _by_size(link, where)
+    latency = usual[0] if link.latency is None else link.latency
+    bandwidth = usual[1] if link.bandwidth is None else link.bandwidth
+    for name, value in (("latency", latency), ("bandwidth", bandwidth)):
+        if value is None:
+            raise FileError(f"{where}.{name}: is missing; or give times by size")
     return {
-        "bandwidth_bytes_per_s": parse_bandwidth(str(link.bandwidth), f"{where}.bandwidth"),
-        "latency_s": parse_seconds(str(link.latency), f"{where}.latency"),
+        "bandwidth_bytes_per_s": parse_bandwidth(str(bandwidth), f"{where}.bandwidth"),
+        "latency_s": parse_seconds(str(latency), f"{where}.latency"),
     }
 
 
-def measured_cluster(
-    device: str,
-    network: Network | None,
-    all_reduce: AllReduce,
-    notes: Sequence[str],
-    machines: Sequence[str] = (),
-    between: Network | None = None,
-) -> str:
-    """The TOML of a cluster whose links were measured, as `read_cluster` takes it.
+def _by_size(link: _Timed, where: str) -> dict[str, Any]:
+    if link.bandwidth is not None:
+        raise FileError(f"{where}.bandwidth: leave it out; times say it")
+    times = []
+    for k, (size, value) in enumerate(link.times):
+        at = f"{where}.times[{k}]"
+        nbytes = parse_bytes(str(size), at)
+        if not nbytes:
+            raise FileError(f"{at}: give sizes of a byte or more")
+        text = str(value)
+        rate = "/s" in text or text.endswith("ps")
+        seconds = nbytes / parse_bandwidth(text, at) if rate else parse_seconds(text, at)
+        times.append((nbytes, seconds))
+    latency = link.latency
+    latency_s = None if latency is None else parse_seconds(str(latency), f"{where}.latency")
+    try:
+        return costs_by_size(times, latency_s, most=1.0)
+    except ValueError as error:
+        raise FileError(f"{where}.{error}") from None
+
+
+def costs_by_size(
+    times: Sequence[tuple[float, float]], latency_s: float | None, most: float = 0.9
+) -> dict[str, Any]:
+    """Fields of a `Network` or an `AllReduce`.
 
     Args:
-        device: what the devices are called, up to their numbers: "cpu". There is one for each
-            process of the all-reduce.
-        network: None: no machine has two of them.
+        latency_s: None: what is left of the first two sizes' times at no bytes.
+        most: of the smallest size's time, that may be latency; without one given, 0.9.
+
+    Raises ValueError for a table that can't be one.
+    """
+    low, low_s = times[0]
+    if latency_s is None:
+        high, high_s = times[1] if len(times) > 1 else (2 * low, 2 * low_s)
+        latency_s, most = max(low_s - (high_s - low_s) * low / max(high - low, 1), 0.0), 0.9
+    if most < 1:
+        latency_s = min(latency_s, low_s * most)
+    _check_times(tuple(times), latency_s)
+    nbytes, seconds = times[-1]
+    bandwidth = nbytes / (seconds - latency_s)
+    return {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s, "times": tuple(times)}
+
+
+def cluster_toml(cluster: Cluster, notes: Sequence[str]) -> str:
+    """The cluster as TOML that `read_cluster` takes.
+
+    Args:
         notes: lines for the comment at the top.
-        machines: of each device; empty: all are in one.
-        between: links between machines, where there are several.
     """
     lines = [f"# {note}".rstrip() for note in notes]
-    lines += ["", '# Memory was not measured. Say what each device has: memory = "..."']
-    number = 0
-    for machine, group in groupby(machines or [""] * all_reduce.processes):
-        count = len(list(group))
-        name = device if count > 1 else f"{device}{number}"
-        lines += ["", "[[devices]]", f'name = "{name}"', f"count = {count}"]
-        lines += [f"machine = {json.dumps(machine)}"] if machines else []
-        number += count
-    tables = [("network", network), ("between_machines", between), ("all_reduce", all_reduce)]
-    for title, link in tables:
-        if link is None:
-            continue
-        lines += ["", f"[{title}]"]
-        lines += [f"processes = {link.processes}"] if isinstance(link, AllReduce) else []
-        lines += [
-            f'bandwidth = "{write_bandwidth(link.bandwidth_bytes_per_s)}"',
-            f'latency = "{write_latency(link.latency_s)}"',
-        ]
+    if any(device.memory_bytes is None for device in cluster.devices):
+        lines += ["", '# Memory isn\'t known. Say what each device has: memory = "..."']
+
+    def alike(numbered: tuple[int, Device]) -> tuple[Hashable, ...]:
+        k, device = numbered
+        stem = device.name.removesuffix(str(k))
+        same = msgspec.structs.replace(device, name=stem)
+        return (same, None) if stem != device.name else (same, k)
+
+    for (device, _), group in groupby(enumerate(cluster.devices), alike):
+        assert isinstance(device, Device)
+        members = [*group]
+        name = device.name if len(members) > 1 else members[0][1].name
+        lines += ["", "[[devices]]", f"name = {json.dumps(name)}", f"count = {len(members)}"]
+        speed = device.speed / (device.kind_speed or 1.0)
+        lines += [f"speed = {speed!r}"] if speed != 1 else []
+        for field, value in (
+            ("memory", device.memory_bytes),
+            ("reserved", device.reserved_bytes),
+            ("reserved", device.reserved_share and f"{device.reserved_share:.10%}"),
+            ("machine", device.machine),
+            ("group", device.group),
+            ("kind", device.kind),
+        ):
+            text = f"{value}B" if isinstance(value, int) else value
+            lines += [f"{field} = {json.dumps(text)}"] if text is not None else []
+    sums = "[all_reduce]" if len(cluster.sums) == 1 else "[[all_reduce]]"
+    tables: list[tuple[str, list[str], Network | AllReduce]] = [
+        ("[network]", [], cluster.network),
+        *(("[between_machines]", [], each) for each in [cluster.between_machines] if each),
+        *(
+            ("[[links]]", [f"between = {json.dumps(each.between)}"], each.network)
+            for each in cluster.links
+        ),
+        *((sums, [f"processes = {each.processes}"], each) for each in cluster.sums),
+    ]
+    for title, first, timed in tables:
+        lines += ["", title, *first, *_timed_toml(timed)]
     return "\n".join(lines) + "\n"
+
+
+def _timed_toml(timed: Network | AllReduce) -> list[str]:
+    # In a table times differ from the latency by little.
+    latency = f'latency = "{write_latency(timed.latency_s, 9 if timed.times else 3)}"'
+    if timed.times:
+        rows = [f'    [{size:.0f}, "{write_latency(s, 9)}"],' for size, s in timed.times]
+        lines = [latency, "times = [", *rows, "]"]
+    else:
+        lines = [f'bandwidth = "{write_bandwidth(timed.bandwidth_bytes_per_s)}"', latency]
+    if isinstance(timed, Network):
+        lines += ["half_duplex = true"] * timed.half_duplex
+        lines += ["overlap = false"] * (not timed.overlap)
+    return lines
 
 
 def write_bandwidth(bytes_per_s: float) -> str:
     """Bytes per second to three digits, as `parse_bandwidth` reads them: ``"4.31GB/s"``."""
     units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
-    return _three_digits(bytes_per_s, units)
+    return _with_digits(bytes_per_s, units)
 
 
-def write_latency(seconds: float) -> str:
-    """Seconds to three digits, as `parse_seconds` reads them: ``"52.1us"``."""
-    return _three_digits(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+def write_latency(seconds: float, digits: int = 3) -> str:
+    """Seconds to so many digits, as `parse_seconds` reads them: ``"52.1us"``."""
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+    return _with_digits(seconds, units, digits)
 
 
-def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
+def _with_digits(value: float, units: Sequence[tuple[float, str]], digits: int = 3) -> str:
     # Rounded before the unit is chosen: 999.6us is 1ms.
-    value = float(f"{value:.3g}")
+    value = float(f"{value:.{digits}g}")
     factor, name = next((unit for unit in units if value >= unit[0]), units[-1])
-    return f"{value / factor:g}{name}"
+    return f"{value / factor:.{max(digits, 6)}g}{name}"

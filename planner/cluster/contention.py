@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate, chain, pairwise
 
 import msgspec
 import numpy as np
 
 from ...profiles.profile import Together
-from .cluster import Cluster
+from .cluster import Cluster, Network
 
 
 def slowdown(together: Together | None, devices: int) -> float:
@@ -49,12 +49,10 @@ def _rounded(speed: float) -> float:
 
 # What summing gradients over neighbouring devices takes, as an affine time ----------------------
 
-_LARGE = 1e9
-"""Bytes, to read an affine time off."""
-
 
 class AllReduceTimes:
-    """What summing gradients over neighbouring devices takes."""
+    """What summing gradients over neighbouring devices takes; at the least, where times aren't
+    affine."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -62,10 +60,12 @@ class AllReduceTimes:
         self._moves = [0, *accumulate(int(a != b) for a, b in pairwise(homes))]
         # Machines' devices may be listed in turn.
         self._in_rows = self._moves[-1] + 1 == len(set(homes))
-        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+        self._known: dict[Hashable, tuple[float, float]] = {}
 
     def least(self, count: int) -> tuple[float, float]:
         """Of an all-reduce over so many devices, wherever they lie, at the least: as `of`."""
+        if self.cluster.links:
+            return self._of_any(count)
         moves = np.array(self._moves)
         moved = moves[count - 1 :] - moves[: len(moves) - count + 1]
         first = np.unique(moved, return_index=True)[1] if self._in_rows else np.arange(len(moved))
@@ -81,17 +81,27 @@ class AllReduceTimes:
         machines = self._moves[devices[-1]] - self._moves[devices[0]] + 1
         if not self._in_rows:
             machines = len({self.cluster.devices[d].machine for d in devices})
-        key = len(devices), machines
+        # Of links that differ from pair to pair, only the same devices do.
+        key: Hashable = devices if self.cluster.links else (len(devices), machines)
         if key not in self._known:
             self._known[key] = self._time(devices)
         return self._known[key]
 
     def _time(self, devices: Sequence[int]) -> tuple[float, float]:
-        if len(devices) == 1:
+        count = len(devices)
+        measured = self.cluster.measured_sum(count)
+        if count < 2:
             return 0.0, 0.0
-        fixed_s = self.cluster.all_reduce_s(devices, 0.0)
-        whole_s = self.cluster.all_reduce_s(devices, _LARGE)
-        return fixed_s, (whole_s - fixed_s) / _LARGE
+        if measured is not None:
+            return measured.latency_s, 1 / measured.top_bytes_per_s
+        return _of_ring(self.cluster.ring(devices), count)
+
+    def _of_any(self, count: int) -> tuple[float, float]:
+        """Of so many devices anywhere, as if the best of all links were between them."""
+        if count < 2 or self.cluster.measured_sum(count) is not None:
+            return self._time(range(count))
+        each = [_of_ring([link], count) for link in self.cluster.networks]
+        return min(fixed_s for fixed_s, _ in each), min(per_byte for _, per_byte in each)
 
     def _closest(self, count: int) -> list[int]:
         """So many devices on the fewest machines, neighbours in the list or not."""
@@ -100,3 +110,10 @@ class AllReduceTimes:
             homes.setdefault(device.machine, []).append(d)
         fullest = sorted(homes.values(), key=lambda mine: -len(mine))
         return [*chain.from_iterable(fullest)][:count]
+
+
+def _of_ring(links: Sequence[Network], count: int) -> tuple[float, float]:
+    """As `AllReduceTimes.of`, of a ring of so many devices."""
+    latency_s = max(link.latency_s for link in links)
+    per_byte = max((2 if link.half_duplex else 1) / link.top_bytes_per_s for link in links)
+    return 2 * (count - 1) * latency_s, 2 * (count - 1) * per_byte / count

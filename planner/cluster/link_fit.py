@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import fsum, sqrt
 from statistics import median
+from typing import Any
 
 import msgspec
 
 from ...profiles.errors import RunError
+from .cluster import costs_by_size
+
+OFF = 1.25
+"""Measured / fitted, above which, or below one over it, a fit is clearly off."""
 
 
 class LinkPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,6 +51,25 @@ class LinkFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def seconds(self, message_bytes: float) -> float:
         """The fitted time of a message."""
         return self.latency_s + message_bytes / self.bandwidth_bytes_per_s
+
+    @property
+    def is_off(self) -> bool:
+        """Whether some size takes clearly more or less than fitted."""
+        return max(self.ratios) > OFF or min(self.ratios) < 1 / OFF
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """As a `Network` or an `AllReduce` has it: the fit, or the times where that is off."""
+        if not self.is_off:
+            return {
+                "latency_s": self.latency_s,
+                "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            }
+        # A larger message that took less says how much times vary.
+        seconds = accumulate((p.seconds for p in self.points), max)
+        sizes = (float(p.message_bytes) for p in self.points)
+        times = [(size, float(f"{s:.4g}")) for size, s in zip(sizes, seconds, strict=True)]
+        return costs_by_size(times, self.latency_s)
 
 
 def fit_link(points: Sequence[LinkPoint]) -> LinkFit:

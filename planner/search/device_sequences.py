@@ -18,8 +18,9 @@ SEQUENCES = ("best", "listed")
 
 def sequence_matters(cluster: Cluster) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
-    memory and speed, or in machines with more and fewer of them, or listed in turns."""
-    if len({d.alike for d in cluster.devices}) > 1:
+    memory and speed, or in machines with more and fewer of them, or listed in turns, or some have
+    links of their own."""
+    if cluster.links or len({d.alike for d in cluster.devices}) > 1:
         return True
     homes = [d.machine for d in cluster.devices]
     sizes, rows = Counter(homes), sum(1 for _ in groupby(homes))

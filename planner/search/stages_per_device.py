@@ -129,8 +129,8 @@ def _subsets(cluster: Cluster, number: int) -> tuple[tuple[tuple[int, ...], ...]
         `_MOST_SUBSETS` at most, and whether they are all there are.
     """
     homes = [d.machine for d in cluster.devices]
-    kinds = [d.alike for d in cluster.devices]
-    fastest = sorted(range(len(kinds)), key=lambda d: -kinds[d][1])
+    kinds = [cluster.like(d) for d in range(len(homes))]
+    fastest = sorted(range(len(kinds)), key=lambda d: -cluster.devices[d].speed)
     last = {homes[d]: at for at, d in enumerate(fastest)}
     found: dict[Hashable, tuple[int, ...]] = {}
     states, most = set[Hashable](), _MOST_STATES // len(kinds)
@@ -162,7 +162,8 @@ def _subsets(cluster: Cluster, number: int) -> tuple[tuple[tuple[int, ...], ...]
 def _alike(cluster: Cluster, a: int, b: int) -> bool:
     """Whether device b follows device a in the list, and is like it, in the same machine."""
     first, second = cluster.devices[a], cluster.devices[b]
-    return b == a + 1 and first == msgspec.structs.replace(second, name=first.name)
+    same = first == msgspec.structs.replace(second, name=first.name)
+    return b == a + 1 and same and cluster.like(a) == cluster.like(b)
 
 
 def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) -> PlanError:

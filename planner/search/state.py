@@ -289,8 +289,9 @@ class SearchState:
     @cached_property
     def device_kinds(self) -> tuple[list[Hashable], list[Hashable]]:
         """Each device's machine, and what it is like."""
-        devices = self.question.cluster.devices
-        return [d.machine for d in devices], [d.alike for d in devices]
+        cluster = self.question.cluster
+        homes: list[Hashable] = [d.machine for d in cluster.devices]
+        return homes, [cluster.like(d) for d in range(len(homes))]
 
     def in_flight_guesses(self, stages: int | None) -> Iterator[InFlight | None]:
         """What plans may have in flight under different limits, for any stage count or a given."""

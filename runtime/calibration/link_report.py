@@ -9,8 +9,10 @@ import msgspec
 
 from ...planner.cluster.cluster import (
     AllReduce,
+    Cluster,
+    Device,
     Network,
-    measured_cluster,
+    cluster_toml,
     write_bandwidth,
     write_latency,
 )
@@ -75,26 +77,18 @@ def write_links(times: LinkTimes, path: str) -> LinkReport:
 
 
 def cluster_text(report: LinkReport) -> str:
-    """The cluster file: the fits as its fields, the points as comments."""
-    all_reduce = report.all_reduce
-    return measured_cluster(
-        report.device,
-        _network(report.link),
-        AllReduce(
-            processes=report.processes,
-            bandwidth_bytes_per_s=all_reduce.bandwidth_bytes_per_s,
-            latency_s=all_reduce.latency_s,
+    """The cluster file: the fits as its fields, or the times where they are off; all points as
+    comments."""
+    machines = report.machines or (None,) * report.processes
+    cluster = Cluster(
+        devices=tuple(
+            Device(name=f"{report.device}{k}", machine=home) for k, home in enumerate(machines)
         ),
-        _notes(report),
-        report.machines,
-        _network(report.between),
+        network=Network(**(report.link or report.pairs[0]).costs),
+        all_reduce=AllReduce(processes=report.processes, **report.all_reduce.costs),
+        between_machines=None if report.between is None else Network(**report.between.costs),
     )
-
-
-def _network(fit: LinkFit | None) -> Network | None:
-    if fit is None:
-        return None
-    return Network(bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s, latency_s=fit.latency_s)
+    return cluster_toml(cluster, _notes(report))
 
 
 def _notes(report: LinkReport) -> list[str]:

@@ -570,7 +570,8 @@ def _grown(cluster: Cluster, count: int) -> Cluster:
         )
         for k in range(count)
     )
-    return msgspec.structs.replace(cluster, devices=devices)
+    # Their links would be those of others of these names; memory doesn't depend on them.
+    return msgspec.structs.replace(cluster, devices=devices, links=())
 
 
 def _most_bytes(found: Evaluation) -> int:

@@ -96,7 +96,7 @@ def cycle_problem(
     if stages is None or not has_cycles(relaxation, branch):
         return None
     n, found = branch.micro_batches, stage_problem(relaxation, branch)
-    links = relaxation.question.cluster.links
+    links = relaxation.question.cluster.networks
     return replace(
         found,
         rule=_RULES[variant.schedule],
@@ -177,7 +177,7 @@ def _devices(
 
     @cache
     def places(device: Device) -> list[Place]:
-        alike = msgspec.structs.replace(cluster, devices=(device,) * stages)
+        alike = msgspec.structs.replace(cluster, devices=(device,) * stages, links=())
         place = PlaceMaker(
             replace(relaxation.question, cluster=alike),
             relaxation.freedom,

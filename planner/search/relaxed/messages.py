@@ -42,7 +42,7 @@ def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
     held_size = kept.size(n, read.most)
     unit = kept.unit(n, read.most)
     # Both directions take turns on every link, or keep its devices busy in turn.
-    both = all(link.half_duplex or not link.overlap for link in cluster.links)
+    both = all(link.half_duplex or not link.overlap for link in cluster.networks)
     # A backward has a gradient at hand; a weight part, when the gradients of weights are there
     # at last, hasn't.
     at_hand = 0 if kept.variant.split_backward else 1

@@ -206,7 +206,7 @@ class PlaceMaker:
             )
             first = mine[0]
             links = [cluster.link(first - 1, first)] if guess and first else links_before(mine)
-            link_bytes_per_s = max((k.bandwidth_bytes_per_s for k in links), default=fastest)
+            link_bytes_per_s = max((k.top_bytes_per_s for k in links), default=fastest)
             lower = fastest / link_bytes_per_s / r
             if side_by_side:
                 lower /= max(count - k, 1)
@@ -225,7 +225,11 @@ class PlaceMaker:
 
 
 def _links_from_before(cluster: Cluster) -> Callable[[range], list[Network]]:
-    """The links by which neighbouring devices may get messages from any device listed before."""
+    """The links by which neighbouring devices may get messages from any device listed before; those
+    that there are anywhere, where links differ from pair to pair."""
+    if cluster.links:
+        every = [*cluster.networks]
+        return lambda mine: every if mine[0] else []
     seen: dict[str | None, int] = {}
     kinds = [0]
     for d, device in enumerate(cluster.devices):

@@ -272,7 +272,7 @@ class Rows:
     def _slower(self, a: int, b: int) -> float:
         """What messages between two devices take, of those over the fastest link."""
         cluster = self.question.cluster
-        return cluster.fastest_bytes_per_s / cluster.link(a, b).bandwidth_bytes_per_s
+        return cluster.fastest_bytes_per_s / cluster.link(a, b).top_bytes_per_s
 
     def _holding(
         self,

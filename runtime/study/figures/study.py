@@ -309,7 +309,7 @@ def cluster_name(cluster: Cluster) -> str:
     kinds = "device" if count == 1 else "devices"
     links = ", ".join(
         f"{link.bandwidth_bytes_per_s / 1e9:.4g} GB/s and {link.latency_s * 1e6:.4g} µs"
-        for link in cluster.links
+        for link in cluster.networks
     )
     return f"{count} {kinds}, {links}"
 

@@ -16,7 +16,14 @@ from itertools import combinations, islice, pairwise, product
 
 import msgspec
 from timeprest.planner.cluster.catalogue import with_speeds
-from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Network
+from timeprest.planner.cluster.cluster import (
+    ANY,
+    AllReduce,
+    Cluster,
+    Device,
+    LinkBetween,
+    Network,
+)
 from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.costs.stage_costs import least_of
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
@@ -78,10 +85,15 @@ def drawn(
     systems: Sequence[str] = tuple(ALL),
     *,
     kinds: bool = False,
+    linked: bool = False,
 ) -> Drawn | None:
     """The question with this number, of one of these systems; None where it has more plans than
-    `most_plans`, or none, as the profile has no such micro-batches. `kinds`: with devices of kinds
-    that the profile has seconds of."""
+    `most_plans`, or none, as the profile has no such micro-batches.
+
+    Args:
+        kinds: with devices of kinds that the profile has seconds of.
+        linked: its devices have links by pairs and by size of messages.
+    """
     rng = random.Random(seed)
     variant = VARIANTS[rng.choice(systems)]
     profile = drawn_profile(rng)
@@ -91,6 +103,8 @@ def drawn(
     cluster = drawn_cluster(rng)
     if kinds:
         profile, cluster = of_kinds(random.Random(-1 - seed), profile, cluster)
+    if linked:
+        cluster = with_links(random.Random(-seed), cluster)
     batch = profile.batch_size
     question = Question(profile, cluster, variant.name, batch, factor, every, tied)
     ways = ["off", "off", "on", "auto", "selective"]
@@ -341,6 +355,47 @@ def of_kinds(rng: random.Random, profile: Profile, cluster: Cluster) -> tuple[Pr
     return least_of(profile, cluster.kinds), cluster
 
 
+def with_links(rng: random.Random, cluster: Cluster) -> Cluster:
+    """With links of some pairs, machines and groups, times by size, and sums of two and three."""
+    devices = tuple(
+        msgspec.structs.replace(device, group=rng.choice([None, "east", "west"]))
+        for device in cluster.devices
+    )
+    names = {name for d in devices for name in (d.name, d.machine, d.group) if name}
+    links = tuple(
+        LinkBetween(
+            between=(rng.choice(sorted(names)), rng.choice([ANY, *sorted(names)])),
+            network=with_times(rng, _network(rng)),
+        )
+        for _ in range(rng.randint(1, 4))
+    )
+    sums = [
+        AllReduce(processes=n, latency_s=1e-4, bandwidth_bytes_per_s=rng.choice([1e8, 1e9]))
+        for n in (2, 3)
+    ]
+    between = cluster.between_machines
+    return msgspec.structs.replace(
+        cluster,
+        devices=devices,
+        network=with_times(rng, cluster.network),
+        between_machines=between and with_times(rng, between),
+        links=links,
+        all_reduce=tuple(with_times(rng, each) for each in sums) if rng.random() < 0.4 else None,
+    )
+
+
+def with_times(rng: random.Random, link: Network | AllReduce) -> Network | AllReduce:
+    """Half of them: by a table whose sizes have rates of their own."""
+    if rng.random() < 0.5:
+        return link
+    seconds, times = link.latency_s, []
+    for nbytes in sorted(rng.sample([100, 3_000, 40_000, 600_000, 5_000_000], rng.randint(1, 4))):
+        rate = link.bandwidth_bytes_per_s * rng.choice([0.1, 0.5, 1.0, 2.0, 7.0])
+        seconds = max(seconds + 1e-9, link.latency_s + nbytes / rate)
+        times.append((float(nbytes), seconds))
+    return msgspec.structs.replace(link, times=tuple(times))
+
+
 def _network(rng: random.Random) -> Network:
     return Network(
         bandwidth_bytes_per_s=rng.choice([1e10, 1e9, 2e8, 1e8, 3e7]),
@@ -545,12 +600,15 @@ class DrawnPlaced:
         return min((found.prediction.period_s for found in fitting), default=None)
 
 
-def drawn_placed(seed: int, most_plans: int = 150) -> DrawnPlaced | None:
-    """The question with this number; None where it has too many plans, or none."""
+def drawn_placed(seed: int, most_plans: int = 150, *, linked: bool = False) -> DrawnPlaced | None:
+    """The question with this number; None where it has too many plans, or none. `linked`: as of
+    `drawn`."""
     rng = random.Random(seed)
     variant = VARIANTS[rng.choice(sorted(VARIANTS))]
     profile, cluster = drawn_profile(rng), drawn_cluster(rng)
     cluster = msgspec.structs.replace(cluster, devices=cluster.devices[:3])
+    if linked:
+        cluster = with_links(random.Random(-seed), cluster)
     tied = rng.choice(["together", "split"]) if variant.flushes else "together"
     question = Question(
         profile,

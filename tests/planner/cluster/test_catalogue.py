@@ -60,8 +60,11 @@ def test_kinds_are_as_fast_as_their_sheets_say():
     assert (
         "beside NVIDIA A100 SXM4 80 GB, which the profile is of, counts h100 2." in mixed.notes[0]
     )
-    # Links of several kinds have the slowest one's figures.
-    assert mixed.cluster.network.bandwidth_bytes_per_s == pytest.approx(231e9)
+    cluster = mixed.cluster
+    assert cluster.link(0, 3).bandwidth_bytes_per_s == pytest.approx(0.84 * 450e9)
+    assert cluster.link(4, 7).bandwidth_bytes_per_s == pytest.approx(231e9)
+    assert cluster.link(3, 4).bandwidth_bytes_per_s == pytest.approx(50e9)
+    assert cluster.link(3, 4).latency_s == pytest.approx(5e-6)
 
 
 def test_speeds_are_relative_to_what_was_profiled():

@@ -8,6 +8,7 @@ from itertools import permutations
 import msgspec
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
+from helpers.drawn.questions import with_links
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.search import exploration
@@ -104,6 +105,29 @@ def test_no_sequence_is_better(seed):
     plan = solve(profile, cluster, sequence="best", **asked)
     assert plan.solver.optimal
     assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.choice(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 3, 5, 6])
+def test_no_sequence_over_links_of_pairs_is_better(seed):
+    """Of devices alike but for their links, whose names go with them."""
+    profile, cluster, which, asked = drawn(seed)
+    alike = tuple(
+        msgspec.structs.replace(cluster.devices[0], name=device.name) for device in cluster.devices
+    )
+    cluster = with_links(random.Random(seed), msgspec.structs.replace(cluster, devices=alike))
+    best = best_of_all(profile, cluster, range(len(which)), **asked)
+    if best == float("inf"):
+        with pytest.raises(InfeasibleError):
+            solve(profile, cluster, sequence="best", **asked)
+        return
+    plan = solve(profile, cluster, sequence="best", effort=10**7, **asked)
+    assert plan.solver.bound_s <= best * (1 + 1e-9)
+    assert plan.predicted.period_s >= best * (1 - 1e-9)
+    assert plan.predicted.period_s == pytest.approx(best, rel=0.05)
+    if plan.solver.optimal:
+        assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
 
 
 def test_machines_whose_devices_are_listed_in_turns_are_used_one_after_another():

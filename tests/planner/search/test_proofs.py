@@ -155,6 +155,17 @@ def test_what_is_proven_on_devices_of_several_kinds_is_so(number):
     check_solved(found, "dp", proven=False)
 
 
+@pytest.mark.choice(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_links_of_pairs_and_times_by_size_make_no_proof_false(number):
+    found = drawn(number, linked=True)
+    if found is None:
+        pytest.skip("too many plans to try, or none")
+    check_bounds(found)
+    check_solved(found, "dp")
+
+
 @pytest.mark.choice(5)
 @pytest.mark.parametrize("number", numbers()[::3])
 def test_what_is_proven_of_large_models_is_so(number, monkeypatch):

@@ -16,14 +16,15 @@ from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.relaxed.rows import Rows
 
 
-@pytest.mark.choice(2)
+@pytest.mark.choice(3)
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("first", range(0, 400, 50))
-def test_no_plan_is_below_its_bound(first):
+def test_no_plan_is_below_its_bound(first, linked):
     """All plans of drawn questions, in all placements; and each is among the cuts below its
     period."""
     seen = 0
     for seed in range(first, first + 50):
-        drawn = drawn_placed(seed)
+        drawn = drawn_placed(seed, linked=linked)
         if drawn is None:
             continue
         question, n = drawn.question, drawn.asked

@@ -42,13 +42,14 @@ def found_plan(drawn):
     )
 
 
-@pytest.mark.choice(1)
+@pytest.mark.choice(2)
 @pytest.mark.slow
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("first", range(0, 120, 40))
-def test_no_plan_beats_a_proven_one(first):
+def test_no_plan_beats_a_proven_one(first, linked):
     seen = proven = 0
     for seed in range(first, first + 40):
-        drawn = drawn_placed(seed)
+        drawn = drawn_placed(seed, linked=linked)
         if drawn is None:
             continue
         seen += 1

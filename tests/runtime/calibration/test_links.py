@@ -18,7 +18,7 @@ from timeprest.cli.links import _fit_lines, _tables, links_command
 from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
-from timeprest.profiles.units import format_bytes, parse_bandwidth, parse_seconds
+from timeprest.profiles.units import parse_bandwidth, parse_seconds
 from timeprest.runtime.calibration.link_report import cluster_text, report_of
 from timeprest.runtime.calibration.link_worker import _names
 from timeprest.runtime.calibration.links import MESSAGE_BYTES, LinkTimes, measure_links
@@ -196,15 +196,26 @@ def test_links_of_several_machines_are_told_apart(tmp_path, capsys):
     assert "between machines: 1ms + bytes / 100MB/s" in printed
 
 
-def test_wires_that_are_slower_for_large_messages_are_named():
+def test_where_no_line_fits_the_file_has_the_times(tmp_path):
     """As with a shaped wire, which lets a burst through at once; not where the fit holds."""
-    assert not [line for line in _fit_lines(report_of(times_by_hand(), "")) if "× that" in line]
-    shaped = tuple(points(lambda n: n / 25e6 if n < 2**20 else n / 12.5e6))
-    times = msgspec.structs.replace(times_by_hand(), pairs=(shaped,), machines=("a", "b"))
-    (line,) = [line for line in _fit_lines(report_of(times, "")) if "× that" in line]
-    first = next(p for p in shaped if p.message_bytes >= 2**20)
-    assert line.startswith(f"  messages from {format_bytes(first.message_bytes)} on take up to")
-    assert line.endswith('[between_machines] bandwidth = "12.5MB/s"')
+    path = tmp_path / "cluster.toml"
+    assert not [line for line in _fit_lines(report_of(times_by_hand(), "")) if "by size" in line]
+    shaped = points(lambda n: n / 25e6 if n < 2**20 else n / 12.5e6)
+    # Larger messages that took less take as long.
+    shaped[1] = msgspec.structs.replace(shaped[1], seconds=shaped[0].seconds / 2)
+    times = msgspec.structs.replace(times_by_hand(), pairs=(tuple(shaped),), machines=("a", "b"))
+    report = report_of(times, "")
+    (line,) = [line for line in _fit_lines(report) if "the file has the times by size" in line]
+    assert line.startswith("between machines: ")
+    path.write_text(cluster_text(report))
+    found = read_cluster(path)
+    link = found.between_machines
+    assert [size for size, _ in link.times] == [point.message_bytes for point in shaped]
+    for point in (shaped[0], *shaped[2:]):
+        took_s = link.latency_s + link.wire_s(point.message_bytes)
+        assert took_s == pytest.approx(point.seconds, rel=0.01)
+    assert link.times[1][1] == link.times[0][1]
+    assert not found.all_reduce.times
 
 
 def test_machines_of_one_name_are_told_apart():
