@@ -42,6 +42,10 @@ DIGITS = 6
 """Significant digits that curves keep."""
 
 
+BUSY = 3
+"""Processes that an arm keeps busy that is trained to the end, about."""
+
+
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How much a study may train: one of both."""
 

@@ -22,7 +22,7 @@ from ...checkpoint.start import check_settings
 from ...prepare.data import run_length, segments, training_samples
 from ...prepare.tracing import task_to_train
 from ...settings import DELAYS, RunSettings
-from ..figures.study import Curve, Study, StudyQuestion, plan_names, studied
+from ..figures.study import BUSY, Curve, Study, StudyQuestion, plan_names, studied
 from .choosing import Choosing
 from .pool import Processes, ThisProcess, TrainingPool
 from .training import check_tunable
@@ -186,7 +186,7 @@ class _Conductor:
         self._prospect = prospect
         work, question = prospect.work, prospect.question
         if not isinstance(question.budget, msgspec.UnsetType) and question.budget.seconds:
-            budget = msgspec.structs.replace(question.budget, processes=jobs)
+            budget = msgspec.structs.replace(question.budget, processes=min(jobs, BUSY))
             question = msgspec.structs.replace(question, budget=budget)
         plans = zip(work.plans, prospect.names, prospect.files, prospect.of_plan, strict=True)
         self.choosing = Choosing(

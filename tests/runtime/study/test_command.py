@@ -15,7 +15,13 @@ from timeprest.cli.run import main
 from timeprest.profiles.files import write_file
 from timeprest.runtime.study.command.page import study_page
 from timeprest.runtime.study.figures.results import results_of
-from timeprest.runtime.study.figures.study import PLAIN, Budget, EvaluationPoint, read_study
+from timeprest.runtime.study.figures.study import (
+    PLAIN,
+    Budget,
+    DroppedArm,
+    EvaluationPoint,
+    read_study,
+)
 
 TRAINING = ("--steps", 12, "--seeds", 2, "--tune", 3, "--jobs", 1, "--eval-every", 6)
 SGD = ("--optimizer", "sgd", "--lr", 0.05, "--momentum", 0.9)
@@ -145,7 +151,16 @@ def full_study():
     arms = [msgspec.structs.replace(each, curves=tuple(tested(each))) for each in arms]
     blown = curve(0, rate=0.4, phase="tuning", losses=(1.0, 9.0), diverged_at=3)
     arms[1] = msgspec.structs.replace(arms[1], curves=(*arms[1].curves, blown))
-    return study(arms, {"a": 1e-3, "</script>": 2e-3}, {"a": 2**20, "</script>": 2**21})
+    made = study(arms, {"a": 1e-3, "</script>": 2e-3}, {"a": 2**20, "</script>": 2**21})
+    short = {"phase": "rung", "length": 100}
+    rung = curve(0, losses=PLAIN_ARM.curves[0].losses[:100], **short)
+    plain = msgspec.structs.replace(made.plain, curves=(rung, *made.plain.curves))
+    slow = msgspec.structs.replace(
+        arms[1], name="slow", curves=(curve(0, losses=rung.losses[:99], diverged_at=99, **short),)
+    )
+    own = msgspec.structs.replace(made.plans[0], name="slow", arm="slow")
+    dropped = DroppedArm(arm=slow, plans=(own,))
+    return msgspec.structs.replace(made, arms=(plain, *made.arms[1:]), dropped=(dropped,))
 
 
 def test_a_page_without_a_target_is_written(tmp_path):
@@ -176,6 +191,7 @@ def test_the_page_draws_a_study(width, scheme, tmp_path):
         )
         assert shown == pytest.approx(results_of(found).plan("a").time_s.mean)
         assert page.locator("#stability path[stroke-width='2']").count() == 1
+        assert "slow" in page.text_content("#answer details table")
         # A curve that is switched off is gone.
         lines = page.locator("#samples-loss path.mean")
         assert lines.count() == 3
