@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from ..planner.cluster.cluster import write_bandwidth
+from ..planner.cluster.cluster import cluster_toml, write_bandwidth
 from ..planner.cluster.link_fit import LinkFit
-from ..profiles.files import Kind, check_output
+from ..planner.cluster.sailor_links import cluster_of_bandwidths
+from ..profiles.files import Kind, check_output, write_bytes
 from ..profiles.units import format_bytes, format_seconds
 from ..runtime.calibration.link_report import LinkReport, formula, kinds_of, write_links
 from .errors import output, print_json
@@ -65,6 +66,20 @@ def links_command(
         command = f"tp-plan solve PROFILE --cluster {shlex.quote(path)}"
         for part in (*_tables(report, output().width), *_fit_lines(report)):
             output().print(part)
+        output().print(f"wrote {path}; next: {command}", soft_wrap=True)
+
+
+def read_links(target: str, machines: str, path: str, *, as_json: bool, quiet: bool) -> None:
+    """A cluster file of machines whose bandwidths others publish. Raises FileError and UserError,
+    as `cluster_of_bandwidths`."""
+    check_output(path, Kind.CLUSTER)
+    cluster = cluster_of_bandwidths(target, machines)
+    note = f"{machines}, of {target}: polynomials, by size."
+    write_bytes(path, cluster_toml(cluster, [note]).encode())
+    if as_json:
+        print_json(cluster)
+    elif not quiet:
+        command = f"tp-plan solve PROFILE --cluster {shlex.quote(path)}"
         output().print(f"wrote {path}; next: {command}", soft_wrap=True)
 
 

@@ -60,6 +60,12 @@ _options = options(
             default=2,
             help="With --links: how many.",
         ),
+        click.option(
+            "--machines",
+            metavar="GPU:NxM",
+            help="With --links and a TARGET of Sailor's bandwidths: which machines, as "
+            "GH-96:4x2 (4 devices in each of 2).",
+        ),
     ),
 )
 
@@ -104,6 +110,7 @@ def main(
     path: str | None,
     links: bool,
     processes: int,
+    machines: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -122,8 +129,16 @@ def main(
             "is measured by one; of several, only --links measures something"
         )
     if links:
+        if machines is not None and target is not None:
+            refuse((*_OF_MODELS, "device", "processes"), "is for what is measured; leave it out")
+            from .links import read_links
+
+            read_links(target, machines, path or "cluster.toml", as_json=as_json, quiet=quiet)
+            return
         if target is not None:
-            raise UserError("--links: measures links and takes no TARGET")
+            raise UserError("--links: measures links and takes no TARGET but with --machines")
+        if machines is not None:
+            raise UserError("--machines: goes with a TARGET, a file of bandwidths")
         refuse(_OF_MODELS, "is for a model; --links takes --processes, --device and -o")
         if rendezvous is None:
             _check_processes("--processes", processes)
@@ -143,7 +158,7 @@ def main(
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
-    refuse(("processes",), "goes with --links")
+    refuse(("processes", "machines"), "goes with --links")
     own = {name: options.pop(name) for name in {*options} - {*option_fields(ProfileRequest)}}
     asked = ProfileRequest(target, **options).read(flags_of(ProfileRequest))
     _check_processes("--together", asked["together"] or 1)
