@@ -10,6 +10,7 @@
 # make accuracy  hold predictions against measured runs for docs/accuracy.md (a minute; SAILOR=folder has others' runs)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that, on 2 and 4 devices; some 7 minutes
+# make bench-objective  whether planning by a study of a tenth finds the soonest plan, for docs/objective.md (25 minutes)
 # make bench-battery    hold everyday plans against a hill climb for docs/planner_battery.md (hours)
 # make bench-freedom    hold questions against freer ones, whose plans may be no slower (half an hour)
 # make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)
@@ -30,7 +31,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-freedom bench-sequences bench-scale bench-exports accuracy claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table hf-families bench-planner bench-battery bench-freedom bench-sequences bench-scale bench-exports accuracy claims claims-quick bench-objective bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos lines clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -97,6 +98,9 @@ claims: $(READY)
 
 claims-quick: $(READY)
 	$(CLAIMS) --quick --devices 2,4 --work runs/claims-quick --studies runs/claims-quick --page runs/claims-quick/page.md
+
+bench-objective: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.objective
 
 bench-exports: $(READY)
 	$(BIN)/python tests/benchmarks/exports.py

@@ -141,9 +141,9 @@ def target_name(found: TargetPrediction) -> str:
 def target_interval(found: TargetPrediction, before: str = ", 95 % ") -> str:
     """``, 95 % 67.8 ms … 123 ms``; nothing where it isn't known, or has no width."""
     low_s, high_s = map(found.seconds, (found.overhead_low, found.overhead_high))
-    if low_s is None or high_s is None or low_s == high_s:
+    if low_s is None or low_s == high_s:
         return ""
-    return f"{before}{format_seconds(low_s)} … {format_seconds(high_s)}"
+    return f"{before}{format_seconds(low_s)} … {'' if high_s is None else format_seconds(high_s)}"
 
 
 def target_bound(found: TargetPrediction) -> str:

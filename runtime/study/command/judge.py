@@ -45,15 +45,18 @@ class StudyJudge:
 
 
 def open_systems(search: TargetSearch) -> list[str]:
-    """Others that may take less than the best plan: no training with delays such as some plan of
-    theirs has reached the target, or the interval of their best has that time in it."""
+    """Those that may take less than the best plan: no training with delays such as some plan of
+    theirs has reached the target, or the interval of their best, if another, has that time in it.
+    """
     best = search.best
-    return [
-        name
-        for name, one in search.systems.items()
-        if best is not None and one.best is not best
-        if min(one.open_s, best.time_s if one.best is None else one.best.least_s) < best.time_s
-    ]
+    if best is None:
+        return []
+    found = []
+    for name, one in search.systems.items():
+        other = one.best if one.best is not best else None
+        if min(one.open_s, one.open_s if other is None else other.least_s) < best.time_s:
+            found.append(name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class ByTimeToTarget:
             shortest_text(plan, found),
         ]
         if self.open:
-            lines.append(f"not decided: {', '.join(self.open)} may take less; study their delays")
+            lines.append(f"not decided: plans of {', '.join(self.open)} may take less; study them")
         if self.unbounded:
             names = ", ".join(self.unbounded)
             lines.append(f"the bound is of others than {names} with smaller delays than studied")

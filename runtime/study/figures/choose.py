@@ -166,7 +166,7 @@ class TargetSearch:
             self.systems.setdefault(name, _System())
             self._descend(name, system, every, n, end)
         if name in self.systems and self.systems[name].best is None:
-            self.failed.setdefault(name, "no plan of it reaches the target in the study")
+            self.failed.setdefault(name, "no plan of it that may be the best reaches the target")
 
     def _settings(self, system: str) -> list[tuple[int, int | None]]:
         """Mini-batches per update, and micro-batches, that the study can say something of."""
@@ -255,7 +255,7 @@ class TargetSearch:
         return 0.0 if a_sample_s is msgspec.UNSET else a_sample_s * asked
 
     def _keep_file(self, name: str, own: Plan) -> None:
-        """Make a plan of the system's best if it was met by the search that found this one, which
+        """Make a file of the system's best if it was met by the search that found this plan, which
         is taken where it is as good within the tolerance."""
         mine = self.systems[name]
         if mine.best is None or mine.found is None:
@@ -268,7 +268,12 @@ class TargetSearch:
             mine.best, mine.plan = judged, own
             return
         question = question_of(own, profile)
-        again = evaluate(question, found.stages, found.micro_batches)
+        try:
+            again = evaluate(question, found.stages, found.micro_batches)
+        except PlanError:
+            # It has copies of parameters that the plan which was signed keeps together.
+            mine.best, mine.plan = (judged, own) if reaches else (None, None)
+            return
         report = msgspec.structs.replace(
             own.solver,
             fastest=msgspec.UNSET,

@@ -422,7 +422,8 @@ class OverheadFit:
         return found
 
     def _exact(self, plan: Late) -> Estimate | None:
-        """What was trained of a plan with the same delays."""
+        """What was trained of a plan with the same delays; it reaches the target where more than
+        half of the seeds do, without an upper end where not all do."""
         name = self.arm_of(plan)
         if name is None:
             return None
@@ -432,8 +433,16 @@ class OverheadFit:
                 mean=spread.mean, low=spread.low, high=spread.high, reached=True, exact=True
             )
         logs, _ = self._logs(self._study.arm(name))
-        least = math.exp(fmean(logs))
-        return Estimate(mean=least, low=least, high=None, reached=False, exact=True)
+        samples = self._reckoning.samples(name, self.target)
+        pairs = list(zip(logs, samples, strict=True))
+        known = [log for log, own in pairs if own is not None]
+        least, reached = fmean(logs), 2 * len(known) > len(logs)
+        # Those that don't get there count as the slowest that do, if they aren't slower already.
+        slowest = max(known) if reached else -math.inf
+        mean = fmean(max(log, slowest) if own is None else log for log, own in pairs)
+        return Estimate(
+            mean=math.exp(mean), low=math.exp(least), high=None, reached=reached, exact=True
+        )
 
     def arm_of(self, plan: Late) -> str | None:
         """The training that is a plan's own; None: there is none.

@@ -81,6 +81,14 @@ def test_a_training_that_never_got_there_is_a_lower_bound():
     assert (own.exact, own.reached, own.high) == (True, False, None)
 
 
+def test_a_training_that_most_seeds_end_has_a_figure_without_an_upper_end():
+    """1.45 times 1.1 isn't reached in 1.5 times the steps."""
+    found = fit_overheads(trained({(1, 0): 1.45, (2, 0): 1.48})).at(asked(1, 0))
+    assert (found.reached, found.exact, found.high) == (True, True, None)
+    assert found.low <= found.mean
+    assert found.mean == pytest.approx(1.45, rel=0.03)
+
+
 def test_a_bound_below_what_is_known_changes_nothing():
     """Trained for too short to show anything."""
     known = {(1, 0): 1.3, (2, 0): 1.35, (4, 0): 1.33}
