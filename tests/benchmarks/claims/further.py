@@ -336,10 +336,13 @@ FURTHER = (
     Further("plain", 8, "i-timeprest", 1, (0.00125,), 1800),
     Further("plain", 8, "pipedream", 1, (0.005,), 1200),
     Further("plain", 8, "timeprest", 8, (0.01,), 600, UNIT),
+    Further("characters", 2, "timeprest", 4, (0.002828,), 600, UNIT),
     Further("characters", 4, "timeprest", 4, (0.002828,), 600, UNIT),
     Further("characters", 8, _LATE, 1, (0.001414,), 1200),
     Further("characters", 8, UNIFORM, 1, (0.001414,), 1200),
     Further("characters", 8, "i-timeprest", 1, (0.001414,), 1200),
+    Further("characters", 8, "timeprest", 8, (0.002,), 600, UNIT),
+    Further("normed", 2, "timeprest", 4, (0.07071,), 600, UNIT),
     Further("normed", 4, "timeprest", 4, (0.025, 0.0125), 600),
     Further("normed", 4, "timeprest-stashed", 4, (0.025,), 600),
     Further("normed", 4, "i-timeprest", 4, (0.025,), 600),
@@ -349,5 +352,6 @@ FURTHER = (
     Further("normed", 8, "timeprest-stashed", 8, (0.0125,), 1000),
     Further("normed", 8, "i-timeprest", 8, (0.0125,), 1000),
     Further("normed", 8, "v-timeprest", 8, (0.07071,), 600),
+    Further("normed", 8, "timeprest", 8, (0.05,), 600, UNIT),
 )
 """Beside the studies."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_bytes
@@ -50,7 +51,7 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     parts = [_missing(found)]
     if found:
         parts += [*_claims(found), *_staleness(found)]
-        parts += [*_recommendations(found), *_bandwidths(found)]
+        parts += [*_choices(found), *_recommendations(found), *_bandwidths(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
         links = [
@@ -149,6 +150,41 @@ def verdict(found: Sequence[FoundCell], verdicts: Sequence[Verdict]) -> str:
             else f"not shown ({'; '.join(rest)})"
         )
     return f"holds where: {'; '.join(where)} ({'; '.join(rest)})"
+
+
+# By period or by loss ---------------------------------------------------------------------------
+
+
+def _choices(found: Sequence[FoundCell]) -> list[str]:
+    """What the shortest period costs in time to a level that systems reach, beside the plan that
+    gets there first."""
+    rows, gains = [], []
+    for each in found:
+        shortest = min(each.study.plans, key=lambda plan: (plan.period_s, plan.name))
+        level = each.levels[" at ⅓"]
+        times = {plan: each.seconds(plan.name, level) for plan in each.study.plans}
+        known = {plan: time for plan, time in times.items() if time is not None}
+        best = min(known, key=lambda plan: (known[plan], plan.name), default=None)
+        own = times[shortest]
+        gain = own / known[best] if best is not None and own is not None else None
+        gains += [gain] if gain else []
+        shown_gain = f"{gain:.2f}" if gain else "not reached"
+        rows.append(
+            [_short_name(each.cell), _named(shortest), _named(best) if best else "none", shown_gain]
+        )
+    told = f"; the median gain is {median(gains):.2f}" if gains else ""
+    return [
+        "## Chosen by period, or by loss",
+        "Of all plans of a cell the one with the shortest period (of equal ones, the first by "
+        "name), and the one that gets to the loss at ⅓ of plain training's way first by the cell's "
+        "own trainings, as `--objective loss` has it of such a study; its gain is the other's time "
+        f"over its own{told}.",
+        markdown(["", "shortest period", "first at ⅓", "its gain"], rows),
+    ]
+
+
+def _named(plan: StudiedPlan) -> str:
+    return f"`{plan.variant}`{plan.name.removeprefix(plan.variant)}"
 
 
 # Recommendations --------------------------------------------------------------------------------
@@ -313,7 +349,7 @@ def _cell(each: FoundCell) -> list[str]:
         time = each.seconds(plan.name, third)
         rows.append(
             [
-                f"`{plan.variant}`{plan.name.removeprefix(plan.variant)}",
+                _named(plan),
                 str(plan.micro_batches),
                 " ".join(map(str, plan.in_flight)),
                 " ".join(map(str, plan.version_differences)),
