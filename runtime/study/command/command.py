@@ -79,8 +79,7 @@ _study_options = options(
     epilog=examples(
         "tp-run study plan.*.json -o study.json",
         "tp-run study plan.gpipe.json plan.timeprest.json --optimizer sgd --lr 0.1 -o study.html",
-        "tp-run study plan.*.json --seeds 5 --target-accuracy 0.95",
-        "tp-run study plan.*.json --budget 2h -o study.html",
+        "tp-run study plan.*.json --seeds 5 --target-accuracy 0.95 --budget 2h",
     ),
 )
 @click.argument("plan_paths", type=FileName(), metavar="PLAN...", nargs=-1, required=True)
