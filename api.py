@@ -310,21 +310,36 @@ def dry_run(
     return found
 
 
-def links(path: str | Path = "cluster.toml", *, processes: int = 2, device: str = "cpu") -> Cluster:
-    """Measure the links between processes of this machine (`tp-profile --links`).
+def links(
+    path: str | Path = "cluster.toml",
+    *,
+    processes: int = 2,
+    device: str = "cpu",
+    target: str | Path | None = None,
+    machines: str | None = None,
+) -> Cluster:
+    """Measure the links between processes of this machine (`tp-profile --links`), or take those
+    of machines whose bandwidths others publish.
 
     Args:
         path: of the cluster file to write.
         processes: how many.
         device: "cpu" or "cuda".
+        target: a file of Sailor's bandwidths, to measure nothing.
+        machines: which of its machines, as ``GH-96:4x2``.
 
     Raises:
-        UserError: a bad path, too few processes or GPUs.
+        UserError: a bad path, too few processes or GPUs, machines that aren't there.
+        FileError: the file of bandwidths is broken.
         RunError: a process died, got stuck, or failed.
     """
-    from .runtime.calibration.link_report import write_links
+    from .runtime.calibration.link_report import write_links, write_published_links
     from .runtime.calibration.links import measure_links
 
+    if (target is None) != (machines is None):
+        raise UserError("machines: goes with a target, a file of bandwidths, and a target with it")
+    if target is not None and machines is not None:
+        return write_published_links(str(target), machines, str(path))
     check_output(path, Kind.CLUSTER)
     write_links(measure_links(processes, device, progress=lambda *_: None), str(path))
     return read_cluster(str(path))

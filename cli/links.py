@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from ..planner.cluster.cluster import cluster_toml, write_bandwidth
+from ..planner.cluster.cluster import write_bandwidth
 from ..planner.cluster.link_fit import LinkFit
-from ..planner.cluster.sailor_links import cluster_of_bandwidths
-from ..profiles.files import Kind, check_output, write_bytes
+from ..profiles.files import Kind, check_output
 from ..profiles.units import format_bytes, format_seconds
-from ..runtime.calibration.link_report import LinkReport, formula, kinds_of, write_links
+from ..runtime.calibration.link_report import (
+    LinkReport,
+    formula,
+    kinds_of,
+    write_links,
+    write_published_links,
+)
 from .errors import output, print_json
 from .progress import Bar
 from .tables.layout import Column, fitted, fixed
@@ -71,11 +76,8 @@ def links_command(
 
 def read_links(target: str, machines: str, path: str, *, as_json: bool, quiet: bool) -> None:
     """A cluster file of machines whose bandwidths others publish. Raises FileError and UserError,
-    as `cluster_of_bandwidths`."""
-    check_output(path, Kind.CLUSTER)
-    cluster = cluster_of_bandwidths(target, machines)
-    note = f"{machines}, of {target}: polynomials, by size."
-    write_bytes(path, cluster_toml(cluster, [note]).encode())
+    as `write_published_links`."""
+    cluster = write_published_links(target, machines, path)
     if as_json:
         print_json(cluster)
     elif not quiet:

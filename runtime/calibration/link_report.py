@@ -1,4 +1,4 @@
-"""Measured links: what was fitted to them, and the cluster file that says it."""
+"""Measured links, ours and others': what was fitted to them, and the cluster file that says it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ...planner.cluster.cluster import (
     write_latency,
 )
 from ...planner.cluster.link_fit import LinkFit, fit_link, typical_pair
-from ...profiles.files import write_bytes
+from ...planner.cluster.sailor_links import cluster_of_bandwidths
+from ...profiles.files import Kind, check_output, write_bytes
 
 if TYPE_CHECKING:
     from .links import LinkTimes
@@ -49,6 +50,18 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     def crosses(self, pair: int) -> bool:
         """Whether two neighbours are on two machines."""
         return bool(self.machines) and self.machines[pair] != self.machines[pair + 1]
+
+
+def write_published_links(target: str, machines: str, path: str) -> Cluster:
+    """Write the cluster file of machines whose bandwidths others publish.
+
+    Raises UserError for a bad path, and as `cluster_of_bandwidths`.
+    """
+    check_output(path, Kind.CLUSTER)
+    cluster = cluster_of_bandwidths(target, machines)
+    note = f"{machines}, of {target}: polynomials, by size."
+    write_bytes(path, cluster_toml(cluster, [note]).encode())
+    return cluster
 
 
 def report_of(times: LinkTimes, path: str) -> LinkReport:

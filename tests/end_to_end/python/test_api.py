@@ -30,9 +30,6 @@ from timeprest.runtime.study.figures.study import write_study
 OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path", "config_path", "print_config"}
 """Options about what is printed and written."""
 
-OF_FILES = {"machines"}
-"""Of turning a file of others' into one of ours, which Python loads."""
-
 
 class Missing:
     """As pandas' NA: whether it equals anything can't be said."""
@@ -61,7 +58,12 @@ def options_of(command):
             "profile",
             profile_main,
             {},
-            {"links": "links", "processes": "links.processes", "plugins": "plugin.path"},
+            {
+                "links": "links",
+                "processes": "links.processes",
+                "machines": "links.machines",
+                "plugins": "plugin.path",
+            },
         ),
         (
             "plan",
@@ -96,7 +98,7 @@ def test_python_takes_what_the_command_takes(function, command, others, elsewher
     parameters = inspect.signature(getattr(timeprest, function)).parameters
     fields = {f.name: f for f in msgspec.structs.fields(RunSettings)}
     for name, option in options_of(command).items():
-        if name in OF_THE_TERMINAL | OF_FILES:
+        if name in OF_THE_TERMINAL:
             continue
         if name in elsewhere:
             other, _, parameter = elsewhere[name].partition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import timeprest
 from click.testing import CliRunner
 from timeprest.cli.profile import main
 from timeprest.planner.cluster.cluster import read_cluster
@@ -52,6 +53,18 @@ def test_the_command_writes_them(table):
     found = read_cluster(path)
     assert took_s(found.link(1, 2), 2e6) == pytest.approx(2e6 / 5e9)
     assert took_s(found.link(0, 1), 2e6) == pytest.approx(2e6 / 20e9)
+
+
+def test_python_writes_the_same(table):
+    path = table.with_name("cluster.toml")
+    found = timeprest.links(path, target=table, machines="X:2x2@a")
+    assert found == cluster_of_bandwidths(str(table), "X:2x2@a")
+    read = read_cluster(path)
+    assert [device.name for device in read.devices] == [device.name for device in found.devices]
+    assert took_s(read.link(1, 2), 2e6) == pytest.approx(took_s(found.link(1, 2), 2e6), rel=1e-3)
+    for half in ({"target": table}, {"machines": "X:2x2@a"}):
+        with pytest.raises(UserError, match="machines: goes with a target"):
+            timeprest.links(path, **half)
 
 
 @pytest.mark.parametrize(
