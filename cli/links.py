@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from ..planner.cluster.cluster import write_bandwidth
+from ..planner.cluster.cluster_toml import write_bandwidth
 from ..planner.cluster.link_fit import LinkFit
 from ..profiles.files import Kind, check_output
 from ..profiles.units import format_bytes, format_seconds

@@ -16,15 +16,10 @@ from ...profiles.errors import FileError, UserError
 from ...profiles.options import Spelled
 from ...profiles.profile import KindTimes, Profile
 from ...profiles.units import format_seconds, parse_seconds
-from .cluster import (
-    MAX_DEVICES,
-    Cluster,
-    Device,
-    EqualDevices,
-    LinkBetween,
-    write_bandwidth,
-)
+from .cluster import Cluster, Device, EqualDevices, LinkBetween
+from .cluster_toml import write_bandwidth
 from .headroom import GPU_SHARE, Headroom
+from .links import MAX_DEVICES
 
 BETWEEN_LATENCY = "20us"
 """Of a message between machines, by NCCL over InfiniBand or RoCE: an assumption."""

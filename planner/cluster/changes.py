@@ -15,8 +15,9 @@ from ...profiles.errors import UserError
 from ...profiles.files import converted
 from ...profiles.profile import Together
 from ...profiles.units import parse_bandwidth, parse_memory, parse_seconds
-from .cluster import MAX_DEVICES, AllReduce, Cluster, Device, LinkBetween, Network
+from .cluster import Cluster, Device, LinkBetween
 from .contention import with_contention
+from .links import MAX_DEVICES, AllReduce, Network
 
 _EXAMPLE = "write it like bandwidth=2x,memory=24GiB"
 _TIMES = re.compile(r"(\d+(?:\.\d*)?|\.\d+)[x×]")

@@ -1,23 +1,21 @@
-"""The cluster and its file: devices with their memory and speed, and the links between them."""
+"""The cluster and its file: devices with their memory and speed, and what links them."""
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import chain, combinations, groupby, pairwise
+from itertools import chain, combinations, pairwise
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, converted, read_toml
+from ...profiles.files import MAX_BYTES, MAX_FACTOR, converted, read_toml
 from ...profiles.options import Option, Spelled
 from ...profiles.units import (
     format_bytes,
@@ -30,12 +28,11 @@ from ...profiles.units import (
     whole_number,
 )
 from .headroom import Headroom, parse_headroom
+from .links import MAX_DEVICES, AllReduce, Network, costs_by_size
 
 # What gloo gives between two processes of one machine.
 DEFAULT_BANDWIDTH = "4GB/s"
 DEFAULT_LATENCY = "50us"
-
-MAX_DEVICES = 65536
 
 # The cluster: devices with their memory and speed, and the links between them -------------------
 
@@ -103,118 +100,6 @@ class Device(
     def memory_for(self, nbytes: int) -> int:
         """The memory that it would need for stages to take so many bytes."""
         return ceil((nbytes + (self.reserved_bytes or 0)) / (1 - (self.reserved_share or 0.0)))
-
-
-Times = tuple[tuple[Annotated[float, Meta(gt=0, le=MAX_BYTES)], Seconds], ...]
-"""Bytes of messages, rising, and the seconds that they take, latency included."""
-
-
-class Network(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
-    """The link between two devices: a message of n bytes takes latency + n / bandwidth; or what a
-    table says, between whose sizes times lie on straight lines."""
-
-    bandwidth_bytes_per_s: Bandwidth
-    """In each direction; in both together when half duplex. With a table, of its largest size."""
-    latency_s: Seconds
-    half_duplex: bool = False
-    """Messages of both directions take turns on one wire."""
-    overlap: bool = True
-    """Transfers overlap computing; else a device that sends or receives computes nothing."""
-    times: Times = ()
-
-    def __post_init__(self) -> None:
-        _check_times(self.times, self.latency_s)
-
-    def wire_s(self, count: float) -> float:
-        """Seconds that `count` bytes keep the wire busy, latency left out."""
-        if self.times:
-            return _on_lines(self.times, self.latency_s, count)
-        return count / self.bandwidth_bytes_per_s
-
-    @property
-    def top_bytes_per_s(self) -> float:
-        """The most bytes in a second of the wire, of messages of any size."""
-        return _top(self)
-
-    def with_costs(self, bandwidth_bytes_per_s: float, latency_s: float) -> Network:
-        """With this bandwidth, of a table at its largest size and others as much more or less."""
-        return _with_costs(self, bandwidth_bytes_per_s, latency_s)
-
-
-class AllReduce(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
-    """A sum over processes as measured: latency + bytes of the tensor / bandwidth, or by a table as
-    of `Network`."""
-
-    processes: Annotated[int, Meta(ge=2, le=MAX_DEVICES)]
-    """How many took part; other numbers of processes take other times."""
-    latency_s: Seconds
-    bandwidth_bytes_per_s: Bandwidth
-    times: Times = ()
-
-    def __post_init__(self) -> None:
-        _check_times(self.times, self.latency_s)
-
-    def seconds(self, nbytes: float) -> float:
-        """Seconds that summing a tensor of `nbytes` takes."""
-        if self.times:
-            return self.latency_s + _on_lines(self.times, self.latency_s, nbytes)
-        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
-
-    @property
-    def top_bytes_per_s(self) -> float:
-        """The most bytes in a second besides the latency, of tensors of any size."""
-        return _top(self)
-
-    def with_costs(self, bandwidth_bytes_per_s: float, latency_s: float) -> AllReduce:
-        """With this bandwidth, of a table at its largest size and others as much more or less."""
-        return _with_costs(self, bandwidth_bytes_per_s, latency_s)
-
-
-T = TypeVar("T", Network, AllReduce)
-
-
-def _check_times(times: Times, latency_s: float) -> None:
-    """Raises ValueError, of which msgspec makes its own, for a table that can't be one."""
-    for (low, low_s), (high, high_s) in pairwise(times):
-        if not low < high:
-            raise ValueError("times: give rising sizes")
-        if high_s < low_s:
-            raise ValueError(f"times: {high:g} bytes take less than {low:g}")
-    if times and times[0][1] <= latency_s:
-        raise ValueError("times: the smallest size takes no longer than the latency")
-
-
-def _on_lines(times: Times, latency_s: float, count: float) -> float:
-    """Of a table, seconds besides the latency: before and behind it as its first and last size."""
-    k = bisect_left(times, count, key=lambda point: point[0])
-    if k in (0, len(times)):
-        nbytes, seconds = times[min(k, len(times) - 1)]
-        return (seconds - latency_s) * count / nbytes
-    (low, low_s), (high, high_s) = times[k - 1 : k + 1]
-    return low_s - latency_s + (high_s - low_s) * (count - low) / (high - low)
-
-
-def _top(timed: Network | AllReduce) -> float:
-    # On a line between two sizes the rate rises or falls all the way.
-    rates = [nbytes / (seconds - timed.latency_s) for nbytes, seconds in timed.times]
-    return max(rates, default=timed.bandwidth_bytes_per_s)
-
-
-def _with_costs(timed: T, bandwidth_bytes_per_s: float, latency_s: float) -> T:
-    faster = bandwidth_bytes_per_s / timed.bandwidth_bytes_per_s
-    return msgspec.structs.replace(
-        timed,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        latency_s=latency_s,
-        times=tuple(
-            (nbytes, latency_s + (seconds - timed.latency_s) / faster)
-            for nbytes, seconds in timed.times
-        ),
-    )
 
 
 ANY = "*"
@@ -825,107 +710,3 @@ def _by_size(link: _Timed, where: str) -> dict[str, Any]:
         return costs_by_size(times, latency_s, most=1.0)
     except ValueError as error:
         raise FileError(f"{where}.{error}") from None
-
-
-def costs_by_size(
-    times: Sequence[tuple[float, float]], latency_s: float | None, most: float = 0.9
-) -> dict[str, Any]:
-    """Fields of a `Network` or an `AllReduce`.
-
-    Args:
-        latency_s: None: what is left of the first two sizes' times at no bytes.
-        most: of the smallest size's time, that may be latency; without one given, 0.9.
-
-    Raises ValueError for a table that can't be one.
-    """
-    low, low_s = times[0]
-    if latency_s is None:
-        high, high_s = times[1] if len(times) > 1 else (2 * low, 2 * low_s)
-        latency_s, most = max(low_s - (high_s - low_s) * low / max(high - low, 1), 0.0), 0.9
-    if most < 1:
-        latency_s = min(latency_s, low_s * most)
-    _check_times(tuple(times), latency_s)
-    nbytes, seconds = times[-1]
-    bandwidth = nbytes / (seconds - latency_s)
-    return {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s, "times": tuple(times)}
-
-
-def cluster_toml(cluster: Cluster, notes: Sequence[str]) -> str:
-    """The cluster as TOML that `read_cluster` takes.
-
-    Args:
-        notes: lines for the comment at the top.
-    """
-    lines = [f"# {note}".rstrip() for note in notes]
-    if any(device.memory_bytes is None for device in cluster.devices):
-        lines += ["", '# Memory isn\'t known. Say what each device has: memory = "..."']
-
-    def alike(numbered: tuple[int, Device]) -> tuple[Hashable, ...]:
-        k, device = numbered
-        stem = device.name.removesuffix(str(k))
-        same = msgspec.structs.replace(device, name=stem)
-        return (same, None) if stem != device.name else (same, k)
-
-    for (device, _), group in groupby(enumerate(cluster.devices), alike):
-        assert isinstance(device, Device)
-        members = [*group]
-        name = device.name if len(members) > 1 else members[0][1].name
-        lines += ["", "[[devices]]", f"name = {json.dumps(name)}", f"count = {len(members)}"]
-        speed = device.speed / (device.kind_speed or 1.0)
-        lines += [f"speed = {speed!r}"] if speed != 1 else []
-        for field, value in (
-            ("memory", device.memory_bytes),
-            ("reserved", device.reserved_bytes),
-            ("reserved", device.reserved_share and f"{device.reserved_share:.10%}"),
-            ("machine", device.machine),
-            ("group", device.group),
-            ("kind", device.kind),
-        ):
-            text = f"{value}B" if isinstance(value, int) else value
-            lines += [f"{field} = {json.dumps(text)}"] if text is not None else []
-    sums = "[all_reduce]" if len(cluster.sums) == 1 else "[[all_reduce]]"
-    tables: list[tuple[str, list[str], Network | AllReduce]] = [
-        ("[network]", [], cluster.network),
-        *(("[between_machines]", [], each) for each in [cluster.between_machines] if each),
-        *(
-            ("[[links]]", [f"between = {json.dumps(each.between)}"], each.network)
-            for each in cluster.links
-        ),
-        *((sums, [f"processes = {each.processes}"], each) for each in cluster.sums),
-    ]
-    for title, first, timed in tables:
-        lines += ["", title, *first, *_timed_toml(timed)]
-    return "\n".join(lines) + "\n"
-
-
-def _timed_toml(timed: Network | AllReduce) -> list[str]:
-    # In a table times differ from the latency by little.
-    latency = f'latency = "{write_latency(timed.latency_s, 9 if timed.times else 3)}"'
-    if timed.times:
-        rows = [f'    [{size:.0f}, "{write_latency(s, 9)}"],' for size, s in timed.times]
-        lines = [latency, "times = [", *rows, "]"]
-    else:
-        lines = [f'bandwidth = "{write_bandwidth(timed.bandwidth_bytes_per_s)}"', latency]
-    if isinstance(timed, Network):
-        lines += ["half_duplex = true"] * timed.half_duplex
-        lines += ["overlap = false"] * (not timed.overlap)
-    return lines
-
-
-def write_bandwidth(bytes_per_s: float) -> str:
-    """Bytes per second to three digits, as `parse_bandwidth` reads them: ``"4.31GB/s"``."""
-    units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
-    return _with_digits(bytes_per_s, units)
-
-
-def write_latency(seconds: float, digits: int = 3) -> str:
-    """Seconds to so many digits, as `parse_seconds` reads them: ``"52.1us"``."""
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-    return _with_digits(seconds, units, digits)
-
-
-def _with_digits(value: float, units: Sequence[tuple[float, str]], digits: int = 3) -> str:
-    # Rounded before the unit is chosen: 999.6us is 1ms.
-    value = float(f"{value:.{digits}g}")
-    factor, name = next((unit for unit in units if value >= unit[0]), units[-1])
-    return f"{value / factor:.{max(digits, 6)}g}{name}"

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from ...profiles.profile import Together
-from .cluster import Cluster, Network
+from .cluster import Cluster
+from .links import Network
 
 
 def slowdown(together: Together | None, devices: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...profiles.errors import RunError
-from .cluster import costs_by_size
+from .links import costs_by_size
 
 OFF = 1.25
 """Measured / fitted, above which, or below one over it, a fit is clearly off."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import read_limited
-from .cluster import MAX_DEVICES, Cluster, Device, LinkBetween, Network, costs_by_size
+from .cluster import Cluster, Device, LinkBetween
+from .links import MAX_DEVICES, Network, costs_by_size
 
 INSIDE = "intra_node_bandwidths.json"
 """Of devices in a machine, beside the file of those between machines."""

@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...planner.cluster.cluster import (
-    AllReduce,
-    Cluster,
-    Device,
-    Network,
-    cluster_toml,
-    write_bandwidth,
-    write_latency,
-)
+from ...planner.cluster.cluster import Cluster, Device
+from ...planner.cluster.cluster_toml import cluster_toml, write_bandwidth, write_latency
 from ...planner.cluster.link_fit import LinkFit, fit_link, typical_pair
+from ...planner.cluster.links import AllReduce, Network
 from ...planner.cluster.sailor_links import cluster_of_bandwidths
 from ...profiles.files import Kind, check_output, write_bytes
 

@@ -13,8 +13,9 @@ from math import lcm
 
 import numpy as np
 
-from ...cluster.cluster import Cluster, Device, Network
+from ...cluster.cluster import Cluster, Device
 from ...cluster.contention import AllReduceTimes
+from ...cluster.links import Network
 from ...costs.memory import room_bytes
 from ...costs.stage_costs import weights_s_per_byte
 from ...evaluate import Question

@@ -26,8 +26,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges

@@ -19,7 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile

@@ -9,7 +9,8 @@ from __future__ import annotations
 from math import lcm
 
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.schedules import limit_ranges

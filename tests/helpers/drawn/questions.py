@@ -16,14 +16,8 @@ from itertools import combinations, islice, pairwise, product
 
 import msgspec
 from timeprest.planner.cluster.catalogue import with_speeds
-from timeprest.planner.cluster.cluster import (
-    ANY,
-    AllReduce,
-    Cluster,
-    Device,
-    LinkBetween,
-    Network,
-)
+from timeprest.planner.cluster.cluster import ANY, Cluster, Device, LinkBetween
+from timeprest.planner.cluster.links import AllReduce, Network
 from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.costs.stage_costs import least_of
 from timeprest.planner.evaluate import Evaluation, Question, evaluate

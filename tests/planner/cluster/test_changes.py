@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from timeprest.planner.cluster.changes import changed, parse_change
-from timeprest.planner.cluster.cluster import AllReduce, uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.cluster.links import AllReduce
 from timeprest.profiles.errors import UserError
 
 FLAT = uniform_cluster(2, "8GiB", "1GB/s", "10us")

@@ -12,14 +12,8 @@ import pytest
 from helpers.paths import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import (
-    AllReduce,
-    Cluster,
-    Device,
-    Network,
-    read_cluster,
-    uniform_cluster,
-)
+from timeprest.planner.cluster.cluster import Cluster, Device, read_cluster, uniform_cluster
+from timeprest.planner.cluster.links import AllReduce, Network
 from timeprest.profiles.errors import UserError
 
 NETWORKS = st.builds(

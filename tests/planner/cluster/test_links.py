@@ -9,15 +9,10 @@ import msgspec
 import pytest
 from helpers.drawn.questions import drawn_cluster, with_links
 from timeprest.planner.cluster.changes import changed, parse_change
-from timeprest.planner.cluster.cluster import (
-    AllReduce,
-    Cluster,
-    Network,
-    cluster_toml,
-    costs_by_size,
-    read_cluster,
-)
+from timeprest.planner.cluster.cluster import Cluster, read_cluster
+from timeprest.planner.cluster.cluster_toml import cluster_toml
 from timeprest.planner.cluster.contention import AllReduceTimes
+from timeprest.planner.cluster.links import AllReduce, Network, costs_by_size
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import converted
 

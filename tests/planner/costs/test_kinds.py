@@ -7,7 +7,8 @@ import pytest
 import timeprest
 from helpers.by_hand.profiles import chain
 from timeprest.planner.cluster.catalogue import with_speeds
-from timeprest.planner.cluster.cluster import Cluster, Device, Network, read_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, read_cluster
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search.answer.recheck import recheck

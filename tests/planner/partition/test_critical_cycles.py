@@ -15,7 +15,8 @@ from helpers.drawn.lone_devices import INF, all_alone, borders, drawn_alone, kin
 from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles
 from timeprest.planner.partition.problem import SAME

@@ -12,7 +12,8 @@ from helpers.drawn.pipelines import pipelines
 from helpers.output.schedules import parse_schedule, schedule_text
 from hypothesis import example, given
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.check import check_schedule

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.search import state
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS

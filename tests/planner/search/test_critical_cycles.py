@@ -15,8 +15,9 @@ from helpers.drawn.questions import Drawn
 from helpers.drawn.questions import drawn as any_drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Evaluation, Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.problem import SAME

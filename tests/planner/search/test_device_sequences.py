@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
 from helpers.drawn.questions import with_links
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.search import exploration
 from timeprest.planner.search import solve as solving

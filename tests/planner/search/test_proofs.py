@@ -16,7 +16,8 @@ from helpers.by_hand.profiles import chain, measurement, profile_by_hand
 from helpers.drawn.questions import Drawn, all_plans, drawn
 from helpers.paths import PUBLISHED, published
 from timeprest.cli.tables.plan import piling_up
-from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs import layer_graph
 from timeprest.planner.costs.recomputation import of_stage
 from timeprest.planner.evaluate import Question, evaluate

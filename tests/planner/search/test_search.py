@@ -16,7 +16,8 @@ from helpers.drawn.problems import is_downset
 from helpers.plans import lone_stages
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question, evaluate, evaluate_within
 from timeprest.planner.partition.problem import Answer, members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, limit_ranges

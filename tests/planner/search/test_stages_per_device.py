@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.questions import drawn_placed
-from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
+from timeprest.planner.cluster.links import Network
 from timeprest.planner.partition.placings import pattern
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.cli.errors import errors_as_lines, output
 from timeprest.cli.links import _fit_lines, _tables, links_command
-from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
+from timeprest.planner.cluster.cluster import Cluster, read_cluster
+from timeprest.planner.cluster.cluster_toml import write_bandwidth, write_latency
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.units import parse_bandwidth, parse_seconds
