@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .profiles.hugging_face.task import hugging_face
     from .profiles.onnx.model import onnx
     from .profiles.profile import Profile
-    from .runtime.records.callbacks import Callback, EarlyStopping, Stop
+    from .runtime.records.callbacks import Callback, EarlyStopping
+    from .runtime.records.events import Stop
     from .runtime.records.run import Run
     from .runtime.run import Trainer
 
@@ -58,7 +59,7 @@ _HOME = {
     "Trainer": "runtime.run",
     "Callback": "runtime.records.callbacks",
     "EarlyStopping": "runtime.records.callbacks",
-    "Stop": "runtime.records.callbacks",
+    "Stop": "runtime.records.events",
 }
 
 __all__ = [

@@ -43,18 +43,9 @@ from .processes.environment import launched_by, use_interface
 from .processes.launcher import launch
 from .processes.locks import alone, as_worker
 from .processes.rendezvous import Rendezvous
-from .processes.secret import SECRET_VARIABLE
 from .processes.start import WORKER, load_ahead, slow_libraries
-from .records.callbacks import (
-    Callback,
-    Callbacks,
-    EvaluationDone,
-    RestartDue,
-    RunBegun,
-    RunEnded,
-    Stop,
-    ToldBefore,
-)
+from .records.callbacks import Callback, Callbacks, ToldBefore
+from .records.events import EvaluationDone, RestartDue, RunBegun, RunEnded, Stop
 from .records.metric_logs import MetricLogs, check_logs_at_hand
 from .records.metrics import RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, read_epochs
@@ -245,10 +236,7 @@ def _cautions(prepared: Prepared, rendezvous: Rendezvous | None, *, inline: bool
     if prepared.model.loss.apart:
         yield prepared.model.loss.apart
     if rendezvous is not None and rendezvous.open_to_all:
-        yield (
-            f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join "
-            "the run (docs/machines.md)"
-        )
+        yield rendezvous.open_to_all
     settings, variant = prepared.settings, prepared.pipeline.variant
     yield from without_effect(settings, variant, prepared.length.steps, inline=inline)
 

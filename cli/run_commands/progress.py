@@ -14,14 +14,8 @@ from ...planner.plan import Plan
 from ...profiles.errors import StoppedError
 from ...profiles.units import format_rate
 from ...runtime.prepare.workers import workers_of
-from ...runtime.records.callbacks import (
-    Callback,
-    EpochDone,
-    EvaluationDone,
-    MiniBatchDone,
-    RestartDue,
-    RunBegun,
-)
+from ...runtime.records.callbacks import Callback
+from ...runtime.records.events import EpochDone, EvaluationDone, MiniBatchDone, RestartDue, RunBegun
 from ...runtime.records.status import WorkerStatus, read_statuses
 from ..errors import log, why_unprinted
 from ..progress import Bar

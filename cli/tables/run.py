@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...planner.plan import Plan
 from ...profiles.units import format_bytes, format_seconds
-from ...runtime.records.callbacks import EvaluationDone
+from ...runtime.records.events import EvaluationDone
 from ...runtime.records.metrics import EpochRecord, RunSummary, StageReport
 from .layout import beside_predicted, counted, fitted, fixed
 

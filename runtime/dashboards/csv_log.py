@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...profiles.errors import FileError
 from ...profiles.files import write_bytes
-from ..records.callbacks import RunBegun
+from ..records.events import RunBegun
 from ..records.growing_file import GrowingFile
 from ..records.metric_logs import NAMES
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...profiles.errors import FileError
-from ..records.callbacks import RunBegun
+from ..records.events import RunBegun
 from .services import WRITTEN, Written, library
 
 _MODULE = "torch.utils.tensorboard"

@@ -11,7 +11,7 @@ from typing import Any
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import write_bytes
-from ..records.callbacks import RunBegun
+from ..records.events import RunBegun
 from ..settings import RunSettings
 from .services import WRITTEN, Written, library
 

@@ -89,7 +89,7 @@ class Rendezvous:
 
     Attributes:
         launched: how this worker was started.
-        open_to_all: nobody has given the workers a secret: whoever reaches the store can join.
+        open_to_all: a line that nobody has given the workers a secret; empty where somebody has.
         status: what this worker is at.
         statuses: folder of the workers' statuses on this host, once there is one.
         silence_s: longest silence of the store that a run over several hosts bears.
@@ -107,7 +107,14 @@ class Rendezvous:
         """
         self.launched = launched
         secret = take_secret(launched, os.environ)
-        self.open_to_all = secret is None
+        self.open_to_all = (
+            ""
+            if secret is not None
+            else (
+                f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join the run "
+                "(docs/machines.md)"
+            )
+        )
         self._say = say
         self.rank = launched.rank
         first = WorkerStatus(

@@ -10,92 +10,26 @@ mini-batches up to there, in every system, bit for bit those that the whole run 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...planner.plan import Plan
 from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import describe_error
-from ..settings import RunSettings
-from .metrics import EpochRecord, EvaluationRecord, RunSummary
+from .events import (
+    CheckpointWritten,
+    EpochDone,
+    EvaluationDone,
+    MiniBatchDone,
+    RestartDue,
+    RunBegun,
+    RunEnded,
+    Stop,
+)
+from .metrics import EpochRecord, EvaluationRecord
 from .progress import Losses, Observer, progress_in
 from .run_dir import RunDir, keep_alone
-
-# What callbacks are told of ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stop:
-    """What a callback returns to end the run where its pipeline drains next.
-
-    Attributes:
-        why: in a few words, for the summary.
-    """
-
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MiniBatchDone:
-    """The last stage has the loss of a mini-batch.
-
-    Attributes:
-        mini_batch: of the run, counted from 1.
-        epoch: counted from 0.
-        done: mini-batches of this epoch, this one among them; `of` so many.
-        loss: the mean over its samples; NaN where it wasn't finite.
-        figures: where the settings' `log` asks for them (`runtime.training.dashboard_figures`).
-    """
-
-    mini_batch: int
-    epoch: int
-    done: int
-    of: int
-    loss: float
-    figures: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationDone:
-    """The test data have been evaluated; the pipeline is empty.
-
-    Attributes:
-        mini_batch: mini-batches of the run that are done.
-        epoch: counted from 0.
-        figures: means over the test samples; "loss", and those of the task.
-    """
-
-    mini_batch: int
-    epoch: int
-    figures: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochDone:
-    """An epoch is done, and its evaluation where there is one.
-
-    Attributes:
-        mini_batch: mini-batches of the run that are done.
-        record: its losses, figures and times.
-    """
-
-    mini_batch: int
-    record: EpochRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointWritten:
-    """A checkpoint is whole.
-
-    Attributes:
-        mini_batch: mini-batches of the run that are done.
-        path: its directory.
-    """
-
-    mini_batch: int
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -137,57 +71,6 @@ class ToldBefore:
             if found.test and at != evaluated:
                 evaluated, figures = at, dict(found.test)
                 yield EvaluationDone(mini_batch=at, epoch=found.epoch, figures=figures)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunBegun:
-    """All checks have passed; training begins.
-
-    Attributes:
-        mini_batches: in the whole run.
-        epoch_mini_batches: in a whole epoch.
-        resumed_at: mini-batches done before; 0 for a new run.
-        before: evaluations before that.
-        told_before: those, and the mini-batches before that, in their sequence.
-    """
-
-    plan: Plan
-    settings: RunSettings
-    run_dir: Path
-    mini_batches: int
-    epoch_mini_batches: int
-    resumed_at: int = 0
-    before: tuple[EvaluationDone, ...] = ()
-    told_before: Iterable[MiniBatchDone | EvaluationDone] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartDue:
-    """The run has failed, and starts again from its newest checkpoint.
-
-    Attributes:
-        restart: counted from 1; there are `of` at most.
-    """
-
-    error: RunError
-    restart: int
-    of: int
-
-    def __str__(self) -> str:
-        return f"{self.error}; restart {self.restart} of {self.of}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunEnded:
-    """The run is over.
-
-    Attributes:
-        summary: None where it failed or was stopped from outside.
-        error: what ended it then.
-    """
-
-    summary: RunSummary | None
-    error: BaseException | None = None
 
 
 class Callback:

@@ -16,7 +16,8 @@ from ...profiles.device_specs import load_spec
 from ...profiles.errors import FileError, UserError
 from ..prepare.devices import device_kind
 from ..settings import RunSettings
-from .callbacks import Callback, EvaluationDone, MiniBatchDone, RunBegun, RunEnded
+from .callbacks import Callback
+from .events import EvaluationDone, MiniBatchDone, RunBegun, RunEnded
 
 FOLDER = "dashboards"
 """Of the run directory."""

@@ -15,7 +15,7 @@ from .growing_file import GrowingFile, new_lines
 from .metrics import EpochRecord, EvaluationRecord, as_float, with_nan
 
 if TYPE_CHECKING:
-    from .callbacks import RunBegun
+    from .events import RunBegun
 
 
 class Observer:

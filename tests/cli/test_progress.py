@@ -16,7 +16,7 @@ from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.run import main
 from timeprest.cli.run_commands.progress import BusyShares, Rate, busy_text, training_text
 from timeprest.profiles.files import write_file
-from timeprest.runtime.records.callbacks import MiniBatchDone
+from timeprest.runtime.records.events import MiniBatchDone
 from timeprest.runtime.records.progress import Observer
 from timeprest.runtime.records.status import WorkerStatus
 from timeprest.runtime.run import run

@@ -17,12 +17,7 @@ from helpers.processes.stopped_runs import Stopped
 from timeprest import Callback, Trainer
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.dashboards import services
-from timeprest.runtime.records.callbacks import (
-    EvaluationDone,
-    MiniBatchDone,
-    RunBegun,
-    RunEnded,
-)
+from timeprest.runtime.records.events import EvaluationDone, MiniBatchDone, RunBegun, RunEnded
 from timeprest.runtime.records.metric_logs import (
     NAMES,
     VALIDATION,

@@ -14,7 +14,7 @@ from timeprest.profiles.errors import RunError, UserError
 from timeprest.runtime.checkpoint.checkpoint import Saved
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.processes.rendezvous import LocalStore, MayGoOn, Rendezvous
-from timeprest.runtime.records.callbacks import EvaluationDone, RunBegun
+from timeprest.runtime.records.events import EvaluationDone, RunBegun
 from timeprest.runtime.records.progress import read_epochs, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
