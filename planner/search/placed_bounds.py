@@ -15,7 +15,7 @@ from ..partition.dp.sweep import OutOfTime
 from ..partition.problem import members
 from ..partition.solve import DpSource, source_for
 from .choices import Branch, PlacedBranch
-from .local_search.improve import Standing
+from .local_search.standing import Standing
 from .relaxed.relaxation import Relaxation
 from .relaxed.rows import Rows
 from .state import OutOfBudget, SearchState

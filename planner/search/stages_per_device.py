@@ -33,7 +33,8 @@ from ..partition.solve import source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
-from .local_search.improve import LocalSearch, Standing, fastest_first, improve, starts_with
+from .local_search.improve import LocalSearch, fastest_first, improve, starts_with
+from .local_search.standing import Standing
 from .placed_bounds import PlacedBounds
 from .relaxed.relaxation import Relaxation
 from .state import FAR, FAR_OFF, Budget, OutOfBudget, SearchState

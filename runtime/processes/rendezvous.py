@@ -33,7 +33,7 @@ from ..communication.signed_store import ForeignEntryError, Secret, SignedStore
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals
 from .failures import Statuses, blame, circumstances, is_gone, limit_reached, settled, stopped_ranks
-from .secret import SECRET_VARIABLE, new_secret, take_secret
+from .secret import OPEN_TO_ALL, SECRET_VARIABLE, new_secret, take_secret
 
 ARRIVAL_S = 120.0
 """Longest wait for a worker to come at all: hosts may start one after another."""
@@ -107,14 +107,7 @@ class Rendezvous:
         """
         self.launched = launched
         secret = take_secret(launched, os.environ)
-        self.open_to_all = (
-            ""
-            if secret is not None
-            else (
-                f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join the run "
-                "(docs/machines.md)"
-            )
-        )
+        self.open_to_all = OPEN_TO_ALL if secret is None else ""
         self._say = say
         self.rank = launched.rank
         first = WorkerStatus(

@@ -24,6 +24,11 @@ SECRET_VARIABLE = "TIMEPREST_SECRET"
 FILE_VARIABLE = "TIMEPREST_SECRET_FILE"
 """The environment variable with a file that has the secret."""
 
+OPEN_TO_ALL = (
+    f"no {SECRET_VARIABLE} is given: whoever reaches the store of rank 0 can join the run "
+    "(docs/machines.md)"
+)
+
 _SHORTEST = 16
 _MOST_BYTES = 1 << 16
 

@@ -55,7 +55,7 @@ imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
 imports 16 planner/search/first_plans.py
 imports 25 planner/search/solve.py
-imports 16 planner/search/stages_per_device.py
+imports 17 planner/search/stages_per_device.py
 imports 16 planner/search/state.py
 imports 20 profiles/measuring/measure.py
 imports 17 runtime/calibration/link_worker.py

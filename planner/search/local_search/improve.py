@@ -17,7 +17,7 @@ Index letters: S stages; D devices; N micro-batches; n layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, pairwise, product
 from math import inf
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .memory_about import fitted, over_about, share_about
 from .neighbours import Neighbours, Point, layings_of
+from .standing import WORTH_IT, Standing
 
 _LAID_OUT = 200
 """Simulated operations that take as long as laying out a plan, about."""
@@ -93,44 +94,14 @@ _BUSY, _CHUNK = 0.8, 16
 """Of the period, what the busiest device has to do where that sets the period; and moves that are
 laid out at once, where they aren't simulated together."""
 
-_SHARP, _WORTH_IT = 64, 1e-3
-"""A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one; and so much must
-be gained where the period stays."""
+_SHARP = 64
+"""A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one."""
 
 _MOST_ELSEWHERE = 12
 """Other places of devices that are looked at, at a plan that no other move betters."""
 
 _BORDERS = 1
 """Of the kinds of moves, those that are tried there."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A point that was evaluated.
-
-    Attributes:
-        over: what stages need beyond their devices' memory, as a share of it, summed, and version
-            differences beyond what may be; 0: it is a plan that was asked for.
-        bottlenecks: how many devices and wires are busy for about all of the period.
-    """
-
-    point: Point
-    found: Evaluation
-    over: float
-    bottlenecks: float
-
-    @property
-    def period_s(self) -> float:
-        """Of the plan, whether it fits or not."""
-        return self.found.prediction.period_s
-
-    def better(self, other: Standing) -> bool:
-        """Whether it is worth moving here from the other one."""
-        if (self.over or other.over) and abs(self.over - other.over) > 1e-9:
-            return self.over < other.over
-        if self.period_s * SAME < other.period_s or other.period_s * SAME < self.period_s:
-            return self.period_s < other.period_s
-        return self.bottlenecks < other.bottlenecks - _WORTH_IT
 
 
 class Foreseen(NamedTuple):
@@ -217,7 +188,7 @@ class LocalSearch:
         if than.over or seen.least_s * SAME < than.period_s:
             return False
         bottlenecks = _bottlenecks(seen.loads_s, than.period_s)
-        return seen.least_s > than.period_s * SAME or bottlenecks > than.bottlenecks - _WORTH_IT
+        return seen.least_s > than.period_s * SAME or bottlenecks > than.bottlenecks - WORTH_IT
 
     def foreseen(self, point: Point) -> Foreseen | None:
         """What is known before it is simulated; None where it can't be."""
@@ -472,7 +443,7 @@ class LocalSearch:
             bottlenecks = _bottlenecks(seen.loads_s, here.period_s)
             shorter = period_s * SAME < limit_s
             if shorter or (
-                period_s <= limit_s * SAME and bottlenecks < here.bottlenecks - _WORTH_IT
+                period_s <= limit_s * SAME and bottlenecks < here.bottlenecks - WORTH_IT
             ):
                 found.append((seen._replace(expected_s=max(period_s, seen.least_s)), point))
         if self.is_listed:

@@ -18,8 +18,8 @@ from ...costs.recomputation import Selection
 from ...evaluate import LaidOut, Question
 
 if TYPE_CHECKING:
-    from .improve import Standing
     from .neighbours import Point
+    from .standing import Standing
 
 
 def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) -> float:
