@@ -122,15 +122,28 @@ def _loaders(kind: Kind, but: str = "") -> dict[str, Callable[[], Any]]:
 
 
 def _entry_points(kind: Kind) -> list[EntryPoint]:
+    folders = tuple((path, _changed_ns(path)) for path in sys.path)
+    return [point for point in _all_entry_points(folders) if point.group == f"timeprest.{kind}"]
+
+
+def _changed_ns(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _all_entry_points(folders: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
+    """Those of all kinds. Packages' files, which take 10 ms, are read again when a folder of
+    `sys.path` has changed."""
     from importlib.metadata import entry_points
 
-    group = f"timeprest.{kind}"
-    own = _own_entry_points()
-    others = entry_points(group=group)
+    own, found = _own_entry_points(), entry_points()
+    others = [point for kind in KINDS for point in found.select(group=f"timeprest.{kind}")]
     if own is None:
-        return list(others)
-    mine = [point for point in own if point.group == group]
-    return mine + [p for p in others if p.dist is None or p.dist.name != _PACKAGE]
+        return others
+    return [*own, *(p for p in others if p.dist is None or p.dist.name != _PACKAGE)]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -238,18 +239,17 @@ def check_in_text(words):
     if len(words) > 1:
         check_options(words)
         return
-    known = {
-        name
-        for program in PROGRAMS.values()
-        for command in (
-            program,
-            *commands_below(program).values(),
-            published,
-        )
-        for p in (*command.params, *profile_main.of_importers(["--help"]))
-        for name in (*p.opts, *p.secondary_opts)
-    }
-    assert words[0] in {*known, "--help", "--version"}, "no command has this option"
+    assert words[0] in {*known_options(), "--help", "--version"}, "no command has this option"
+
+
+@cache
+def known_options():
+    """Every name of an option of ours."""
+    below = (c for program in PROGRAMS.values() for c in commands_below(program).values())
+    commands = (*PROGRAMS.values(), *below, published)
+    params = [p for command in commands for p in command.params]
+    params += profile_main.of_importers(["--help"])
+    return {name for p in params for name in (*p.opts, *p.secondary_opts)}
 
 
 @pytest.mark.parametrize("name", PAGES)

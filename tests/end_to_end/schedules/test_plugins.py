@@ -212,11 +212,11 @@ def test_a_run_is_exported_and_goes_on_with_its_plugin(mine, mlp_profile, mlp_ta
 
 def test_plans_of_packages(mlp_profile, tmp_path, monkeypatch):
     """Found by their entry point, once they are asked for."""
-    package, info = tmp_path / "theirs.py", tmp_path / "theirs-1.dist-info"
+    package, info = tmp_path / "their_systems.py", tmp_path / "theirs-1.dist-info"
     package.write_text(SHOWN.replace("my-pipemare", "their-pipemare"))
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[timeprest.systems]\npipes = theirs\n")
+    (info / "entry_points.txt").write_text("[timeprest.systems]\npipes = their_systems\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     plan = plan_of_name(mlp_profile, "their-pipemare")
     assert plan.plugin == "package pipes"
