@@ -125,6 +125,17 @@ def predicted_on(
     return EnginePrediction(period_s, tuple(held))
 
 
+def beyond_memory(plan: Plan, found: EnginePrediction) -> tuple[int, int] | None:
+    """The stage whose device lacks most for that run, and how many bytes. None: it fits."""
+    lacking = list[tuple[int, int]]()
+    for s, stage in enumerate(plan.stages):
+        tightest = plan.cluster.tightest(stage.devices)
+        if tightest is not None and tightest.usable_bytes is not None:
+            lacking.append((found.memory_bytes[s] - tightest.usable_bytes, s))
+    more, s = max(lacking, default=(0, 0))
+    return (s, more) if more > 0 else None
+
+
 def engine_pipeline(plan: Plan, engine: EngineCosts, receive_bytes_per_s: float = inf) -> Pipeline:
     """A plan's pipeline as an engine runs it.
 

@@ -7,11 +7,18 @@ from typing import Any
 
 import click
 
-from ...planner.engine_costs import ENGINE_COSTS, EnginePrediction, engine_pipeline, predicted_on
+from ...planner.engine_costs import (
+    ENGINE_COSTS,
+    EnginePrediction,
+    beyond_memory,
+    engine_pipeline,
+    predicted_on,
+)
 from ...planner.plan import Plan, pipeline_of
 from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import UserError
 from ...profiles.units import format_bytes, format_seconds, parse_bandwidth
+from ..errors import log, output
 from ..options.command import refuse
 
 
@@ -51,17 +58,26 @@ def pipeline_in(plan: Plan, engine: str | None, receive_bytes_per_s: float) -> P
     return engine_pipeline(plan, ENGINE_COSTS[engine], receive_bytes_per_s)
 
 
-def in_engine(plan: Plan, engine: str, found: EnginePrediction) -> str:
-    """Period and memory of another engine's run, beside those of tp-run."""
+def print_elsewhere(plan: Plan, engine: str, found: EnginePrediction) -> None:
+    """Period and memory of another engine's run, beside those of tp-run; and a warning where the
+    devices haven't got that memory."""
+    title, lacking = ENGINE_COSTS[engine].title, beyond_memory(plan, found)
     ours_s, s = plan.predicted.period_s, found.fullest
     change = found.period_s / ours_s - 1 if ours_s else 0.0
     apart = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than with tp-run"
     held = plan.predicted.device_of(s).memory_bytes
-    return (
-        f"in {ENGINE_COSTS[engine].title}: {format_seconds(found.period_s)} per mini-batch, "
+    output().print(
+        f"in {title}: {format_seconds(found.period_s)} per mini-batch, "
         f"{apart if abs(change) >= 5e-4 else 'as with tp-run'}; at most "
         f"{format_bytes(found.memory_bytes[s])} (stage {s}), {format_bytes(held)} with tp-run"
     )
+    if lacking is not None:
+        s, more = lacking
+        log(
+            f"warning: in {title} stage {s} needs {format_bytes(found.memory_bytes[s])}, "
+            f"{format_bytes(more)} more than its devices have for stages; plan with --headroom "
+            "larger by as much"
+        )
 
 
 def elsewhere(plan: Plan, engine: str, receive_bytes_per_s: float) -> EnginePrediction | None:

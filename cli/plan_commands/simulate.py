@@ -21,7 +21,7 @@ from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, Whole
 from ..tables.layout import device_range, fitted, fixed
 from ..tables.plan import warn_if_edited
-from .engines import elsewhere, engine_option, in_engine, pipeline_in, receive_option
+from .engines import elsewhere, engine_option, pipeline_in, print_elsewhere, receive_option
 
 _MOST_OPERATIONS = 200_000
 
@@ -74,7 +74,7 @@ def simulate_plan(
         _print(pipeline, schedule, timeline, period_s, count, devices)
         found = elsewhere(plan, engine or "", receive)
         if engine is not None and found is not None:
-            output().print(in_engine(plan, engine, found))
+            print_elsewhere(plan, engine, found)
         warn_if_edited(plan, plan_path)
 
 

@@ -8,7 +8,7 @@ from ...cli.errors import errors_as_lines, naming, output, print_json
 from ...cli.options import common_options, plugin_option
 from ...cli.options.command import GroupedCommand, examples
 from ...cli.options.values import FileName, FolderName, WordOrPlugin
-from ...cli.plan_commands.engines import elsewhere, in_engine, receive_option
+from ...cli.plan_commands.engines import elsewhere, print_elsewhere, receive_option
 from ...cli.tables.plan import warn_if_edited
 from ..plan import read_plan
 from .export import write_export
@@ -66,5 +66,5 @@ def export_plan(
         for note in notes:
             output().print(note)
         if found is not None:
-            output().print(in_engine(plan, engine, found))
+            print_elsewhere(plan, engine, found)
         warn_if_edited(plan, plan_path)

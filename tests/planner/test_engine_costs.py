@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import fields, replace
 
+import msgspec
 import pytest
 from helpers.by_hand.profiles import chain
 from helpers.output.commands import called
@@ -12,6 +13,7 @@ from helpers.plans import chain_plan, plan_by_hand
 from timeprest.planner.engine_costs import (
     ENGINE_COSTS,
     EngineCosts,
+    beyond_memory,
     engine_pipeline,
     on_engine,
     predicted_on,
@@ -26,6 +28,7 @@ from timeprest.planner.systems.operations import FORWARD, UPDATE
 from timeprest.planner.systems.variants import variant_named
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.files import write_file
+from timeprest.profiles.units import format_bytes
 
 FORWARDS_S = (1.0, 2.5, 0.75, 1.5)
 BACKWARDS_S = (2.0, 1.25, 3.0, 2.25)
@@ -219,3 +222,20 @@ def test_simulate_and_export_say_what_runs_cost_elsewhere(tmp_path, monkeypatch)
     said = called("tp-plan", "simulate", "other.json", "--engine", "megatron", code=2)
     assert ": Megatron-Core can't run this plan: timeprest never flushes" in said
     assert pipeline_of(plan).late == ()
+
+
+def test_a_plan_that_does_not_fit_elsewhere_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = chain_plan("pipedream-flush")
+    held = max(plan.predicted.device_of(s).memory_bytes for s in range(len(plan.stages)))
+    changed = msgspec.structs.replace
+    devices = tuple(changed(d, memory_bytes=held) for d in plan.cluster.devices)
+    plan = changed(plan, cluster=changed(plan.cluster, devices=devices))
+    write_file("plan.json", plan)
+    said = called("tp-plan", "simulate", "plan.json", "--engine", "deepspeed")
+    found = predicted_on(plan, ENGINE_COSTS["deepspeed"])
+    s, more = beyond_memory(plan, found)
+    assert more == max(found.memory_bytes) - held
+    assert f"warning: in DeepSpeed stage {s} needs {format_bytes(max(found.memory_bytes))}" in said
+    assert "--headroom" in said
+    assert "warning" not in called("tp-plan", "simulate", "plan.json", "--engine", "megatron")
