@@ -39,16 +39,19 @@ def of_stage(chosen: Selection, nodes: Sequence[str]) -> Recompute:
     return found or False
 
 
-def selection_of(recompute: Recompute, choices: Sequence[Selection]) -> Selection:
-    """Which of these sets of recomputed layers a stage has: the first that holds all of its own;
-    else its own."""
+def selection_of(
+    recompute: Recompute, nodes: Sequence[str], choices: Sequence[Selection]
+) -> Selection:
+    """Which of these sets of recomputed layers a stage of these layers has: the first that leaves
+    it its own, or else holds them; where none does, its own."""
+    for chosen in choices:
+        if of_stage(chosen, nodes) == recompute:
+            return chosen
     if isinstance(recompute, bool):
         return recompute
     names = frozenset(recompute)
-    for chosen in choices:
-        if not isinstance(chosen, bool) and names <= chosen:
-            return chosen
-    return names
+    wider = (each for each in choices if not isinstance(each, bool) and names <= each)
+    return next(wider, names)
 
 
 class KeptStorages:

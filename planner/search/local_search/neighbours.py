@@ -107,7 +107,7 @@ class Neighbours:
         return Point(
             (0, *accumulate(masks, int.__or__)),
             tuple(stage.devices for stage in found.stages),
-            tuple(selection_of(stage.recompute, ways) for stage in found.stages),
+            tuple(selection_of(stage.recompute, stage.nodes, ways) for stage in found.stages),
             found.micro_batches,
             found.limits,
         )

@@ -122,9 +122,12 @@ def test_sets_and_stages():
     assert of_stage(ways[2], ("b", "c", "a")) == ("b", "a")
     assert of_stage(ways[1], ("b", "c")) is False
     assert [of_stage(way, ("a",)) for way in ways] == [False, ("a",), ("a",), True]
-    assert selection_of(("b",), ways) == ways[2]
-    assert selection_of(True, ways) is True
-    assert selection_of(("c",), ways) == {"c"}
+    assert selection_of(("b",), ("a", "b"), ways) == ways[2]
+    assert selection_of(True, ("a",), ways) is True
+    assert selection_of(("c",), ("c",), ways) == {"c"}
+    # Where every stage must have a set: one whose layers it has none of.
+    assert selection_of(False, ("c",), ways[1:]) == ways[1]
+    assert selection_of(("a", "b"), ("a", "b", "c"), ways[1:3]) == ways[2]
 
 
 def test_every_step_frees_something():
