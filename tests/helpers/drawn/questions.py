@@ -22,9 +22,10 @@ from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.costs.stage_costs import least_of
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
+from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges, make_schedule
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
+from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (
@@ -629,7 +630,10 @@ def drawn_placed(seed: int, most_plans: int = 150, *, linked: bool = False) -> D
     for stages in asked:
         # Parts of a graph that nothing connects may wait for each other on one device.
         with suppress(ScheduleError):
-            plans.append(evaluate(question, stages, n))
+            plan = evaluate(question, stages, n)
+            # Runs refuse those that don't know how far their predictions look ahead.
+            prediction_distances(variant, make_schedule(plan.pipeline, 4))
+            plans.append(plan)
     if not plans:
         return None
     question = replace(question, cluster=with_memory(rng, cluster, plans))
@@ -665,8 +669,9 @@ def placed_plans(
             if not shares_devices(question, nodes, lay):
                 continue
             several = len(set(lay)) < len(lay)
-            for every, limits in product(
-                chosen,
+            ways = [dict.fromkeys(of_stage(each, mine) for each in chosen) for mine in nodes]
+            for again, limits in product(
+                product(*ways),
                 falling(limit_ranges(variant, len(lay), several=several, within=StalenessBounds())),
             ):
                 yield tuple(
@@ -674,7 +679,7 @@ def placed_plans(
                         nodes=mine,
                         devices=(d,),
                         in_flight=limit,
-                        recompute=of_stage(every, mine),
+                        recompute=way,
                     )
-                    for mine, d, limit in zip(nodes, lay, limits, strict=True)
+                    for mine, d, limit, way in zip(nodes, lay, limits, again, strict=True)
                 )

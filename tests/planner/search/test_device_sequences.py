@@ -104,8 +104,10 @@ def test_no_sequence_is_better(seed):
             solve(profile, cluster, sequence="best", **asked)
         return
     plan = solve(profile, cluster, sequence="best", **asked)
-    assert plan.solver.optimal
+    assert plan.solver.bound_s <= best * (1 + 1e-9)
     assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
+    # Replicas in any sequence are looked for, and not proven.
+    assert plan.solver.optimal or asked["replicas"]
 
 
 @pytest.mark.choice(1)
