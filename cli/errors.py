@@ -56,13 +56,11 @@ class PlainConsole(Console):
         raise
 
     def render_str(self, text: str, **more: Any) -> Text:
-        """As rich's."""
         return super().render_str(printable(text), **more)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """As rich's."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.isprintable() or text == "\n":

@@ -196,7 +196,7 @@ def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     Raises FileError: missing, unreadable, too large, or no file: a pipe or device has no end.
     """
     check_regular(path, hint)
-    with _or_told(path, "read"), path.open("rb") as file:
+    with file_errors(path, "read"), path.open("rb") as file:
         # Reading takes as much memory as is asked for; files as in /proc tell no size.
         size = os.fstat(file.fileno()).st_size
         text = file.read(size or min(most, 1 << 20)) if size <= most else b""
@@ -208,7 +208,7 @@ def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
 def check_regular(path: Path, hint: str = "") -> None:
     """Raise FileError unless there is such a file, and no folder, pipe or device."""
     more = f"; {hint}" if hint else ""
-    with _or_told(path, "read"):
+    with file_errors(path, "read"):
         if not path.exists():
             raise FileError(f"{path}: no such file{more}")
         if not path.is_file():
@@ -216,8 +216,8 @@ def check_regular(path: Path, hint: str = "") -> None:
 
 
 @contextmanager
-def _or_told(path: Path, done: str) -> Iterator[None]:
-    """Raise FileError where a file can't be `done`, "read" or "written", or can't have its name."""
+def file_errors(path: Path, done: str) -> Iterator[None]:
+    """Raise FileError where a file can't be `done`, as "read" or "written", or have its name."""
     try:
         yield
     except (OSError, ValueError, MemoryError) as error:
@@ -251,7 +251,7 @@ def raw_lines(path: Path, size: int | None = None) -> Iterator[bytes]:
         return
     check_regular(path)
     left = MAX_LOG_BYTES if size is None else size
-    with _or_told(path, "read"), path.open("rb") as file:
+    with file_errors(path, "read"), path.open("rb") as file:
         while line := file.readline(min(left, MAX_FILE_BYTES)):
             left -= len(line)
             if line[-1:] != b"\n" and len(line) == MAX_FILE_BYTES:
@@ -355,7 +355,7 @@ def check_writable(path: str | Path) -> None:
     """Raise FileError now if `path` couldn't be written at the end of long work."""
     path = Path(path)
     folder = path.parent
-    with _or_told(path, "written"):
+    with file_errors(path, "written"):
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         if path.is_dir():
@@ -372,7 +372,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     path = Path(path)
     temporary: str | None = None
     try:
-        with _or_told(path, "written"):
+        with file_errors(path, "written"):
             if is_stream(path):
                 path.write_bytes(data)
                 return
@@ -408,7 +408,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         )
     temporary: str | None = None
     try:
-        with _or_told(path, "written"):
+        with file_errors(path, "written"):
             if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
                 raise FileError(
                     f"{path}: isn't overwritten: give a new or empty folder, or remove it first"

@@ -102,7 +102,6 @@ class ImportingCommand(GroupedCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> click.Context:
-        """As click's."""
         command = copy(self)
         command.params = [*self.params, *self.of_importers(args)]
         return super(ImportingCommand, command).make_context(info_name, args, parent, **extra)

@@ -89,7 +89,6 @@ class WordOrPlugin(click.Choice[str]):
         return (*self.words, *errors_as_lines(plugins.names)(self.kind))
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's."""
         return value if value in self.words else super().convert(value, param, ctx)
 
 
@@ -109,7 +108,6 @@ class Name(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """As click's."""
         known = [CompletionItem(incomplete, type=self.completes)] if self.completes else []
         return known + [CompletionItem(w) for w in self.words() if w.startswith(incomplete)]
 

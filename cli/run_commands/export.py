@@ -107,12 +107,10 @@ class WithOthers(OneRankCommand):
 
     @classmethod
     def list_commands(cls, ctx: click.Context) -> list[str]:
-        """As a click.Group's."""
         return [*cls.others, *errors_as_lines(commands_of)("run")]
 
     @classmethod
     def get_command(cls, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """As a click.Group's."""
         return cls.others.get(cmd_name) or errors_as_lines(command_of)("run", cmd_name)
 
     def make_context(

@@ -78,19 +78,16 @@ class TrainingProgress(Callback):
 
     @_stopping
     def on_starting(self, what: str) -> None:
-        """As `Callback`."""
         self._bar.doing(what)
 
     @_stopping
     def on_begin(self, event: RunBegun) -> None:
-        """As `Callback`."""
         self._total = event.mini_batches
         if not self._bar.quiet:
             self._bar.print(*self._opening())
 
     @_stopping
     def on_mini_batch(self, event: MiniBatchDone) -> None:
-        """As `Callback`."""
         if self._busy is not None and self._bar.shown:
             self._busy.start()
         self._within = event.done < event.of
@@ -106,12 +103,10 @@ class TrainingProgress(Callback):
 
     @_stopping
     def on_epoch(self, event: EpochDone) -> None:
-        """As `Callback`."""
         if not self._bar.quiet:
             self._bar.print(epoch_line(event.record))
 
     def on_restart(self, event: RestartDue) -> None:
-        """As `Callback`."""
         log(str(event))
 
 

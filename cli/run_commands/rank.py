@@ -30,7 +30,6 @@ class OneRankCommand(GroupedCommand):
     """A command whose usage errors are shown by rank 0 alone."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """As click's."""
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError:

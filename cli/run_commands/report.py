@@ -124,7 +124,11 @@ def report(
     curves = [each for run in runs for each in curves_of(run_figures(run), run.of_epoch)]
     level = read_target(target, curves)
     timelines = _timelines(runs) if svg else []
-    recordings = _recordings(runs)
+    recordings = [
+        (f"{run.name}, {source}" if len(runs) > 1 else source, recording)
+        for run in runs
+        for source, recording in run.recordings
+    ]
     if trace_path and not recordings:
         raise UserError(f"--trace: {runs[0].missing[-1]}")
     for file in curve_files:
@@ -189,15 +193,6 @@ def _timelines(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
             raise UserError(f"--svg: {run.name}: {run.missing[-1]}")
         several.append((name, run.measured))
     return several
-
-
-def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
-    """All that there are, of all runs."""
-    return [
-        (f"{run.name}, {source}" if len(runs) > 1 else source, recording)
-        for run in runs
-        for source, recording in run.recordings
-    ]
 
 
 # Tables for the terminal --------------------------------------------------------------------------

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, TimeprestError, UserError
-from ...profiles.files import TaggedFile, check_regular, read_file, write_bytes, write_file
+from ...profiles.files import (
+    TaggedFile,
+    check_regular,
+    file_errors,
+    read_file,
+    write_bytes,
+    write_file,
+)
 from ...profiles.options import given
 from ...profiles.tasks.optimizers import for_use
 from ..communication.channel import PeerError
@@ -144,14 +151,11 @@ class Saved:
         if part is None:
             raise FileError(f"{path}: isn't in this checkpoint; was it written on another machine?")
         check_regular(path, "a checkpoint is whole or of no use")
-        try:
+        with file_errors(path, "read"):
             size = path.stat().st_size
             if size != part.bytes:
                 raise FileError(f"{path}: is broken: it has {size} bytes instead of {part.bytes}")
             content = path.read_bytes()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise FileError(f"{path}: can't be read: {reason}") from None
         if hashlib.sha256(content).hexdigest() != part.sha256:
             raise FileError(f"{path}: is broken: it doesn't match its checksum")
         return content

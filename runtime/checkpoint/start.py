@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import check_regular
+from ...profiles.files import check_regular, file_errors
 from ...profiles.tracing.call import mark_of
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import state_of, write
@@ -258,11 +258,9 @@ def rewind_logs(where: RunDir, settings: RunSettings, replica: Replica) -> None:
         size = noted.get(str(path.relative_to(where.path)), 0)
         if os.path.lexists(path):
             check_regular(path, _GONE)
-        try:
+        with file_errors(path, "written"):
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
-        except OSError as error:
-            raise FileError(f"{path}: can't be written: {error.strerror}") from None
 
 
 def restore_worker(

@@ -188,7 +188,6 @@ class LocalAllReduce(AllReducer):
         self._started: dict[str, int] = {}
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
-        """Offer the tensors."""
         pool = self._pool
         if group not in pool.groups:
             return Pending()

@@ -121,10 +121,6 @@ Events = list[list[torch.cuda.Event]]
 """One for each slot, by box."""
 
 
-def _own_events(layout: Sequence[Box]) -> Events:
-    return [[torch.cuda.Event(interprocess=True) for _ in range(b.slots)] for b in layout]
-
-
 def _told(events: Events) -> bytes:
     return b"".join(bytes(event.ipc_handle()) for of_box in events for event in of_box)
 
@@ -149,7 +145,9 @@ class _DeviceSlots:
         self.device = device
         self.layout = layout
         self.driver = _Driver()
-        self.own = _own_events(layout)
+        self.own: Events = [
+            [torch.cuda.Event(interprocess=True) for _ in range(b.slots)] for b in layout
+        ]
         self.others: Events = []
         self.address = 0
 

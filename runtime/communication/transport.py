@@ -136,32 +136,20 @@ def between_processes(transport: str, wanted: str, *, one_host: bool, varying: b
     """
     if wanted not in TRANSPORTS:
         return known_transport(wanted, "--transport")
-    if wanted in ("ipc", "nccl"):
-        lacks = [
-            reason
-            for reason, there in (
-                ("stages on the CPU don't use it", transport == GLOO),
-                ("mini-batches differ in shape", varying),
-                ("the workers are on several hosts", wanted == "ipc" and not one_host),
-                ("workers share a GPU", wanted == "nccl" and transport == PINNED),
-            )
-            if there
-        ]
-        if lacks:
-            raise UserError(f"--transport {wanted}: {lacks[0]}")
+    on_gpus = wanted in ("ipc", "nccl")
+    lacks = {
+        "stages on the CPU don't use it": on_gpus and transport == GLOO,
+        "mini-batches differ in shape": on_gpus and varying,
+        "stages on GPUs don't use it": wanted == "shm" and transport != GLOO,
+        "the workers are on several hosts": wanted in ("ipc", "shm") and not one_host,
+        "workers share a GPU": wanted == "nccl" and transport == PINNED,
+        "it takes Linux": wanted == "shm" and not can_share_memory(),
+    }
+    for reason, there in lacks.items():
+        if there:
+            raise UserError(f"--transport {wanted}: {reason}")
+    if on_gpus:
         return IPC if wanted == "ipc" else NCCL
-    if wanted == "shm":
-        lacks = [
-            reason
-            for reason, there in (
-                ("stages on GPUs don't use it", transport != GLOO),
-                ("the workers are on several hosts", not one_host),
-                ("it takes Linux", not can_share_memory()),
-            )
-            if there
-        ]
-        if lacks:
-            raise UserError(f"--transport shm: {lacks[0]}")
     if transport != GLOO:
         if wanted == "gloo" or varying:
             return PINNED

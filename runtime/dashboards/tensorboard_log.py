@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...profiles.errors import FileError
+from ...profiles.files import file_errors
 from ..records.events import RunBegun
 from .services import WRITTEN, Written, library
 
@@ -28,10 +28,8 @@ class TensorBoardLog:
         self._written = Written(path, event.resumed_at, lambda: self._writer.flush())
         # Without a checkpoint, a run that goes on begins anew.
         purge = self._written.step + 1 if event.settings.resumed else None
-        try:
+        with file_errors(folder, "written"):
             self._writer = writer(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
-        except OSError as error:
-            raise FileError(f"{folder}: can't be written: {error.strerror}") from None
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
         if self._written.has(step):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import write_bytes
+from ...profiles.files import file_errors, write_bytes
 from ..records.events import RunBegun
 from ..settings import RunSettings
 from .services import WRITTEN, Written, library
@@ -71,11 +71,9 @@ class WandbLog:
 
 def _run_id(path: Path, *, new: bool) -> str:
     """By which a run that is resumed goes on with its own. Raises FileError."""
-    try:
+    with file_errors(path, "read"):
         if not new and path.exists():
             return path.read_text().strip()
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from None
     found = uuid.uuid4().hex[:8]
     write_bytes(path, found.encode())
     return found

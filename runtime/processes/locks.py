@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from ...profiles.errors import FileError, UserError
+from ...profiles.errors import UserError
+from ...profiles.files import file_errors
 
 try:
     import fcntl
@@ -159,11 +160,9 @@ def _has_open(pid: int, path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    try:
+    with file_errors(path, "written"):
         # Neither read only nor emptied: another process may hold it.
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise FileError(f"{path}: can't be written: {error.strerror}") from None
     try:
         yield file
     finally:

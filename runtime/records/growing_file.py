@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ...profiles.errors import FileError
+from ...profiles.files import file_errors
 
 
 def new_lines(path: Path, position: int) -> tuple[list[bytes], int]:
@@ -39,11 +40,9 @@ class GrowingFile:
         self._most = buffer_bytes
         self._waiting: list[bytes] = []
         self._bytes = 0
-        try:
+        with file_errors(path, "written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab" if more else "wb", buffering=0)
-        except OSError as error:
-            raise self._failed(error) from None
 
     def append(self, data: bytes) -> None:
         """Add to it."""
@@ -58,12 +57,10 @@ class GrowingFile:
         left = memoryview(b"".join(self._waiting))
         # What fails isn't tried again when the file is closed.
         self._waiting, self._bytes = [], 0
-        try:
+        with file_errors(self.path, "written"):
             while left:
                 left = left[os.write(self._file.fileno(), left) :]
             gone = not os.path.lexists(self.path)
-        except OSError as error:
-            raise self._failed(error) from None
         if gone:
             raise FileError(
                 f"{self.path}: isn't there any more: it, or its folder, was renamed or removed "
@@ -82,6 +79,3 @@ class GrowingFile:
             self.flush()
         finally:
             self._file.close()
-
-    def _failed(self, error: OSError) -> FileError:
-        return FileError(f"{self.path}: can't be written: {error.strerror}")

@@ -149,14 +149,12 @@ class MetricLogs(Callback):
                 self.on_mini_batch(told)
 
     def on_mini_batch(self, event: MiniBatchDone) -> None:
-        """Write its metrics."""
         if self._logs:
             metrics = metrics_of(event, self._devices, self._peak)
             for log in self._logs:
                 log.write(event.mini_batch, event.epoch + 1, metrics)
 
     def on_evaluation(self, event: EvaluationDone) -> None:
-        """Write its figures."""
         metrics = {
             f"{VALIDATION}{name}": value if math.isfinite(value) else None
             for name, value in event.figures.items()
@@ -165,7 +163,6 @@ class MetricLogs(Callback):
             log.write_evaluation(event.mini_batch, event.epoch + 1, metrics)
 
     def on_end(self, event: RunEnded) -> None:
-        """Close them."""
         self._close()
 
     def _close(self) -> None:

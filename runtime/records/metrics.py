@@ -18,6 +18,7 @@ from ...planner.plan import Plan
 from ...planner.recordings.lane_times import LaneTimes, lane_times, mini_batches_in, of_wall
 from ...planner.recordings.recording import Recording
 from ...profiles.errors import RunError
+from ...profiles.files import ratio
 from ...profiles.tasks.hooks import call_hook, task_figures, task_metrics
 from ...profiles.tasks.task import Task, read_figure
 from ..prepare.clock import OperationTimes
@@ -315,18 +316,16 @@ def summarize(
         mini_batch=plan.mini_batch,
         micro_batches=plan.micro_batches,
         mini_batches=sum(segment.mini_batches for segment in segments),
-        samples_per_s=samples / trained_s if trained_s else 0.0,
+        samples_per_s=ratio(samples, trained_s),
         seconds=seconds,
         predicted_period_s=plan.predicted.period_s,
         measured_period_s=max(periods, default=None),
         epochs=epochs,
-        stages=[replace(r, idle_share=None if inline else _idle_share(r)) for r in reports],
+        stages=[
+            replace(r, idle_share=None if inline else ratio(r.idle_s, r.wall_s)) for r in reports
+        ],
         stopped=stopped,
     )
-
-
-def _idle_share(report: StageReport) -> float | None:
-    return report.idle_s / report.wall_s if report.wall_s else 0.0
 
 
 # Metrics of an epoch so far, where checkpoints cut it into segments -----------------------------
@@ -427,12 +426,8 @@ class EpochSums(msgspec.Struct, kw_only=True):
 
 def training_times(epochs: Iterable[StageEpoch]) -> LaneTimes:
     """A worker's times in all its epochs, in seconds."""
-    each = [LaneTimes(e.compute_s, e.communication_s, e.idle_s, e.loading_s) for e in epochs]
-    return (
-        LaneTimes(*(sum(seconds) for seconds in zip(*each, strict=True)))
-        if each
-        else LaneTimes(0.0, 0.0, 0.0)
-    )
+    each = [(e.compute_s, e.communication_s, e.idle_s, e.loading_s) for e in epochs]
+    return LaneTimes(*map(sum, zip((0.0,) * 4, *each, strict=True)))
 
 
 def worker_epochs(stages: Sequence[Sequence[StageEpoch]]) -> tuple[StageEpoch, ...]:

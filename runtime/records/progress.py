@@ -85,14 +85,12 @@ class MetricsFile(GrowingFile, Observer):
         self._size, self._told = self.size(), 0
 
     def figures(self, found: Mapping[str, float]) -> None:
-        """Note figures."""
         every = 1 << (self._size // FULL_BYTES).bit_length()
         self._figures.append({} if self._told % every else found)
         self._told += 1
         self._then.figures(found)
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """Note a loss."""
         self._losses.append(loss)
         self._at = epoch, done, of
         if done == of or time.monotonic() - self._written > 0.2:
@@ -100,12 +98,10 @@ class MetricsFile(GrowingFile, Observer):
         self._then.mini_batch(epoch, done, of, loss)
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
-        """Write what was noted."""
         self.flush()
         return self._then.drained(mini_batches, checkpoint=checkpoint)
 
     def flush(self) -> None:
-        """Write the losses that were noted."""
         if self._losses:
             epoch, done, of = self._at
             losses, self._losses = self._losses, []
@@ -118,14 +114,12 @@ class MetricsFile(GrowingFile, Observer):
         super().flush()
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Note an evaluation, behind the losses before it."""
         self.flush()
         self._append_line({"kind": "evaluation", **msgspec.to_builtins(record)})
         self.flush()
         self._then.evaluation(record)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Note an epoch's record."""
         self._append_line({"kind": "epoch", **msgspec.to_builtins(record)})
         self.flush()
         self._then.epoch(record)
@@ -187,6 +181,11 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 Progress = Losses | EvaluationRecord | EpochRecord
 """What a line of a metrics file may be."""
+_KINDS: dict[Any, type[Progress]] = {
+    "mini_batches": Losses,
+    "evaluation": EvaluationRecord,
+    "epoch": EpochRecord,
+}
 
 
 def read_progress(path: Path, size: int | None = None) -> list[Progress]:
@@ -212,13 +211,9 @@ def progress_in(path: Path, size: int | None = None) -> Iterator[Progress]:
 def _progress(line: dict[str, Any]) -> Progress:
     """Raises msgspec.ValidationError."""
     kind = line.pop("kind", None)
-    if kind == "mini_batches":
-        return msgspec.convert(line, Losses)
-    if kind == "evaluation":
-        return msgspec.convert(with_nan(line), EvaluationRecord)
-    if kind == "epoch":
-        return msgspec.convert(with_nan(line), EpochRecord)
-    raise msgspec.ValidationError(f"is of no kind that is known: {kind!r}")
+    if kind not in _KINDS:
+        raise msgspec.ValidationError(f"is of no kind that is known: {kind!r}")
+    return msgspec.convert(with_nan(line), _KINDS[kind])
 
 
 def read_losses(path: Path) -> list[float]:

@@ -98,8 +98,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     sent_s: float
     compute_s: float
     communication_s: float
-    loading_s: float | None = None
-    """None in logs of before: what of compute_s wasn't computed was loading."""
+    loading_s: float
     held: tuple[int, ...] | None = None
     left: tuple[int, ...]
     received: tuple[_LoggedMessage, ...] = ()
@@ -223,12 +222,7 @@ def _read(where: RunDir, replica: Replica) -> list[tuple[Op, Line]]:
             try:
                 decoded = decoder.decode(line)
                 _, op = parse_op(decoded.op)
-            except (
-                msgspec.DecodeError,
-                UnicodeDecodeError,
-                RecursionError,
-                ScheduleError,
-            ) as error:
+            except (ValueError, RecursionError, ScheduleError) as error:
                 if _is_old(line):
                     return []
                 raise FileError(f"{path}: line {number}: {error}") from None
@@ -241,9 +235,9 @@ def _is_old(line: bytes) -> bool:
     """Whether the line was written before the log had all that a recording needs."""
     try:
         found = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "op" in found and "begin_s" not in found
+    return isinstance(found, dict) and "op" in found and not {"begin_s", "loading_s"} <= {*found}
 
 
 def _steady(logs: _Logs, count: int) -> tuple[int, int]:
@@ -364,10 +358,7 @@ def _around(span: Span, line: Line, shift: float) -> Iterator[Activity]:
         yield Activity(span.lane, "sum", span.name, begin, start)
         return
     # Samples are loaded first.
-    loading_s = line.loading_s
-    if loading_s is None:
-        loading_s = max(line.compute_s - (line.end_s - line.start_s), 0.0)
-    loaded = min(begin + loading_s, start)
+    loaded = min(begin + line.loading_s, start)
     if loaded - begin > 1e-7:
         yield Activity(span.lane, "load", span.name, begin, loaded)
     yield Activity(span.lane, "wait", span.name, loaded, start)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...profiles.errors import FileError
-from ...profiles.files import Shown
+from ...profiles.files import Shown, file_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ...planner.plan import Plan
     from ..settings import RunSettings
     from .metrics import EpochRecord, RunSummary
+    from .run_dir import RunDir
 
 
 class Run(Shown):
@@ -42,55 +43,43 @@ class Run(Shown):
         """Copy the whole directory. Raises FileError where there is something already."""
         if Path(path).exists():
             raise FileError(f"{path}: is there already; give another name")
-        try:
+        with file_errors(Path(path), "written"):
             shutil.copytree(self.path, path, ignore=shutil.ignore_patterns("lock", "lock.workers"))
-        except (OSError, shutil.Error) as error:
-            raise FileError(f"{path}: can't be written: {error}") from None
+
+    @property
+    def _files(self) -> RunDir:
+        from .run_dir import RunDir  # loads torch
+
+        return RunDir(self.path)
 
     @property
     def plan(self) -> Plan:
         """What it trains by. Raises FileError, as all of these."""
-        from .run_dir import RunDir
-
-        return RunDir(self.path).read()[0]
+        return self._files.read()[0]
 
     @property
     def settings(self) -> RunSettings:
         """How it trains."""
-        from .run_dir import RunDir
-
-        return RunDir(self.path).read()[1]
+        return self._files.read()[1]
 
     @property
     def summary(self) -> RunSummary | None:
         """The end of the run; None before that."""
-        from ...profiles.files import read_json
-        from .metrics import RunSummary, decode
-        from .run_dir import RunDir
-
-        path = RunDir(self.path).summary
-        if not path.exists():
-            return None
-        try:
-            return decode(read_json(path, ""), RunSummary)
-        except (ValueError, RecursionError) as error:
-            raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
+        return self._files.read_summary()
 
     @property
     def epochs(self) -> list[EpochRecord]:
         """Those that are done: losses, figures of evaluations, times."""
         from .progress import read_epochs
-        from .run_dir import RunDir
 
-        return read_epochs(RunDir(self.path).metrics)
+        return read_epochs(self._files.metrics)
 
     @property
     def losses(self) -> list[float]:
         """The training loss of each mini-batch that is done."""
         from .progress import read_losses
-        from .run_dir import RunDir
 
-        return read_losses(RunDir(self.path).metrics)
+        return read_losses(self._files.metrics)
 
     def weights(self) -> dict[str, Tensor]:
         """Of the whole model, under its own names. Raises FileError before the run's end."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -20,6 +20,7 @@ from ...profiles.files import (
     RUN_FOLDERS,
     RUN_OWN,
     check_regular,
+    file_errors,
     holds_settings,
     read_file,
     read_json,
@@ -29,6 +30,8 @@ from ...profiles.files import (
 from ..prepare.workers import Replica, Worker
 from ..settings import RunSettings
 from .metrics import RunSummary, StageReport, decode
+
+T = TypeVar("T")
 
 _MEND = "put back what the run had there, or remove it"
 
@@ -51,11 +54,9 @@ class RunDir:
 
     def check_new(self) -> None:
         """Raise FileError when it holds a run already, or files that a run would write over."""
-        try:
+        with file_errors(self.path, "read"):
             found = [name for name in RUN_OWN if os.path.lexists(self.path / name)]
             foreign = [name for name in found if not self._may_stand(name)]
-        except OSError as error:
-            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
         if "plan.json" in found and holds_settings(self.path):
             raise FileError(f"{self.path}: holds a run already; give another --run-dir")
         if foreign:
@@ -90,21 +91,17 @@ class RunDir:
 
     def join(self, plan: Plan, settings: RunSettings) -> None:
         """Make what isn't there of it: another host's worker may have. Raises FileError."""
-        try:
+        with file_errors(self.path, "read"):
             if (self.path / "plan.json").exists():
                 return
-        except OSError as error:
-            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
         self.make()
         write_file(self.path / "settings.json", settings)
         write_file(self.path / "plan.json", with_plugin_at_hand(plan))
 
     def make(self) -> None:
         """Make an empty directory, if there is none. Raises FileError."""
-        try:
+        with file_errors(self.path, "made"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
 
     def reopen(self, settings: RunSettings) -> None:
         """Get the directory of a run that is resumed ready: it hasn't ended, and checkpoints after
@@ -117,10 +114,8 @@ class RunDir:
                 raise FileError(f"{self.checkpoint(place)}: can't be removed; remove it")
         final = self.weights(0).parent.glob("stage*.safetensors")
         for path in (self.summary, *self.statuses.glob("*.json"), *final):
-            try:
+            with file_errors(path, "removed"):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise FileError(f"{path}: can't be removed: {error.strerror}") from None
 
     def later_checkpoints(self, settings: RunSettings) -> list[int]:
         """Those after the one that a run goes on from, by the mini-batches that they come after."""
@@ -202,14 +197,11 @@ class RunDir:
 
     def read_reports(self, replicas: Sequence[Replica]) -> list[StageReport]:
         """These replicas' figures. Raises FileError."""
-        found = []
-        for replica in replicas:
-            path = self._report(replica)
-            try:
-                found.append(decode(read_json(path, ""), StageReport))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise FileError(f"{path}: can't be read: {error}") from None
-        return found
+        return [_read(self._report(replica), StageReport) for replica in replicas]
+
+    def read_summary(self) -> RunSummary | None:
+        """The end of the run; None before that. Raises FileError."""
+        return _read(self.summary, RunSummary) if self.summary.exists() else None
 
     def write_summary(self, summary: RunSummary) -> None:
         """Write the end of the run."""
@@ -220,6 +212,13 @@ class RunDir:
 
     def _write_json(self, path: Path, value: Any) -> None:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return decode(read_json(path, ""), kind)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
 
 
 def place_named(folder: str) -> int | None:
@@ -235,12 +234,10 @@ def keep_alone(folder: Path, why: str) -> None:
     """Have the run keep this one of its checkpoints, whatever comes later, and no other one for the
     same reason. Raises FileError."""
     mark = _KEPT + re.sub(r"\W", "_", why)
-    try:
+    with file_errors(folder, "written"):
         for other in folder.parent.iterdir():
             (other / mark).unlink(missing_ok=True)
         (folder / mark).touch()
-    except OSError as error:
-        raise FileError(f"{folder}: can't be written: {error.strerror}") from None
 
 
 def is_kept(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ...profiles.errors import FileError
-from ...profiles.files import check_regular, read_limited
+from ...profiles.files import check_regular, file_errors, read_limited
 
 _BYTES = 4096
 
@@ -65,34 +65,28 @@ class StatusFile(Status):
 
     def __init__(self, path: Path, rank: int, name: str) -> None:
         """Raises FileError when it can't be written. Later on it needs no more room on the disk."""
-        try:
+        with file_errors(path, "written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path):
                 check_regular(path)
             path.write_bytes(b" " * _BYTES)
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _BYTES)
-        except OSError as error:
-            raise FileError(f"{path}: can't be written: {error.strerror}") from None
         self.now = WorkerStatus(rank=rank, name=name, host=socket.gethostname(), pid=os.getpid())
         self._put(self.now)
 
     def begin(self, op: str, who: str = "") -> None:
-        """Note what is at hand."""
         name = who or self.now.name
         now = msgspec.structs.replace(self.now, name=name, at=op, waits_for=(), since=time.time())
         self._put(now)
 
     def done(self) -> None:
-        """Note it as finished."""
         self._put(msgspec.structs.replace(self.now, finished=self.now.at, at="", waits_for=()))
 
     def wait(self, ranks: Sequence[int]) -> None:
-        """Note whom it waits for."""
         self._put(msgspec.structs.replace(self.now, waits_for=tuple(ranks), since=time.time()))
 
     def go_on(self) -> None:
-        """Note that it computes."""
         self._put(msgspec.structs.replace(self.now, waits_for=(), since=time.time()))
 
     def _put(self, status: WorkerStatus) -> None:

@@ -287,7 +287,7 @@ def _without_statistics(found: TrainingResults, prepared: Prepared) -> TrainingR
         for name, _ in piece.module.named_buffers()
     }
     state = {name: tensor for name, tensor in found.state.items() if name not in dropped}
-    return TrainingResults(found.losses, found.gradients, state, found.updates)
+    return replace(found, state=state)
 
 
 def _updates(prepared: Prepared) -> list[int]:

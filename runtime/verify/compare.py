@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return self.absolute <= self.allowed and not self.missing
 
 
+@dataclass(frozen=True)
 class TrainingResults:
     """The results of a training.
 
@@ -61,17 +63,10 @@ class TrainingResults:
         updates: the mini-batch before each update.
     """
 
-    def __init__(
-        self,
-        losses: Sequence[float],
-        gradients: Sequence[Path],
-        state: Mapping[str, Tensor],
-        updates: Sequence[int],
-    ) -> None:
-        self.losses = losses
-        self.gradients = gradients
-        self.state = state
-        self.updates = updates
+    losses: Sequence[float]
+    gradients: Sequence[Path]
+    state: Mapping[str, Tensor]
+    updates: Sequence[int]
 
 
 def compare(

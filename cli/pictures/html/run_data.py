@@ -26,7 +26,6 @@ from ....runtime.records.metrics import (
 from ....runtime.records.operation_log import read_stage_epochs
 from ....runtime.records.progress import read_progress
 from ....runtime.records.recording import counterpart, measured, mini_batches_of
-from ....runtime.records.run import Run
 from ....runtime.records.run_dir import RunDir
 from ....runtime.settings import RunSettings
 from ...tables.stages import memory_limit
@@ -106,7 +105,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     workers = workers_of(plan)
     losses, of_epoch, epochs, evaluations = _progress(where.metrics)
     missing = []
-    summary = Run(run_dir).summary
+    summary = where.read_summary()
     if summary is None:
         done = sum(len(each) for each in losses)
         missing.append(

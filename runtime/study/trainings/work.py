@@ -21,7 +21,7 @@ from ....planner.plan import Plan, pipeline_of
 from ....planner.schedules.schedules import make_schedule
 from ....profiles import plugins
 from ....profiles.errors import FileError, UserError
-from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
+from ....profiles.files import TaggedFile, file_errors, is_file, read_file, write_bytes
 from ...prepare.data import segments
 from ...prepare.devices import autocast_of
 from ...settings import RunSettings
@@ -254,10 +254,8 @@ def source_of(task: str) -> str:
     file = name if name.endswith(".py") else _module_file(name)
     if not file or not is_file(file):
         return ""
-    try:
+    with file_errors(Path(file), "read"):
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise FileError(f"{file}: can't be read: {error.strerror}") from None
 
 
 def _module_file(name: str) -> str:
