@@ -15,7 +15,7 @@ from ..profiles.files import Kind, check_output, check_outputs, read_file, write
 from ..profiles.profile import Profile, check_profile
 from .errors import errors_as_lines, output, print_json
 from .options import CONTEXT, common_options, plugin_option, version_option
-from .options.command import CommandsAtHand, GroupedCommand, examples, group, refuse
+from .options.command import CommandsAtHand, command, examples, group, refuse
 from .options.values import FileName, Whole
 from .pictures.chrome_trace import trace_option, write_trace
 from .pictures.html.page import html_option, plans_report
@@ -51,13 +51,10 @@ main.add_command(compare)
 main.add_command(simulate_plan)
 
 
-@main.command(
-    cls=GroupedCommand,
-    epilog=examples(
-        "tp-plan show plan.json",
-        "tp-plan show plan.json --timeline --mini-batches 8",
-        "tp-plan show plan.json --svg timeline.svg --svg-width 85mm --html plan.html",
-    ),
+@command(
+    "tp-plan show plan.json",
+    "tp-plan show plan.json --timeline --mini-batches 8",
+    "tp-plan show plan.json --svg timeline.svg --svg-width 85mm --html plan.html",
 )
 @click.argument("plan_path", type=FileName(), metavar="PLAN")
 @group(
@@ -141,12 +138,9 @@ def show(
             console.print(f"wrote {path}")
 
 
-@main.command(
-    cls=GroupedCommand,
-    epilog=examples(
-        "tp-plan check plan.json --profile profile.json",
-        "tp-plan check plan.json --profile profile.json -o plan.json",
-    ),
+@command(
+    "tp-plan check plan.json --profile profile.json",
+    "tp-plan check plan.json --profile profile.json -o plan.json",
 )
 @click.argument("plan_path", type=FileName(), metavar="PLAN")
 @click.option(
@@ -202,6 +196,10 @@ def check(
             console.print(f"wrote {path}")
     if found.over:
         raise UserError(f"{plan_path}: {found.over}")
+
+
+main.add_command(show)
+main.add_command(check)
 
 
 if __name__ == "__main__":

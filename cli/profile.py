@@ -19,14 +19,13 @@ from ..profiles.measuring.request import OF_FILES, ProfileRequest
 from ..profiles.options import flags_of, option_fields
 from .errors import errors_as_lines, output, print_json
 from .options import (
-    CONTEXT,
     ImportingCommand,
     common_options,
     config_options,
     options_of,
     plugin_option,
 )
-from .options.command import examples, group, options, refuse
+from .options.command import command, group, options, refuse
 from .options.values import FileName, TargetName, Whole
 from .progress import Bar
 from .run_commands.rank import OneRankCommand, one_rank_reports, rendezvous_at_hand
@@ -90,14 +89,11 @@ def _check_processes(option: str, count: int) -> None:
         )
 
 
-@click.command(
+@command(
+    "tp-profile digits",
+    "tp-profile mine.py:Task --batch-size 64 --together 2 -o mine.json",
+    "tp-profile hf:bert --device meta --spec h100-80gb --batch-size 8",
     cls=_Command,
-    context_settings=CONTEXT,
-    epilog=examples(
-        "tp-profile digits",
-        "tp-profile mine.py:Task --batch-size 64 --together 2 -o mine.json",
-        "tp-profile hf:bert --device meta --spec h100-80gb --batch-size 8",
-    ),
 )
 @_options
 @config_options

@@ -18,14 +18,13 @@ from ..runtime.processes.start import WORKER, load_ahead
 from ..runtime.settings import settings_of
 from .errors import errors_as_lines, naming
 from .options import (
-    CONTEXT,
     common_options,
     config_options,
     optimizer_choice,
     plugin_option,
     run_options,
 )
-from .options.command import examples, refuse
+from .options.command import command, refuse
 from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers
 from .run_commands.rank import one_rank_reports, rendezvous_at_hand
@@ -35,17 +34,14 @@ if TYPE_CHECKING:
     from ..runtime.processes.rendezvous import Rendezvous
 
 
-@click.command(
+@command(
+    "tp-run plan.json --dry-run",
+    "tp-run plan.json --epochs 3 --optimizer adam --lr 1e-3 --run-dir runs/first",
+    "tp-run --resume --run-dir runs/first --epochs 5",
+    more="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
+    "export RUN -o FILE writes a run's whole model, for plain PyTorch or Hugging Face.  tp-run "
+    "study PLAN... says which of several plans reaches a loss first.",
     cls=WithOthers,
-    context_settings=CONTEXT,
-    epilog=examples(
-        "tp-run plan.json --dry-run",
-        "tp-run plan.json --epochs 3 --optimizer adam --lr 1e-3 --run-dir runs/first",
-        "tp-run --resume --run-dir runs/first --epochs 5",
-        more="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
-        "export RUN -o FILE writes a run's whole model, for plain PyTorch or Hugging Face.  tp-run "
-        "study PLAN... says which of several plans reaches a loss first.",
-    ),
 )
 @click.argument("plan_path", type=PlanOrCommand(), metavar="PLAN", required=False)
 @run_options

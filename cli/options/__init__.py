@@ -27,6 +27,7 @@ from ...runtime.settings import (
     RunSettings,
 )
 from ..errors import errors_as_lines
+from .command import CONTEXT as CONTEXT
 from .command import group, options
 from .config import CONFIG, PRINT
 from .fields import ImportingCommand as ImportingCommand
@@ -34,9 +35,6 @@ from .fields import options_of as options_of
 from .values import FileName, FolderName, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
-"""Settings of every command."""
 
 
 def choice(

@@ -19,6 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _GROUPS: dict[click.Parameter, str] = {}
 """What help calls the group that an option is in."""
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+"""Settings of every command."""
+
 _GENERAL = "General options"
 _LONE = "Options"
 """Where a command has no groups."""
@@ -56,6 +59,15 @@ def examples(*lines: str, more: str = "") -> str:
     """
     text = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
     return f"{more}\n\n{text}" if more else text
+
+
+def command(
+    *lines: str, more: str = "", name: str | None = None, cls: type[click.Command] | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with these `examples`; by default a `GroupedCommand` that is called as the
+    function."""
+    epilog = examples(*lines, more=more)
+    return click.command(name, cls or GroupedCommand, context_settings=CONTEXT, epilog=epilog)
 
 
 def grouped(command: click.Command, context: click.Context) -> dict[str, list[click.Option]]:

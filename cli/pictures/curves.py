@@ -22,6 +22,9 @@ AXES = {"mini-batches": "mini-batches", "epochs": "epochs", "seconds": "seconds 
 """What curves may be drawn over, and what the axis is called."""
 
 
+_FAR = ("mini_batches", "epochs", "seconds")
+
+
 @dataclass(frozen=True)
 class CurvePoint:
     """A value, and how far training was: each of `AXES`, with evaluations' time left out."""
@@ -33,8 +36,7 @@ class CurvePoint:
 
     def at(self, axis: str) -> float:
         """How far it was, by an axis."""
-        far = {"mini-batches": self.mini_batches, "epochs": self.epochs, "seconds": self.seconds}
-        return float(far[axis])
+        return float(getattr(self, axis.replace("-", "_")))
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,7 @@ def target_figures(target: CurveTarget, curves: Iterable[RunCurve]) -> dict[str,
         "quantity": target.quantity,
         "value": target.value,
         "reached": {
-            run: None
-            if point is None
-            else {
-                "mini_batches": point.mini_batches,
-                "epochs": point.epochs,
-                "seconds": point.seconds,
-            }
+            run: point and {name: getattr(point, name) for name in _FAR}
             for run, point in target.reached(curves).items()
         },
     }

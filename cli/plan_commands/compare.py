@@ -15,7 +15,7 @@ from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options, plugin_option
-from ..options.command import GroupedCommand, examples, group, refuse
+from ..options.command import command, group, refuse
 from ..options.values import FileName
 from ..pictures.html.page import html_option, plans_report
 from ..pictures.svg.options import Figures, stacked_options, write_plan_figures
@@ -125,13 +125,10 @@ _MOST_NAME = 18
 _DIFFERS = "≠"
 
 
-@click.command(
-    cls=GroupedCommand,
-    epilog=examples(
-        "tp-plan compare plan.gpipe.json plan.timeprest.json",
-        "tp-plan compare plan.*.json --json",
-        "tp-plan compare plan.timeprest.json plan.pipedream.json plan.gpipe.json --html all.html",
-    ),
+@command(
+    "tp-plan compare plan.gpipe.json plan.timeprest.json",
+    "tp-plan compare plan.*.json --json",
+    "tp-plan compare plan.timeprest.json plan.pipedream.json plan.gpipe.json --html all.html",
 )
 @click.argument("paths", type=FileName(), metavar="PLAN PLAN…", nargs=-1, required=True)
 @stacked_options

@@ -17,7 +17,7 @@ from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
 from ..errors import errors_as_lines, output, print_json
 from ..options import common_options, plugin_option
-from ..options.command import GroupedCommand, examples
+from ..options.command import command
 from ..options.values import FileName, Whole
 from ..tables.layout import device_range, fitted, fixed
 from ..tables.plan import warn_if_edited
@@ -26,14 +26,11 @@ from .engines import elsewhere, engine_option, pipeline_in, print_elsewhere, rec
 _MOST_OPERATIONS = 200_000
 
 
-@click.command(
+@command(
+    "tp-plan simulate plan.json --mini-batches 12",
+    "tp-plan simulate plan.json --json",
+    "tp-plan simulate plan.json --engine deepspeed",
     name="simulate",
-    cls=GroupedCommand,
-    epilog=examples(
-        "tp-plan simulate plan.json --mini-batches 12",
-        "tp-plan simulate plan.json --json",
-        "tp-plan simulate plan.json --engine deepspeed",
-    ),
 )
 @click.argument("plan_path", type=FileName(), metavar="PLAN")
 @click.option(

@@ -33,7 +33,7 @@ from ...profiles.options import flags_of
 from ...profiles.profile import Profile, made_of
 from ..errors import errors_as_lines, output, print_json
 from ..options import common_options, config_options, options_of, plugin_option
-from ..options.command import GroupedCommand, examples, group
+from ..options.command import command, group
 from ..options.values import FileName
 from ..progress import Bar
 from ..tables.plan import assumed, few_stages, print_plan
@@ -49,13 +49,10 @@ from ..tables.plans import (
 WHAT_IF, FRONT = "--what-if", "--front"
 
 
-@click.command(
-    cls=GroupedCommand,
-    epilog=examples(
-        "tp-plan solve profile.json --devices 4 --memory 16GiB -o plan.json",
-        "tp-plan solve profile.json --variant all --cluster cluster.toml",
-        "tp-plan solve profile.json --order order.txt --variant timeprest --devices 2",
-    ),
+@command(
+    "tp-plan solve profile.json --devices 4 --memory 16GiB -o plan.json",
+    "tp-plan solve profile.json --variant all --cluster cluster.toml",
+    "tp-plan solve profile.json --order order.txt --variant timeprest --devices 2",
 )
 @click.argument("profile_path", type=FileName(), metavar="PROFILE")
 @click.option(

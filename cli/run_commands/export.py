@@ -13,21 +13,17 @@ from ...profiles.errors import UserError
 from ...profiles.files import EXPORT_FORMATS
 from ...profiles.units import parse_bytes
 from ..errors import errors_as_lines, printable
-from ..options import CONTEXT, plugin_option, quiet_option, version_option
-from ..options.command import GroupedCommand, command_of, commands_of, examples
+from ..options import plugin_option, quiet_option, version_option
+from ..options.command import command, command_of, commands_of
 from ..options.values import FileName, FolderName, Whole, WordOrPlugin
 from .rank import OneRankCommand
 from .report import report
 
 
-@click.command(
-    cls=GroupedCommand,
-    context_settings=CONTEXT,
-    epilog=examples(
-        "tp-run export runs/first -o model.safetensors",
-        "tp-run export runs/first --at 200 -o early.safetensors",
-        "tp-run export runs/first --to hf --shard-size 1GiB -o model",
-    ),
+@command(
+    "tp-run export runs/first -o model.safetensors",
+    "tp-run export runs/first --at 200 -o early.safetensors",
+    "tp-run export runs/first --to hf --shard-size 1GiB -o model",
 )
 @click.argument("run_dir", type=FolderName(), metavar="RUN")
 @click.option(

@@ -13,8 +13,8 @@ from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_bytes, format_seconds
 from ..errors import errors_as_lines, output, print_json
-from ..options import CONTEXT, common_options, plugin_option
-from ..options.command import GroupedCommand, examples, group, refuse
+from ..options import common_options, plugin_option
+from ..options.command import command, group, refuse
 from ..options.values import FigureName, FileName, FolderName
 from ..pictures.curves import (
     AXES,
@@ -35,14 +35,10 @@ if TYPE_CHECKING:
     from ..pictures.html.run_data import RunFacts
 
 
-@click.command(
-    cls=GroupedCommand,
-    context_settings=CONTEXT,
-    epilog=examples(
-        "tp-run report runs/first -o report.html",
-        "tp-run report runs/timeprest runs/gpipe -o both.html",
-        "tp-run report runs/* --curves accuracy.pdf --over epochs,seconds --target accuracy=0.9",
-    ),
+@command(
+    "tp-run report runs/first -o report.html",
+    "tp-run report runs/timeprest runs/gpipe -o both.html",
+    "tp-run report runs/* --curves accuracy.pdf --over epochs,seconds --target accuracy=0.9",
 )
 @click.argument("run_dirs", type=FolderName(), metavar="RUN...", nargs=-1, required=True)
 @group(

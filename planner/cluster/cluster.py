@@ -40,14 +40,6 @@ _Memory = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
 _Speed = Annotated[float, Meta(ge=1 / MAX_FACTOR, le=MAX_FACTOR)]
 
 
-def _none() -> None:
-    return None
-
-
-def _one() -> float:
-    return 1.0
-
-
 # Below, omit_defaults leaves out of the JSON what plans of a flat cluster never had. A default that
 # a function makes isn't left out: these fields were always there.
 
@@ -58,9 +50,9 @@ class Device(
     """One device; a stage runs on it."""
 
     name: str
-    memory_bytes: _Memory | None = msgspec.field(default_factory=_none)
+    memory_bytes: _Memory | None = msgspec.field(default_factory=lambda: None)
     """None: no limit."""
-    speed: _Speed = msgspec.field(default_factory=_one)
+    speed: _Speed = msgspec.field(default_factory=lambda: 1.0)
     """Relative to the device that was profiled: 2 halves every time."""
     machine: Annotated[str, Meta(min_length=1)] | None = None
     """Name of the machine it is in. Devices without one are together in a machine of their own."""
@@ -144,7 +136,9 @@ class Cluster(
     devices: Annotated[tuple[Device, ...], Meta(min_length=1)]
     network: Network
     """Between devices of one machine."""
-    all_reduce: AllReduce | tuple[AllReduce, ...] | None = msgspec.field(default_factory=_none)
+    all_reduce: AllReduce | tuple[AllReduce, ...] | None = msgspec.field(
+        default_factory=lambda: None
+    )
     """None: not measured. Several are over different numbers of processes."""
     between_machines: Network | None = None
     """Between devices of different machines. None: `network` is between any two devices."""

@@ -6,7 +6,7 @@ import click
 
 from ...cli.errors import errors_as_lines, naming, output, print_json
 from ...cli.options import common_options, plugin_option
-from ...cli.options.command import GroupedCommand, examples
+from ...cli.options.command import command
 from ...cli.options.values import FileName, FolderName, WordOrPlugin
 from ...cli.plan_commands.engines import elsewhere, print_elsewhere, receive_option
 from ...cli.tables.plan import warn_if_edited
@@ -14,14 +14,11 @@ from ..plan import read_plan
 from .export import write_export
 
 
-@click.command(
+@command(
+    "tp-plan export plan.json --to torch -o exported",
+    "tp-plan export plan.json --to torchtitan -o exported",
+    "tp-plan export plan.json --to megatron -o exported",
     name="export",
-    cls=GroupedCommand,
-    epilog=examples(
-        "tp-plan export plan.json --to torch -o exported",
-        "tp-plan export plan.json --to torchtitan -o exported",
-        "tp-plan export plan.json --to megatron -o exported",
-    ),
 )
 @click.argument("plan_path", type=FileName(), metavar="PLAN")
 @click.option(

@@ -30,6 +30,17 @@ class EngineFiles:
     notes: tuple[str, ...] = ()
 
 
+TORCHS: Mapping[ScheduleRule, str] = {
+    "gpipe": "GPipe",
+    "1f1b-flush": "1F1B",
+    "1f1b-split": "",
+    "interleaved": "",
+    "v-shaped": "",
+    "given": "",
+}
+"""Of torch, and of who builds on it: without a class, a schedule goes as CSV."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """What an engine can do.
@@ -51,6 +62,13 @@ class Engine:
     def refuse(self, why: str) -> PlanError:
         """The error for what the engine can't express."""
         return PlanError(f"{self.name} can't run this plan: {why}")
+
+    def class_of(self, plan: Plan) -> str:
+        """Its name for the plan's schedule where a class of torch's runs that; empty: none does."""
+        name = "" if plan.placement else self.schedules[plan.system.schedule]
+        each = plan.micro_batches // len(plan.stages[0].devices)
+        # It wants a micro-batch for each stage.
+        return "" if name == "1F1B" and each < len(plan.stages) else name
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError, naming the first thing that the engine can't express."""

@@ -13,21 +13,11 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from ..plan import Plan
-from .engines import UNTIE, Engine, EngineFiles, ranks_of
+from .engines import TORCHS, UNTIE, Engine, EngineFiles, ranks_of
 from .schedule import schedule_csv
 
 TORCH = Engine(
-    "torch.distributed.pipelining",
-    {
-        "gpipe": "GPipe",
-        "1f1b-flush": "1F1B",
-        "1f1b-split": "",
-        "interleaved": "",
-        "v-shaped": "",
-        "given": "",
-    },
-    placements=frozenset({"loop", "v"}),
-    one_device=True,
+    "torch.distributed.pipelining", TORCHS, placements=frozenset({"loop", "v"}), one_device=True
 )
 
 RESULT = "output"
@@ -134,10 +124,7 @@ def split_points(plan: Plan, facts: ModelFacts) -> list[str]:
 def _script(plan: Plan, points: Sequence[str], facts: ModelFacts) -> str:
     ranks, replicas = ranks_of(plan), len(plan.stages[0].devices)
     micro_batches = plan.micro_batches // replicas
-    name = "" if plan.placement else TORCH.schedules[plan.system.schedule]
-    if name == "1F1B" and micro_batches < len(plan.stages):
-        name = ""  # torch's class wants a micro-batch for each stage
-    if name:
+    if name := TORCH.class_of(plan):
         imported = (
             "from torch.distributed.pipelining import "
             f"PipelineStage, Schedule{name}, SplitPoint, pipeline"

@@ -16,21 +16,10 @@ import json
 from ..plan import Plan
 from ..systems.placement import pattern_of
 from .blocks import blocks_by_stage
-from .engines import Engine, EngineFiles, precision_notes, ranks_of
+from .engines import TORCHS, Engine, EngineFiles, precision_notes, ranks_of
 from .schedule import schedule_csv
 
-TORCHTITAN = Engine(
-    "torchtitan",
-    {
-        "gpipe": "GPipe",
-        "1f1b-flush": "1F1B",
-        "1f1b-split": "",
-        "interleaved": "",
-        "v-shaped": "",
-        "given": "",
-    },
-    placements=frozenset({"loop", "v"}),
-)
+TORCHTITAN = Engine("torchtitan", TORCHS, placements=frozenset({"loop", "v"}))
 
 # Which of its two ways to place stages it takes goes by the name of a schedule, also with a CSV.
 _PLACED = {"straight": "PipelineScheduleMulti", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
@@ -99,9 +88,7 @@ def for_torchtitan(plan: Plan, look: object) -> EngineFiles:
                 )
     replicas = len(plan.stages[0].devices)
     pattern = pattern_of(plan.placement, len(plan.stages))
-    name = "" if plan.placement else TORCHTITAN.schedules[plan.system.schedule]
-    if name == "1F1B" and plan.micro_batches // replicas < len(plan.stages):
-        name = ""  # torch's class wants a micro-batch for each stage
+    name = TORCHTITAN.class_of(plan)
     ranks, schedule = len(ranks_of(plan)), name or _PLACED[pattern]
     modules = "\n".join(f"    {json.dumps(blocks)}," for blocks in parts)
     lines = [

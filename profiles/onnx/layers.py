@@ -127,9 +127,7 @@ def _tails(op: Operation, window: KernelWindow) -> tuple[int, ...]:
 
 
 def _pool_window(op: Operation) -> KernelWindow:
-    rank = len(op.shape()) - 2
-    if not 1 <= rank <= 3:
-        raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
+    rank = _spatial(op, len(op.shape()))
     window = KernelWindow.of(op, op.attribute("kernel_shape"))
     if len(window.kernel) != rank:
         raise op.fail(f"its kernel_shape has {len(window.kernel)} entries, its input {rank}")
@@ -188,6 +186,22 @@ def _constants(op: Operation, first: int, end: int) -> list[Constant] | None:
     return constants if len(constants) == sum(x is not None for x in found) else None
 
 
+def _spatial(op: Operation, dims: int) -> int:
+    """Spatial dimensions of so many. Raises TargetError unless they are 1 to 3."""
+    if not 3 <= dims <= 5:
+        raise op.fail(f"has {dims - 2} spatial dimensions; 1 to 3 can be imported")
+    return dims - 2
+
+
+def _with_weights(
+    op: Operation, layer: nn.Module, weights: Sequence[Constant], around: nn.Module | None = None
+) -> Operand:
+    """A layer with its weight and, if there is one, its bias; `around`: what it is within."""
+    op.assign(layer, "weight", weights[0])
+    op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
+    return op.module(around or layer, op.input(0))
+
+
 def activation(make: Callable[[Operation], nn.Module]) -> Handler:
     """A layer of one input and no weights."""
 
@@ -204,9 +218,7 @@ def activation(make: Callable[[Operation], nn.Module]) -> Handler:
 def convolution(op: Operation) -> Operand:
     weights = _constants(op, 1, 3)
     shape = op.shape(1)
-    rank = len(shape) - 2
-    if not 1 <= rank <= 3:
-        raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
+    rank = _spatial(op, len(shape))
     window = KernelWindow.of(op, shape[2:])
     groups = op.attribute("group", 1)
     if weights is None:
@@ -223,9 +235,8 @@ def convolution(op: Operation) -> Operand:
         bias=len(weights) > 1,
         device="meta",
     )
-    op.assign(layer, "weight", weights[0])
-    op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
-    return op.module(layer if window.symmetric else Padded(layer, window.pads, 0.0), op.input(0))
+    padded = None if window.symmetric else Padded(layer, window.pads, 0.0)
+    return _with_weights(op, layer, weights, padded)
 
 
 def transposed_convolution(op: Operation) -> Operand:
@@ -233,9 +244,7 @@ def transposed_convolution(op: Operation) -> Operand:
     if weights is None:
         raise op.fail("its weight isn't a constant, which can't be imported")
     shape = op.shape(1)
-    rank = len(shape) - 2
-    if not 1 <= rank <= 3:
-        raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
+    rank = _spatial(op, len(shape))
     extra = tuple(op.attribute("output_padding", [0] * rank))
     window = KernelWindow.of_transposed(op, shape[2:], extra)
     groups = op.attribute("group", 1)
@@ -251,9 +260,8 @@ def transposed_convolution(op: Operation) -> Operand:
         dilation=window.dilations,
         device="meta",
     )
-    op.assign(layer, "weight", weights[0])
-    op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
-    return op.module(layer if window.symmetric else Cropped(layer, window.pads), op.input(0))
+    cropped = None if window.symmetric else Cropped(layer, window.pads)
+    return _with_weights(op, layer, weights, cropped)
 
 
 def global_pool(layers: Layers, largest: bool) -> Handler:
@@ -276,7 +284,7 @@ def gemm(op: Operation) -> Operand:
     if weights is None or isinstance(op.input(0), Constant):
         settings = (alpha, beta, transpose_a, transpose_b)
         return op.call(functions.gemm, op.input(0), op.input(1), op.optional(2), *settings)
-    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
+    bias = weights[1] if len(weights) > 1 else None
     rows, columns = op.shape(1)
     plain = alpha == 1 and not transpose_a and transpose_b
     layer: nn.Module
@@ -284,9 +292,7 @@ def gemm(op: Operation) -> Operand:
         layer = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     else:
         layer = Gemm(alpha, beta, transpose_a, transpose_b)
-    op.assign(layer, "weight", weight)
-    op.assign(layer, "bias", bias)
-    return op.module(layer, op.input(0))
+    return _with_weights(op, layer, weights)
 
 
 def matrix_product(op: Operation) -> Operand:
@@ -313,14 +319,12 @@ def batch_norm(op: Operation) -> Operand:
         return op.call(functions.normalize_batch, *(op.input(k) for k in range(5)), eps)
     if not 2 <= rank <= 5 or len(constants) < 4:
         raise op.fail(f"its input has {rank} dimensions; 2 to 5 can be imported")
-    scale, bias, mean, variance = constants
+    *weights, mean, variance = constants
     layer = _BATCH_NORMS[rank - 2](len(mean.tensor), eps, momentum)
-    op.assign(layer, "weight", scale)
-    op.assign(layer, "bias", bias)
     # Copies: training changes them in place, each layer its own.
     layer.register_buffer("running_mean", mean.tensor.clone())
     layer.register_buffer("running_var", variance.tensor.clone())
-    return op.module(layer, op.input(0))
+    return _with_weights(op, layer, weights)
 
 
 def layer_norm(op: Operation) -> Operand:
@@ -336,9 +340,7 @@ def layer_norm(op: Operation) -> Operand:
         operands = (op.input(0), op.input(1), op.optional(2))
         return op.call(functions.normalize_layer, *operands, axis, eps)
     layer = nn.LayerNorm(shape[axis:], eps, bias=len(constants) > 1, device="meta")
-    op.assign(layer, "weight", constants[0])
-    op.assign(layer, "bias", constants[1] if len(constants) > 1 else None)
-    return op.module(layer, op.input(0))
+    return _with_weights(op, layer, constants)
 
 
 def instance_norm(op: Operation) -> Operand:
@@ -348,9 +350,7 @@ def instance_norm(op: Operation) -> Operand:
     if constants is None or len(constants) != 2 or not 3 <= rank <= 5:
         raise op.fail("needs constant weights and 1 to 3 spatial dimensions to be imported")
     layer = _INSTANCE_NORMS[rank - 3](op.shape()[1], eps, affine=True)
-    op.assign(layer, "weight", constants[0])
-    op.assign(layer, "bias", constants[1])
-    return op.module(layer, op.input(0))
+    return _with_weights(op, layer, constants)
 
 
 def group_norm(op: Operation) -> Operand:
@@ -362,9 +362,7 @@ def group_norm(op: Operation) -> Operand:
         operands = (op.input(0), op.input(1), op.input(2))
         return op.call(functions.normalize_groups, *operands, groups, eps)
     layer = nn.GroupNorm(groups, channels, eps, device="meta")
-    op.assign(layer, "weight", constants[0])
-    op.assign(layer, "bias", constants[1])
-    return op.module(layer, op.input(0))
+    return _with_weights(op, layer, constants)
 
 
 def channel_norm(op: Operation) -> Operand:

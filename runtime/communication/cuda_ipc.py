@@ -121,18 +121,6 @@ Events = list[list[torch.cuda.Event]]
 """One for each slot, by box."""
 
 
-def _told(events: Events) -> bytes:
-    return b"".join(bytes(event.ipc_handle()) for of_box in events for event in of_box)
-
-
-def _others_events(told: bytes, layout: Sequence[Box], device: torch.device) -> Events:
-    handles = iter(told[k : k + HANDLE_BYTES] for k in range(0, len(told), HANDLE_BYTES))
-    return [
-        [torch.cuda.Event.from_ipc_handle(device, next(handles)) for _ in range(b.slots)]
-        for b in layout
-    ]
-
-
 def _events_bytes(layout: Sequence[Box]) -> int:
     """Of what is told of one side's events."""
     return HANDLE_BYTES * sum(box.slots for box in layout)
@@ -154,11 +142,15 @@ class _DeviceSlots:
     def told(self) -> bytes:
         """Of this side's events, for the other."""
         with torch.cuda.device(self.device):
-            return _told(self.own)
+            return b"".join(bytes(event.ipc_handle()) for of_box in self.own for event in of_box)
 
     def know(self, told: bytes) -> None:
         """The other side's."""
-        self.others = _others_events(told, self.layout, self.device)
+        handles = iter(told[k : k + HANDLE_BYTES] for k in range(0, len(told), HANDLE_BYTES))
+        self.others = [
+            [torch.cuda.Event.from_ipc_handle(self.device, next(handles)) for _ in range(b.slots)]
+            for b in self.layout
+        ]
 
     def at(self, k: int, slot: int) -> int:
         """Address of a slot."""

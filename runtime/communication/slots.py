@@ -68,24 +68,15 @@ class Box:
 
     def views(self, memory: mmap.mmap) -> list[Tensor]:
         """The slots as tensors; bytes, where messages say their shapes."""
-        if self.varying:
-            return self._of_bytes(memory)
-        count = torch.Size(self.shape).numel()
+        step = aligned(self.nbytes)
+        shape, dtype = ((step,), torch.uint8) if self.varying else (self.shape, self.dtype)
+        count = torch.Size(shape).numel()
         if not count:
-            return [torch.empty(self.shape, dtype=self.dtype) for _ in range(self.slots)]
-        step = aligned(self.nbytes)
+            return [torch.empty(shape, dtype=dtype) for _ in range(self.slots)]
+        starts = range(self.offset, self.offset + self.slots * step, step)
         return [
-            torch.frombuffer(
-                memory, dtype=self.dtype, count=count, offset=self.offset + k * step
-            ).view(self.shape)
-            for k in range(self.slots)
-        ]
-
-    def _of_bytes(self, memory: mmap.mmap) -> list[Tensor]:
-        step = aligned(self.nbytes)
-        return [
-            torch.frombuffer(memory, dtype=torch.uint8, count=step, offset=self.offset + k * step)
-            for k in range(self.slots)
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+            for start in starts
         ]
 
     @property

@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from torch import Tensor
 
 from ...planner.plan import Plan, read_plan, with_plugin_at_hand
@@ -193,7 +192,7 @@ class RunDir:
 
     def write_report(self, replica: Replica, report: StageReport) -> None:
         """Write a replica's figures."""
-        self._write_json(self._report(replica), report)
+        write_file(self._report(replica), report)
 
     def read_reports(self, replicas: Sequence[Replica]) -> list[StageReport]:
         """These replicas' figures. Raises FileError."""
@@ -205,13 +204,10 @@ class RunDir:
 
     def write_summary(self, summary: RunSummary) -> None:
         """Write the end of the run."""
-        self._write_json(self.summary, summary)
+        write_file(self.summary, summary)
 
     def _report(self, replica: Replica) -> Path:
         return self.path / "reports" / f"{replica.file}.json"
-
-    def _write_json(self, path: Path, value: Any) -> None:
-        write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def _read(path: Path, kind: type[T]) -> T:

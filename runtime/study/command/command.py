@@ -10,7 +10,6 @@ import msgspec
 
 from ....cli.errors import Stopped, errors_as_lines, naming, output, print_json
 from ....cli.options import (
-    CONTEXT,
     common_options,
     computing_options,
     config_options,
@@ -20,7 +19,7 @@ from ....cli.options import (
     plugin_option,
     task_options,
 )
-from ....cli.options.command import GroupedCommand, examples, group, options
+from ....cli.options.command import command, group, options
 from ....cli.options.values import FileName, FolderName, Number, Whole
 from ....cli.progress import Bar
 from ....planner.plan import read_plan
@@ -73,14 +72,10 @@ _study_options = options(
 )
 
 
-@click.command(
-    cls=GroupedCommand,
-    context_settings=CONTEXT,
-    epilog=examples(
-        "tp-run study plan.*.json -o study.json",
-        "tp-run study plan.gpipe.json plan.timeprest.json --optimizer sgd --lr 0.1 -o study.html",
-        "tp-run study plan.*.json --seeds 5 --target-accuracy 0.95 --budget 2h",
-    ),
+@command(
+    "tp-run study plan.*.json -o study.json",
+    "tp-run study plan.gpipe.json plan.timeprest.json --optimizer sgd --lr 0.1 -o study.html",
+    "tp-run study plan.*.json --seeds 5 --target-accuracy 0.95 --budget 2h",
 )
 @click.argument("plan_paths", type=FileName(), metavar="PLAN...", nargs=-1, required=True)
 @_study_options
