@@ -36,11 +36,8 @@ class _Admit(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, inlet: Inlet) -> Tensor:
         ctx.inlet = inlet
         # Of a conjugate that isn't computed yet, the memory is another tensor's.
-        tensor = tensor.resolve_conj().resolve_neg()
-        # Not a view of `tensor` in autograd's eyes: views made here can't be changed in place.
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return alias
+        # `data` isn't a view in autograd's eyes: views made here can't be changed in place.
+        return tensor.resolve_conj().resolve_neg().data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

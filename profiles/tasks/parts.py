@@ -174,6 +174,9 @@ def fetch_parts(
         Inputs, target, and whether anything was drawn, where there are seeds. What isn't among the
         parts is () or None.
     """
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2 and parts == {TARGET}:
+        # Of inputs that nobody wants none is taken.
+        return (), dataset.tensors[1][indices], False
     if isinstance(dataset, TensorDataset) or (parts == ALL and seeds is None):
         call, target = fetch(dataset, indices, names)
         return call.tensors if INPUTS in parts else (), target if TARGET in parts else None, False

@@ -235,16 +235,13 @@ class MicroBatchPart:
         return self.real < self.size
 
 
-def part_of(
-    segment: Segment, mini_batch: int, micro_batch: int, size: int, dealt: slice = slice(None)
-) -> MicroBatchPart:
+def part_of(segment: Segment, mini_batch: int, real: int, size: int) -> MicroBatchPart:
     """The part of a mini-batch that a micro-batch, or a replica's part of it, is.
 
     Args:
-        size: samples with padding.
-        dealt: as for `real_samples`.
+        real: its samples (`real_samples`).
+        size: with padding.
     """
-    real = len(real_samples(segment, mini_batch, micro_batch, dealt))
     share = real / segment.samples_of(mini_batch)
     return MicroBatchPart(real, size, share, share / segment.together(mini_batch))
 

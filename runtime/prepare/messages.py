@@ -49,16 +49,24 @@ def mark_missing(slot: Tensor) -> None:
         slot.view(mark[0]).fill_(mark[1])
 
 
-def missing_gradients(message: Tensor) -> list[bool]:
+def missing_gradients(message: Tensor, *, in_parts: bool = True) -> list[bool]:
     """For each slot of a gradient message ``[micro-batches, ...]``, whether it has none.
 
-    Where only some samples have none (they came from several senders), theirs become zeros.
+    Where only some samples have none, theirs become zeros.
+
+    Args:
+        in_parts: they may have come from several senders; else a slot's first number tells.
     """
     slots = len(message)
     numbers = _real(message.resolve_conj())
     mark = _MARKS.get(numbers.dtype)
     if mark is None or not message.numel():
         return [False] * slots
+    if not in_parts:
+        first = numbers
+        while first.dim() > 1:
+            first = first[:, 0]
+        return [number == mark[1] for number in first.view(mark[0]).tolist()]
     marked = numbers.view(mark[0]) == mark[1]
     if not marked.any():
         return [False] * slots

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...planner.systems.operations import FORWARD, Op
 from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
 from ...profiles.tasks.task import Split
-from ..prepare.data import Segment, real_samples
+from ..prepare.data import MicroBatchPart, Segment, part_of, real_samples
 from ..prepare.devices import put
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
@@ -105,18 +105,20 @@ class StageData:
 
     def of(
         self, segment: Segment, mini_batch: int, micro_batch: int
-    ) -> tuple[dict[str, Tensor], Any]:
-        """Inputs by name, ``[samples of a micro-batch, ...]``, and target of a micro-batch."""
-        if not self.loads:
-            return {}, None
+    ) -> tuple[dict[str, Tensor], Any, MicroBatchPart]:
+        """Inputs by name, ``[samples of a micro-batch, ...]``, and target of a micro-batch; what
+        part of its mini-batch it is."""
         share = self._share
         positions = real_samples(segment, mini_batch, micro_batch, share.dealt)
+        part = part_of(segment, mini_batch, len(positions), share.samples)
+        if not self.loads:
+            return {}, None, part
         inputs, target = self.samples("train").take(segment.epoch, positions, share.samples)
         if self._replica.is_reporter and micro_batch == share.micro_batches[0]:
             varying = self._prepared.plan.profile.varying
             if varying is not UNSET and varying.beyond([t.shape[1:] for t in inputs]):
                 self.beyond_profile.append(segment.first + mini_batch)
-        return self._put(inputs, target)
+        return *self._put(inputs, target), part
 
     def of_evaluation(self, k: int) -> tuple[dict[str, Tensor], Any, int]:
         """The same of an evaluation's k-th micro-batch, and how many samples are no padding."""

@@ -32,8 +32,8 @@ class MemoryAccount:
     a prediction less its workspace.
 
     Attributes:
-        now: what was held at the last moment that was accounted for, by all stages of the worker.
-        peak: the most there was at moments of this stage.
+        last: what was held at the last moment that was accounted for, by all stages of the worker,
+            by kind (`MEMORY_KINDS`); None: there was none.
         most_versions: of its weights, held at once.
         activations_bytes: that are kept for backwards to come.
         aside_bytes: of gradients that aren't their parameters' own.
@@ -54,13 +54,15 @@ class MemoryAccount:
             hooks: what they keep counts with the versions.
         """
         self._versions, self._hooks, self._optimizer = weights, hooks or HookChain(()), optimizer
+        self._gradient_bytes = [(p, dense_bytes(p)) for p in weights.parameters]
         self._weights = sum(dense_bytes(t) for t in (*weights.parameters, *alike))
         self._gradients = self._state = self._stated = 0
         # It may be where only the optimizer's own methods look, or there may be none.
         self._looks = _LOOKS
         self.activations_bytes = self.aside_bytes = 0
-        self.peak: MemoryByKind | None = None
-        self.now: MemoryByKind | None = None
+        self.last: tuple[int, ...] | None = None
+        self._most: tuple[int, ...] | None = None
+        self._peak = -1
         self.most_versions = 1
         self.beside: Sequence[Callable[[], tuple[int, ...]]] = ()
 
@@ -72,14 +74,21 @@ class MemoryAccount:
             gradients_changed: since the last time.
         """
         if gradients_changed:
-            found = (p.grad for p in self._versions.parameters)
-            self._gradients = sum(dense_bytes(grad) for grad in found if grad is not None)
+            there = [nbytes for p, nbytes in self._gradient_bytes if p.grad is not None]
+            self._gradients = sum(there)
         self._count_state()
-        held = self.held(boundary_bytes)
-        now = self.now = MemoryByKind(**dict(zip(_FIELDS, held, strict=True)))
-        if self.peak is None or now.total > self.peak.total:
-            self.peak = now
+        self.last = held = self.held(boundary_bytes)
+        total = sum(held)
+        if total > self._peak:
+            self._most, self._peak = held, total
         self.most_versions = max(self.most_versions, self._versions.held)
+
+    @property
+    def peak(self) -> MemoryByKind | None:
+        """The most there was at moments of this stage."""
+        if self._most is None:
+            return None
+        return MemoryByKind(**dict(zip(_FIELDS, self._most, strict=True)))
 
     def held(self, boundary_bytes: int) -> tuple[int, ...]:
         """Bytes that all stages of the worker hold now, by kind (`MEMORY_KINDS`), with what was

@@ -15,10 +15,18 @@ from torch import Tensor
 from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.autograd.boundary import storage_key
 from ..communication.channel import Channels
-from ..prepare.messages import MessageRoute, MessageSeries, by_name, join, message_series
+from ..prepare.messages import (
+    MessageRoute,
+    MessageSeries,
+    by_name,
+    join,
+    message_series,
+    missing_gradients,
+)
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..weights.in_place import ChangedInPlace
+from .micro_batch import OutputGradients
 
 
 class StageMessages:
@@ -44,6 +52,7 @@ class StageMessages:
         self._evaluation = distribution.evaluation_routes
         returning = Counter(c.spec.name for c in self._outgoing if c.spec.needs_grad)
         self._summed = {name for name, count in returning.items() if count > 1}
+        self._in_parts = {c.spec.name for c in self._outgoing if c.taken is not None}
 
     @property
     def held_bytes(self) -> int:
@@ -122,7 +131,7 @@ class StageMessages:
 
     def output_gradients(
         self, mine: Sequence[int], made_shape: Callable[[str], torch.Size]
-    ) -> dict[str, Tensor]:
+    ) -> OutputGradients:
         """Receive the gradients of outputs, summed over the stages that use them.
 
         Args:
@@ -138,7 +147,8 @@ class StageMessages:
                     # Others may have the same memory, and this is going to be added to.
                     message = message.clone()
                 grads[name] = c.add_gradient(grads.get(name), message, mine, made_shape(name))
-        return grads
+        gone = {n: missing_gradients(g, in_parts=n in self._in_parts) for n, g in grads.items()}
+        return OutputGradients(grads, gone)
 
     def send_gradients(self, mine: Sequence[int], back: Mapping[str, Tensor]) -> None:
         """Send the gradients of inputs (`Stage.backward`)."""

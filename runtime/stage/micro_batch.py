@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,6 +43,19 @@ class PieceInputs(NamedTuple):
     weights: list[Tensor] | None
 
 
+class OutputGradients(NamedTuple):
+    """What a backward receives.
+
+    Attributes:
+        by_name: of outputs, ``[micro-batches of this backward, ...]``, the sum over the stages that
+            use them.
+        gone: of which of these micro-batches there is none (`missing_gradients`).
+    """
+
+    by_name: Mapping[str, Tensor]
+    gone: Mapping[str, Sequence[bool]]
+
+
 @dataclass
 class MicroBatch:
     """What a stage keeps of a micro-batch until its backward: autograd's graph, inputs, outputs.
@@ -68,20 +80,18 @@ class MicroBatch:
     half: SplitBackward | None = None
 
     def roots(
-        self, grads: Mapping[str, Tensor], gone: Mapping[str, Sequence[bool]], k: int
+        self, grads: OutputGradients, k: int
     ) -> Iterator[tuple[Tensor | GradientEdge, Tensor | None]]:
         """Where its backward begins, with the gradients there; None: 1, of its own loss.
 
         Args:
-            grads: per output, ``[micro-batches of this backward, ...]``.
-            gone: per output, of which of them there are none.
-            k: its place among them.
+            k: its place among the micro-batches of this backward.
         """
         if self.loss is not None:
             yield self.loss, None
         for name, edge in self.outlets.items():
-            if name in grads and not gone[name][k]:
-                yield edge, grads[name][k]
+            if name in grads.by_name and not grads.gone[name][k]:
+                yield edge, grads.by_name[name][k]
 
     def split(
         self,
@@ -139,31 +149,24 @@ def _shaped_as(prepared: Prepared, values: Mapping[str, Tensor], call: Call) -> 
     return all(values[n].shape[1:] == first[n].shape[1:] for n in first.keys() & values.keys())
 
 
-@contextmanager
-def advised(prepared: Prepared, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Adds to any error of a forward that its inputs have other shapes than were profiled.
+def advise(prepared: Prepared, values: Mapping[str, Tensor], error: Exception) -> None:
+    """Raise RunError for an error of a forward whose inputs have other shapes than were profiled.
 
     Graphs may hold lengths, and then fail in words of torch's own before anything is compared.
     Those that take the shape as well go on.
-
-    Raises RunError.
     """
-    try:
-        yield
-    except TimeprestError:
-        raise
-    except Exception as error:
-        if not prepared.varies and not _shaped_as_first(prepared, values):
-            shapes = " and ".join(
-                f"{list(value.shape[1:])} of {name!r}"
-                for name, value in values.items()
-                if name in prepared.model.inputs
-            )
-            raise RunError(
-                f"{describe_error(error)}; samples have shapes {shapes}, others than those of the "
-                f"first mini-batch. {PROFILE_AGAIN}"
-            ) from error
-        raise
+    if isinstance(error, TimeprestError) or prepared.varies:
+        return
+    if not _shaped_as_first(prepared, values):
+        shapes = " and ".join(
+            f"{list(value.shape[1:])} of {name!r}"
+            for name, value in values.items()
+            if name in prepared.model.inputs
+        )
+        raise RunError(
+            f"{describe_error(error)}; samples have shapes {shapes}, others than those of the "
+            f"first mini-batch. {PROFILE_AGAIN}"
+        ) from error
 
 
 def _shaped_as_first(prepared: Prepared, values: Mapping[str, Tensor]) -> bool:

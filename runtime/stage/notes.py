@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from ...planner.recordings.recording import by_kind
 from ...planner.systems.operations import Op
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
@@ -89,8 +88,7 @@ class OperationNotes:
         """
         text, log = self.last_op, self.log if self.log is not None and self.log.on else None
         if log is not None:
-            now = self._account.now
-            held = None if now is None else by_kind(now)
+            held = self._account.last
             left, messages = self._account.held(self._channels.held_bytes), log.end(op)
 
         def note() -> None:
@@ -111,32 +109,25 @@ class OperationNotes:
             self.under_way.note()
             self._channels.close()
 
-    @contextmanager
-    def explained(self, at: str | None = None) -> Iterator[None]:
+    def explained(self, at: str | None = None) -> Explained:
         """Turns whatever is raised into an error that says who failed, and at what.
 
         `at`: an operation, which has been handed in; None: the one at hand.
         """
-        try:
-            try:
-                yield
-            except Exception:
-                if at is None:
-                    self.under_way.blame()
-                raise
-        except TimeprestError as error:
-            if str(error).startswith("stage "):
-                raise
+        return Explained(self, at)
+
+    def explain(self, error: BaseException, at: str | None) -> None:
+        """Raise such an error for one that was raised; return where that says it already."""
+        who = f"{self._replica.name}, at {at or self.last_op}"
+        if isinstance(error, TimeprestError):
+            if not str(error).startswith("stage "):
+                self._check_memory(error)
+                raise type(error)(f"{who}: {error}") from error
+            return
+        # Mostly an operation is given up at a pause since another worker's has failed.
+        given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
+        if not given_up and not is_ctrl_c(error):
             self._check_memory(error)
-            who = f"{self._replica.name}, at {at or self.last_op}"
-            raise type(error)(f"{who}: {error}") from error
-        except BaseException as error:
-            # Mostly an operation is given up at a pause since another worker's has failed.
-            given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
-            if given_up or is_ctrl_c(error):
-                raise
-            self._check_memory(error)
-            who = f"{self._replica.name}, at {at or self.last_op}"
             raise RunError(f"{who}: {describe_error(error)}") from error
 
     def _check_memory(self, error: BaseException) -> None:
@@ -145,3 +136,26 @@ class OperationNotes:
         line = out_of_memory(error, self._plan, self._replica, self._device, held)
         if line is not None:
             raise RunError(f"{self._replica.name}, at {self.last_op}: {line}") from error
+
+
+class Explained:
+    """The context of an operation. One made of a generator takes ten times as long, and every
+    operation has one."""
+
+    def __init__(self, notes: OperationNotes, at: str | None) -> None:
+        """`at`: as of `OperationNotes.explained`."""
+        self._notes, self._at = notes, at
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        if self._at is None and isinstance(error, Exception):
+            try:
+                self._notes.under_way.blame()
+            except BaseException as cause:
+                self._notes.explain(cause, self._at)
+                raise
+        self._notes.explain(error, self._at)

@@ -76,18 +76,22 @@ class StagePiece:
         self._check = partial(check_agreed, varies=prepared.varies)
         self._as_profiled = partial(shaped_as_profiled, prepared)
         self._buffers = {storage_key(buffer) for buffer in self.module.buffers()}
-        # Where no update comes between a forward and its backward, autograd may keep the weights
-        # themselves. Then it is only counted what it keeps, once for each shape of a micro-batch.
+        # Where a backward runs on the parameters as they are, whether the forward's or later ones,
+        # autograd may keep the parameters themselves. Then it is only counted what it keeps, once
+        # for each shape of a micro-batch.
         recomputes = bool(prepared.plan.stages[s].recompute)
-        counts_once = variant.flushes and not recomputes and self.autocast is None
-        self._saved: dict[InputShapes, tuple[int, set[str]]] | None = {} if counts_once else None
+        self._flushes = variant.flushes
+        in_place = variant.flushes or variant.backward_weights == "latest"
+        self._counts_once = in_place and not recomputes and self.autocast is None
+        self._saved: dict[InputShapes, tuple[int, set[str]]] = {}
 
     def forward(self, given: PieceInputs) -> Forwarded:
         """Forward of one micro-batch in training."""
         values = self.handed_over.safe(given.values)
         shapes: InputShapes = ()
         known = None
-        if self._saved is not None:
+        counts_once = self._counts_once and given.weights is None
+        if counts_once:
             shapes = input_shapes(self.inputs, values, self.specs)
             known = self._saved.get(shapes)
         given = given._replace(values=values)
@@ -100,7 +104,7 @@ class StagePiece:
             saved = self.weights.saved
             kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
             known = micro.saved_bytes, kept
-            if self._saved is not None:
+            if counts_once and (self._flushes or not self.weights.copies):
                 self._saved[shapes] = known
         micro.saved_bytes, self.kept_outputs = known
         return micro, outputs, loss

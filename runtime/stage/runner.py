@@ -14,7 +14,7 @@ from ...planner.systems.versions import entry_versions
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels, LoggedChannels
 from ..prepare.clock import Spans
-from ..prepare.data import NO_EVALUATION, Segment, part_of, real_part
+from ..prepare.data import NO_EVALUATION, Segment, real_part
 from ..prepare.devices import CPU, forward_context
 from ..prepare.messages import MessageSeries
 from ..prepare.prepare import Prepared
@@ -24,7 +24,7 @@ from ..records.operation_log import OperationLog, StageEpochFile
 from .data import StageData
 from .gradients import StageGradients
 from .messages import StageMessages
-from .micro_batch import PieceInputs, advised
+from .micro_batch import PieceInputs, advise
 from .notes import OperationNotes
 from .stage import Stage
 from .summed_losses import losses_of
@@ -156,15 +156,17 @@ class StageRunner:
         assert op.micro_batch is not None
         mark = self.notes.clock.mark
         begin = mark()
-        values, target = self.data.of(segment, op.mini_batch, op.micro_batch)
-        share, messages, piece = self.stage.share, self.messages, self.stage.piece
-        part = part_of(segment, op.mini_batch, op.micro_batch, share.samples, share.dealt)
+        values, target, part = self.data.of(segment, op.mini_batch, op.micro_batch)
+        messages, piece = self.messages, self.stage.piece
         loaded = mark()
         values |= messages.inputs(op.micro_batch)
         start = mark()
-        with advised(self.prepared, values):
-            given = PieceInputs(values, target, part, None)
+        given = PieceInputs(values, target, part, None)
+        try:
             version, outputs, loss = self.stage.forward(op, given, messages.held_bytes)
+        except Exception as error:
+            advise(self.prepared, values, error)
+            raise
         of_loss = self._losses.note(op.mini_batch, loss, part.share) if self.data.targets else 0.0
         end = mark()
         messages.send_outputs(op.micro_batch, outputs, piece.kept_outputs, piece.lasts)
@@ -249,8 +251,11 @@ class StageRunner:
             values, target, real = self.data.of_evaluation(k)
             values |= self.messages.evaluation_inputs()
             self.channels.throttle(ahead)
-            with advised(self.prepared, values):
+            try:
                 outputs, result = self.stage.piece.evaluate(values)
+            except Exception as error:
+                advise(self.prepared, values, error)
+                raise
             self.messages.send_evaluated(outputs)
             if self.data.targets:
                 size = self.prepared.distribution.evaluation_samples

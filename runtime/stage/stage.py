@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ...planner.systems.hooks import BackwardRun, ForwardRun
 from ...planner.systems.operations import Op
@@ -20,7 +21,6 @@ from ...profiles.autograd.boundary import give_gradients_own_memory
 from ...profiles.tasks.task import Loss
 from ..prepare.data import Segment
 from ..prepare.devices import CPU, move
-from ..prepare.messages import missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import state_of
 from ..prepare.workers import Replica
@@ -31,7 +31,7 @@ from ..weights.stash import WeightVersions, advance, give_own_memory, keep_neede
 from ..weights.tied_weights import StageTies, TiedWeights
 from .features import chain_of
 from .memory import MemoryAccount
-from .micro_batch import MicroBatch, PieceInputs, collect
+from .micro_batch import MicroBatch, OutputGradients, PieceInputs, collect
 from .optimizer import StageUpdates
 from .piece import piece_of
 
@@ -168,15 +168,11 @@ class Stage:
         return version, outputs, None if loss is None else loss._replace(value=loss.value.detach())
 
     def backward(
-        self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
+        self, op: Op, grads: OutputGradients, boundary_bytes: int = 0
     ) -> tuple[int, int, dict[str, Tensor]]:
         """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
 
         In systems that split it, what gives the gradients of received inputs alone.
-
-        Args:
-            grads: for each output that needs one, the sum over the stages that use it,
-                ``[micro-batches of this backward, ...]``; there may be none (`missing_gradients`).
 
         Returns:
             The version used, and the one the forward used, the oldest where micro-batches differ;
@@ -187,12 +183,11 @@ class Stage:
         forward_version = self.walk.forward_version(op)
         mine = self.share.of(op)
         micros = {i: self._ready(op, i) for i in mine}
-        gone = {name: missing_gradients(message) for name, message in grads.items()}
         fresh = [p for p in self.weights.every if p.grad is None]
         first = True
         for weights in self.policy.backwards(op, mine):
             places = [mine.index(i) for i in weights.micro_batches]
-            roots = [pair for k in places for pair in micros[mine[k]].roots(grads, gone, k)]
+            roots = [pair for k in places for pair in micros[mine[k]].roots(grads, k)]
             same = self.variant.backward_weights == "forward" or weights.version == forward_version
             with self.weights.backward(weights.tensors, same=same):
                 if self.variant.split_backward:
@@ -210,7 +205,7 @@ class Stage:
             name: collect(self.piece.specs[name], list(micros.values()), self.piece.device)
             for name in micros[mine[0]].inlets
         }
-        messages = (*grads.values(), *back.values())
+        messages = (*grads.by_name.values(), *back.values())
         give_gradients_own_memory(fresh, messages)
         self.account.note(boundary_bytes + sum(g.nbytes for g in messages))
         if not self.variant.split_backward:
@@ -254,12 +249,14 @@ class Stage:
         keep_needed(self.weights, self.walk)
         if not steps:
             self._let_gradients_go()
-        self.hooks.before_update()
-        self.updates.step(self.hooks.rate(self.walk.latest), steps=steps)
-        self.account.note(boundary_bytes)
-        self.hooks.after_update()
-        self._let_gradients_go()
-        return advance(self.weights, self.walk)
+        # Graphs that hold the parameters are to run backward on what they are then.
+        with _unsafe_preserve_version_counter(tuple(self.updated)):
+            self.hooks.before_update()
+            self.updates.step(self.hooks.rate(self.walk.latest), steps=steps)
+            self.account.note(boundary_bytes)
+            self.hooks.after_update()
+            self._let_gradients_go()
+            return advance(self.weights, self.walk)
 
     # Steps of an operation ---------------------------------------------------------------
 

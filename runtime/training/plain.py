@@ -230,8 +230,8 @@ class PlainTraining:
             yield range(start, start + count), MicroBatchPart(count, count, 1.0, share)
             return
         for i in range(segment.micro_batches):
-            part = part_of(segment, b, i, self.prepared.plan.micro_batch)
-            yield real_samples(segment, b, i), part
+            positions = real_samples(segment, b, i)
+            yield positions, part_of(segment, b, len(positions), self.prepared.plan.micro_batch)
 
     def _forward(
         self, segment: Segment, b: int, positions: range, part: MicroBatchPart

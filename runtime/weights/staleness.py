@@ -68,18 +68,32 @@ class Sample:
         total = sum(p.numel() for p in parameters)
         self.parameters = parameters
         self._stride = max(1, -(-total // SAMPLED))
+        # Of the parameters as they are, as long as they stay where they are.
+        self._views: list[Tensor] = []
+        self._places: list[int] = []
 
     def of(self, tensors: Sequence[Tensor] | None) -> Tensor:
         """``[weights looked at]``. `tensors`: as `WeightVersions.forward` takes them; there may be
         others behind the parameters'."""
         with torch.no_grad():
-            parts = [
-                t.detach()
-                .reshape(-1)[:: self._stride]
-                .to(torch.complex128 if t.is_complex() else torch.float64)
-                for t in (self.parameters if tensors is None else tensors)[: len(self.parameters)]
-            ]
-            return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+            if not self.parameters:
+                return torch.zeros(0, dtype=torch.float64)
+            parts = self._own() if tensors is None else self._parts(tensors)
+            found = torch.cat(parts)
+            return found.to(torch.complex128 if found.is_complex() else torch.float64)
+
+    def _own(self) -> list[Tensor]:
+        places = [p.data_ptr() for p in self.parameters]
+        if places != self._places:
+            self._views, self._places = self._parts(self.parameters), places
+            if [view.data_ptr() for view in self._views] != places:
+                # What isn't laid out in one piece is copied.
+                self._places = []
+        return self._views
+
+    def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        mine = tensors[: len(self.parameters)]
+        return [t.detach().reshape(-1)[:: self._stride] for t in mine]
 
 
 _Together = tuple[int, int | None]
@@ -140,7 +154,7 @@ class StalenessMeter(StageHooks):
         self._hold()
         latest = self._weights.latest
         if self._sample is not None and latest in self._used.values():
-            self._overwritten[latest] = self._sample.of(None)
+            self._looked_at(latest)
 
     def _distance(self, run: BackwardRun) -> SupportsFloat:
         """‖W_B − W_F‖ / ‖W_F‖ of a backward; 0 where W_F is."""
@@ -154,16 +168,23 @@ class StalenessMeter(StageHooks):
         if made is not None or predicted is not None or used != version:
             before = self._looked_at(used) if predicted is None else predicted
             now = self._looked_at(version) if made is None else self._sample.of(made)
-            norm = before.norm()
-            distance = number(torch.where(norm == 0, 0.0, (now - before).norm() / norm))
-        needed = set(self._used.values())
+            norm, moved = before.norm(), (now - before).norm()
+            if norm.is_cuda:
+                distance = number(torch.where(norm == 0, 0.0, moved / norm))
+            else:
+                distance = float(moved) / float(norm) if float(norm) else 0.0
+        # The latest, too, in case that forwards of the next mini-batches use it as an older one.
+        needed = {*self._used.values(), version}
         self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
         return distance
 
     def _looked_at(self, version: int) -> Tensor:
         assert self._sample is not None
         found = self._overwritten.get(version)
-        return self._sample.of(None) if found is None else found
+        if found is None:
+            # Until the next update they stay as they are.
+            found = self._overwritten[version] = self._sample.of(None)
+        return found
 
     def _hold(self) -> None:
         self.seen.versions_held = max(self.seen.versions_held, self._weights.held)

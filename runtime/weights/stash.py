@@ -17,7 +17,7 @@ that goes through them is at the forward's weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,6 +87,7 @@ class WeightVersions:
     Attributes:
         latest: number of the version that the parameters hold.
         saved: bytes by storage that autograd saved in the last forward, parameters left out.
+        copies: whether some forward so far has copied weights to another precision.
         every: what operations run on: the parameters, and behind them those that were joined.
         corrected: of weights in the scratch copy that were corrected, the latest version then, and
             how far back they are.
@@ -104,6 +105,7 @@ class WeightVersions:
         self._frozen_index = {storage_key(p): k for k, p in enumerate(frozen) if p.numel()}
         self.latest = 0
         self.saved: dict[int, int] = {}
+        self.copies = False
         self._older: dict[int, list[Tensor]] = {}
         self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
         self._memory = [p.detach() for p in self.parameters]
@@ -229,28 +231,33 @@ class WeightVersions:
 
     # Using weights --------------------------------------------------------------------------
 
-    @contextmanager
     def forward(
         self,
         tensors: list[Tensor] | None,
         *,
         hooks: bool = True,
         substitutes: Substitutes | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Run a forward on these; None: the parameters as they are.
 
         What it saves of the weights are references.
 
         Args:
-            hooks: False: its backward will run on the same weights, and nobody asks what it saved:
-                autograd keeps what it keeps. Only for the parameters as they are.
+            hooks: False: its backward will run on the parameters, too, whatever updates have made
+                of them by then, and nobody asks what it saved: autograd keeps what it keeps. Only
+                for the parameters as they are.
             substitutes: asked for what is kept instead of a tensor.
         """
-        if not hooks:
-            assert tensors is None
-            self.saved = {}
-            yield
-            return
+        if hooks:
+            return self._referring(tensors, substitutes)
+        assert tensors is None
+        self.saved = {}
+        return nullcontext()
+
+    @contextmanager
+    def _referring(
+        self, tensors: list[Tensor] | None, substitutes: Substitutes | None
+    ) -> Iterator[None]:
         counted: dict[int, int] = {}
         index, only, beside = self._index, self._only_dtype, bool(self._joined or self._frozen)
         versioned = len(self.every)
@@ -264,6 +271,7 @@ class WeightVersions:
                 k = self._beside(key)
             if k is None and tensor.dtype != only:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
+                self.copies |= k is not None
             if substitutes is not None:
                 found = substitutes.packed(tensor, key, weight=k is not None)
                 if found is not None:

@@ -46,6 +46,8 @@ PARTICIPLES = {"Enough", "Foretold", "Given", "Reached", "Seen"}
 BROKEN = """
 attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
+attributes 22 runtime/stage/piece.py StagePiece
+attributes 21 runtime/weights/stash.py WeightVersions
 imports 22 api.py
 imports 19 cli/notebook/views.py
 imports 18 cli/plan.py
@@ -65,7 +67,7 @@ imports 21 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
 imports 20 runtime/stage/runner.py
-imports 22 runtime/stage/stage.py
+imports 21 runtime/stage/stage.py
 imports 17 runtime/study/command/command.py
 imports 20 runtime/study/trainings/training.py
 imports 27 runtime/training/loop.py
@@ -90,7 +92,7 @@ methods 27 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
 methods 24 runtime/training/loop.py Course
-methods 21 runtime/weights/stash.py WeightVersions
+methods 22 runtime/weights/stash.py WeightVersions
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads

@@ -22,7 +22,9 @@ def message(dtype, *gone):
 @pytest.mark.parametrize("dtype", TYPES + COMPLEX)
 def test_slots_without_a_gradient_are_known(dtype):
     assert message(dtype, True).isnan().all()
-    assert missing_gradients(message(dtype, True, False, True)) == [True, False, True]
+    for in_parts in (True, False):
+        found = missing_gradients(message(dtype, True, False, True), in_parts=in_parts)
+        assert found == [True, False, True]
     assert missing_gradients(message(dtype, False)) == [False]
     assert missing_gradients(message(dtype, True).clone()) == [True]
     # What computations make isn't taken for it.

@@ -387,7 +387,8 @@ def test_every_sample_has_one_place(samples, mini_batch, n):
     segment = Segment(0, 0, count, samples, mini_batch, n)
     seen = []
     for b in range(count):
-        parts = [part_of(segment, b, i, -(-mini_batch // n)) for i in range(n)]
+        real = [len(real_samples(segment, b, i)) for i in range(n)]
+        parts = [part_of(segment, b, each, -(-mini_batch // n)) for each in real]
         assert sum(part.share for part in parts) == pytest.approx(1)
         assert max(part.real for part in parts) - min(part.real for part in parts) <= 1
         assert all(part.real <= part.size == -(-mini_batch // n) for part in parts)

@@ -10,6 +10,7 @@ import torch
 from helpers.against_oracle import train
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
+from timeprest.planner.recordings.recording import MEMORY_KINDS
 from timeprest.planner.systems.hooks import HOOKS, HookChain, StageHooks, overrides
 from timeprest.runtime.checkpoint.worker_state import capture, known_parameters, pack, restore
 from timeprest.runtime.prepare.prepare import prepare
@@ -181,4 +182,4 @@ def test_what_hooks_keep_counts_with_the_versions():
     weights = WeightVersions(parameters)
     account = MemoryAccount(weights, hooks=HookChain([Keeping(), Keeping()]))
     account.note()
-    assert account.now.versions_bytes == 2 * 4 * (3 + 5)
+    assert account.last[MEMORY_KINDS.index("versions")] == 2 * 4 * (3 + 5)

@@ -12,6 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
 from mlp_task import MLPTask
 from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.recordings.recording import MEMORY_KINDS
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
@@ -474,7 +475,7 @@ def test_state_that_comes_with_a_later_gradient_counts():
         p.grad = torch.ones_like(p)
         optimizer.step()
         account.note()
-        assert account.now.optimizer_bytes == 2 * 4 * numbers
+        assert account.last[MEMORY_KINDS.index("optimizer")] == 2 * 4 * numbers
 
 
 def test_a_scheduler_may_set_the_rate_of_a_discounted_gradient():

@@ -143,8 +143,9 @@ def test_processes_equal_inline_under_autocast(profile, tmp_path):
         torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-6)
 
 
-def test_no_forward_keeps_its_own_copies_of_the_weights(profile, tmp_path, monkeypatch):
-    """Also where autograd may keep weights as they are, and bytes have been counted."""
+@pytest.mark.parametrize("variant", ["gpipe", "v-timeprest"])
+def test_no_forward_keeps_its_own_copies_of_the_weights(variant, profile, tmp_path, monkeypatch):
+    """Also where autograd may keep parameters as they are, and bytes have been counted."""
     asked, forward = [], WeightVersions.forward
 
     def noted(self, tensors, *, hooks=True, substitutes=None):
@@ -152,7 +153,7 @@ def test_no_forward_keeps_its_own_copies_of_the_weights(profile, tmp_path, monke
         return forward(self, tensors, hooks=hooks, substitutes=substitutes)
 
     monkeypatch.setattr(WeightVersions, "forward", noted)
-    plan = plan_by_hand(profile, "gpipe", 2, 4)
+    plan = plan_by_hand(profile, variant, 2, 4)
     for autocast in ("bfloat16", "off"):
         how = RunSettings(task=TARGET, steps=2, evaluate=False, autocast=autocast)
         run(plan, how, tmp_path / autocast, inline=True)
