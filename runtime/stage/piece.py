@@ -80,18 +80,16 @@ class StagePiece:
         # autograd may keep the parameters themselves. Then it is only counted what it keeps, once
         # for each shape of a micro-batch.
         recomputes = bool(prepared.plan.stages[s].recompute)
-        self._flushes = variant.flushes
         in_place = variant.flushes or variant.backward_weights == "latest"
-        self._counts_once = in_place and not recomputes and self.autocast is None
-        self._saved: dict[InputShapes, tuple[int, set[str]]] = {}
+        counts_once = in_place and not recomputes and self.autocast is None
+        self._saved: dict[InputShapes, tuple[int, set[str]]] | None = {} if counts_once else None
 
     def forward(self, given: PieceInputs) -> Forwarded:
         """Forward of one micro-batch in training."""
         values = self.handed_over.safe(given.values)
         shapes: InputShapes = ()
         known = None
-        counts_once = self._counts_once and given.weights is None
-        if counts_once:
+        if self._saved is not None and given.weights is None:
             shapes = input_shapes(self.inputs, values, self.specs)
             known = self._saved.get(shapes)
         given = given._replace(values=values)
@@ -104,7 +102,9 @@ class StagePiece:
             saved = self.weights.saved
             kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
             known = micro.saved_bytes, kept
-            if counts_once and (self._flushes or not self.weights.copies):
+            if self.weights.copies:
+                self._saved = None
+            elif self._saved is not None and given.weights is None:
                 self._saved[shapes] = known
         micro.saved_bytes, self.kept_outputs = known
         return micro, outputs, loss

@@ -81,6 +81,10 @@ class Substitutes(Protocol):
         """For a tensor with this storage: an object with `filled()`, or None."""
 
 
+_SCRATCH = -1
+"""In the place of a version's number: the scratch copy."""
+
+
 class WeightVersions:
     """The versions of one stage's trained parameters.
 
@@ -115,7 +119,6 @@ class WeightVersions:
         self._views: dict[_Reference, Tensor] = {}
         self._scratch: list[Tensor] = []
         self._bytes: dict[int, int] = {}
-        self._scratch_bytes = 0
         self.corrected: tuple[int, int] | None = None
         self.join(())
 
@@ -173,7 +176,7 @@ class WeightVersions:
     @property
     def older_bytes(self) -> int:
         """Bytes of the copies, the scratch copy among them."""
-        return sum(self._bytes[version] for version in self._older) + self._scratch_bytes
+        return sum(self._bytes.values())
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has the memory of a parameter, or of a version of one."""
@@ -206,7 +209,7 @@ class WeightVersions:
             self._scratch = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
             keys = ((storage_key(t), k) for k, t in enumerate(self._scratch) if t.numel())
             self._index.update(keys)
-            self._scratch_bytes = sum(map(storage_bytes, self._scratch))
+            self._bytes[_SCRATCH] = sum(map(storage_bytes, self._scratch))
         return self._scratch
 
     def drop_scratch(self) -> None:
@@ -214,7 +217,7 @@ class WeightVersions:
         for tensor in self._scratch:
             self._index.pop(storage_key(tensor), None)
         self._scratch = []
-        self._scratch_bytes = 0
+        self._bytes.pop(_SCRATCH, None)
 
     def between(self, version: int, share: float, *, reuse: bool) -> list[Tensor]:
         """Weights between the latest and an older version: latest + share · (older − latest).
@@ -289,22 +292,10 @@ class WeightVersions:
 
         try:
             hooked = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-            with self._in_place_of_the_latest(tensors), hooked:
+            with _holding(self.every, tensors), hooked:
                 yield
         finally:
             self.saved = counted
-
-    @contextmanager
-    def _in_place_of_the_latest(self, tensors: list[Tensor] | None) -> Iterator[None]:
-        """The parameters hold these; None: what they hold."""
-        live = [p.data for p in self.every] if tensors is not None else []
-        for p, other in zip(self.every, tensors or (), strict=bool(tensors)):
-            p.data = other
-        try:
-            yield
-        finally:
-            for p, data in zip(self.every, live, strict=bool(live)):
-                p.data = data
 
     def _copied_from(self, tensor: Tensor) -> int | None:
         """The parameter that this is a copy of in another precision, or a view of such a copy."""
@@ -332,7 +323,7 @@ class WeightVersions:
         self._unpack_from = [*own, *(p.detach() for p in self._frozen)]
         refusal = None if same else register_module_forward_pre_hook(_refuse)
         try:
-            with self._in_place_of_the_latest(tensors):
+            with _holding(self.every, tensors):
                 yield
         finally:
             if refusal is not None:
@@ -373,6 +364,21 @@ class WeightVersions:
         conjugate, negative = kept.lazy
         view = view.conj() if conjugate else view
         return torch._neg_view(view) if negative else view
+
+
+@contextmanager
+def _holding(
+    parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor] | None
+) -> Iterator[None]:
+    """The parameters hold these; None: what they hold."""
+    live = [p.data for p in parameters] if tensors is not None else []
+    for p, other in zip(parameters, tensors or (), strict=bool(tensors)):
+        p.data = other
+    try:
+        yield
+    finally:
+        for p, data in zip(parameters, live, strict=bool(live)):
+            p.data = data
 
 
 def keep_needed(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> None:

@@ -46,8 +46,6 @@ PARTICIPLES = {"Enough", "Foretold", "Given", "Reached", "Seen"}
 BROKEN = """
 attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
-attributes 22 runtime/stage/piece.py StagePiece
-attributes 21 runtime/weights/stash.py WeightVersions
 imports 22 api.py
 imports 19 cli/notebook/views.py
 imports 18 cli/plan.py
@@ -92,7 +90,7 @@ methods 27 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
 methods 24 runtime/training/loop.py Course
-methods 22 runtime/weights/stash.py WeightVersions
+methods 21 runtime/weights/stash.py WeightVersions
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
