@@ -145,6 +145,11 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """Run forwards under torch.autocast."""
     compile: Annotated[bool, Option(WHERE, marks=("later",))] = False
     """Train each stage under torch.compile, where it can be; the summary says where not."""
+    graphs: Annotated[
+        Literal["auto", "on", "off"], Option(WHERE, marks=("free", "adjustable", "later"))
+    ] = "auto"
+    """Capture each stage's passes as CUDA graphs, where they can be; the summary says where not.
+    auto: on GPUs."""
     deterministic: Annotated[bool, Option(WHERE, marks=("later",))] = False
     """Have torch take operations that give the same numbers every time, where it has such, and warn
     of those where it hasn't; on GPUs some add up in whatever sequence they come to."""

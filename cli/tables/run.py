@@ -94,12 +94,14 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
 
 
 def compile_lines(plan: Plan, summary: RunSummary) -> list[Text]:
-    """Stages that were to be compiled, and weren't."""
-    return [
-        Text(f"stage {_which(plan, report)} isn't compiled: {report.not_compiled}")
+    """Stages that were to be compiled, and weren't; and what of their passes was captured."""
+    lines = [
+        (report, f" isn't compiled: {report.not_compiled}")
         for report in summary.stages
         if report.not_compiled
     ]
+    lines += [(r, f", CUDA graphs: {r.graphs}") for r in summary.stages if r.graphs]
+    return [Text(f"stage {_which(plan, report)}{line}") for report, line in lines]
 
 
 def _workers(plan: Plan) -> str:

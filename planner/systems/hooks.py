@@ -26,7 +26,8 @@ from .operations import Op
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+NOTHING: AbstractContextManager[Any] = nullcontext()
+"""The context of a pass that no hook has one for."""
 
 
 class ForwardRun(NamedTuple):
@@ -229,7 +230,7 @@ def _entered(
 ) -> AbstractContextManager[Any]:
     some = [context for context in contexts if context is not None]
     if len(some) < 2:
-        return some[0] if some else _NOTHING
+        return some[0] if some else NOTHING
     return _nested(some)
 
 

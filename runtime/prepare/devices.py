@@ -63,13 +63,15 @@ def device_of(kind: str, local_rank: int, gpus: int) -> torch.device:
 def devices_here(plan: Plan, settings: RunSettings) -> tuple[str, int]:
     """The kind of device that a run trains on, and how many GPUs this host has.
 
-    Raises UserError where it can't train on such a device, send messages as is asked for, or
-    compile for it.
+    Raises UserError where it can't train on such a device, send messages as is asked for, compile
+    for it, or capture graphs there.
     """
     kind, gpus = device_kind(plan, settings), gpu_count()
     check_kind(kind, settings, gpus)
     if kind == "cpu" and settings.transport in ("ipc", "nccl"):
         raise UserError(f"--transport {settings.transport}: is of GPUs, and stages are on the CPU")
+    if kind == "cpu" and settings.graphs == "on":
+        raise UserError("--graphs on: CUDA graphs are of GPUs, and stages are on the CPU")
     if settings.compile and kind == "cpu":
         check_compiler()
     return kind, gpus

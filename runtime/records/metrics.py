@@ -265,6 +265,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     epochs: list[StageEpoch] = []
     not_compiled: str = ""
     """Why the stage wasn't compiled, where it was to be."""
+    graphs: str = ""
+    """What of its passes was captured and replayed, what wasn't and why; empty: none was to be."""
     idle_share: float | None = None
     """Of `wall_s`; None of an inline run, where stages take turns (`training_times`)."""
 

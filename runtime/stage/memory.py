@@ -111,9 +111,9 @@ class MemoryAccount:
             0,
         )
 
-    def gradients_gone(self) -> None:
-        """The gradients were let go after an update."""
-        self._gradients = 0
+    def gradients_gone(self, left_bytes: int = 0) -> None:
+        """The gradients were let go after an update, but for memory that they have again."""
+        self._gradients = left_bytes
 
     def _count_state(self) -> None:
         """Of a parameter it comes with its first gradient, and doesn't grow after that."""

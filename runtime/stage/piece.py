@@ -146,11 +146,17 @@ class StagePiece:
 
     def _first(self, given: PieceInputs, *, counts: bool) -> Forwarded:
         """The forward before the messages. `counts`: what it saves isn't known."""
-        return self._run(given, counts=counts)
+        return self.run(given, counts=counts)
 
-    def _run(
+    def run(
         self, given: PieceInputs, *, counts: bool = True, remade: Remade | None = None
     ) -> Forwarded:
+        """What a forward computes, and what autograd keeps of it.
+
+        Args:
+            counts: what it saves isn't known, or is a reference to weights.
+            remade: what some of its layers are computed again from.
+        """
         values, target, part, tensors = given
         micro = MicroBatch(remade=remade)
         weights = self.weights.forward(tensors, hooks=counts, substitutes=remade)
@@ -222,7 +228,7 @@ class RecomputedPiece(StagePiece):
         received -= self.handed_over.kept_elsewhere(received)
         inputs = self._recomputation.keep(given.values, received, given.target, given.part)
         with torch.no_grad():
-            _, outputs, loss = self._run(given)
+            _, outputs, loss = self.run(given)
         self._recomputation.kept(inputs)
         return MicroBatch(inputs.nbytes, inputs=inputs), outputs, loss
 
@@ -237,7 +243,7 @@ class RecomputedPiece(StagePiece):
         assert found is not None
         again = PieceInputs(found.values, found.target, found.part, tensors)
         with context, self._recomputation.as_in_first_run(found):
-            rebuilt, _, _ = self._run(again)
+            rebuilt, _, _ = self.run(again)
         # What it was made from stays until the backward is done, and counts besides.
         rebuilt.saved_bytes += micro.saved_bytes
         return rebuilt
@@ -256,7 +262,7 @@ class PartlyRecomputedPiece(StagePiece):
         self.compute = forward_of(prepared, s, self._selected.module)
 
     def _first(self, given: PieceInputs, *, counts: bool) -> Forwarded:
-        return self._run(given, remade=Remade(self._selected, self.lasts))
+        return self.run(given, remade=Remade(self._selected, self.lasts))
 
     def ready(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ...planner.systems.hooks import BackwardRun, ForwardRun
+from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun
 from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
 from ...planner.systems.versions import VersionWalk
@@ -30,10 +30,10 @@ from ..weights.staleness import meter_of
 from ..weights.stash import WeightVersions, advance, give_own_memory, keep_needed
 from ..weights.tied_weights import StageTies, TiedWeights
 from .features import chain_of
+from .graphs import Graphs
 from .memory import MemoryAccount
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs, collect
 from .optimizer import StageUpdates
-from .piece import piece_of
 
 
 class Stage:
@@ -42,6 +42,7 @@ class Stage:
     Attributes:
         number: from 0, at the input side.
         piece: what its forwards compute.
+        graphs: what of its passes is captured; where nothing is, they run operation by operation.
         weights: versions of its own parameters, and what operations run on.
         policy: which version each operation uses, of those and of shared ones.
         ties: parameters that several stages of the worker use.
@@ -79,7 +80,8 @@ class Stage:
         tied = set(map(id, self.ties.parameters))
         frozen = [p for p in module.parameters() if not p.requires_grad]
         self.weights = WeightVersions([p for p in self.updated if id(p) not in tied], frozen)
-        self.piece = piece_of(prepared, s, device, self.weights)
+        self.graphs = Graphs(prepared, replica, device, self.weights)
+        self.piece = self.graphs.piece
         self.updates = StageUpdates(prepared, s)
         hooked = HookedStage(
             prepared,
@@ -159,8 +161,10 @@ class Stage:
         version, weights = self.policy.forward(op)
         part = given.part
         run = ForwardRun(op, version, self.walk.latest, weights, part.real, part.size)
-        with self.hooks.forward(run):
-            micro, outputs, loss = self.piece.forward(given._replace(weights=weights))
+        given, context = given._replace(weights=weights), self.hooks.forward(run)
+        with context:
+            replayed = self.graphs.forward(given, alone=context is NOTHING)
+            micro, outputs, loss = replayed or self.piece.forward(given)
         self._flying[op.mini_batch, op.micro_batch] = micro
         self.account.activations_bytes += micro.saved_bytes
         self.account.note(boundary_bytes, gradients_changed=False)
@@ -186,14 +190,14 @@ class Stage:
         fresh = [p for p in self.weights.every if p.grad is None]
         first = True
         for weights in self.policy.backwards(op, mine):
-            places = [mine.index(i) for i in weights.micro_batches]
-            roots = [pair for k in places for pair in micros[mine[k]].roots(grads, k)]
-            same = self.variant.backward_weights == "forward" or weights.version == forward_version
-            with self.weights.backward(weights.tensors, same=same):
-                if self.variant.split_backward:
-                    self._split(op, micros[mine[0]], roots)
-                elif roots:
-                    torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
+            passes = [(micros[i], mine.index(i)) for i in weights.micro_batches]
+            left = self.graphs.backward(passes, grads, weights.tensors)
+            if left:
+                roots = [root for micro, k in left for root in micro.roots(grads, k)]
+                same = weights.version == forward_version
+                self._run_backward(op, left[0][0], roots, weights.tensors, same=same)
+            elif self.variant.split_backward:
+                self._flying[op.mini_batch, mine[0]] = micros[mine[0]]
             difference = version - forward_version
             self.hooks.backward(
                 BackwardRun(
@@ -221,9 +225,10 @@ class Stage:
         """The weight part of a micro-batch's backward. Returns the version used."""
         assert op.micro_batch is not None
         micro = self._flying.pop((op.mini_batch, op.micro_batch))
-        assert micro.half is not None
-        with self.weights.backward(None):
-            micro.half.weights()
+        if not self.graphs.weights(micro):
+            assert micro.half is not None
+            with self.weights.backward(None):
+                micro.half.weights()
         self.account.note(boundary_bytes)
         self.hooks.after_backward(op)
         self.account.activations_bytes -= micro.saved_bytes
@@ -271,17 +276,30 @@ class Stage:
         self.account.activations_bytes += ready.saved_bytes - bytes_before
         return ready
 
-    def _split(
+    def _run_backward(
         self,
         op: Op,
         micro: MicroBatch,
         roots: Sequence[tuple[Tensor | torch.autograd.graph.GradientEdge, Tensor | None]],
+        tensors: list[Tensor] | None,
+        *,
+        same: bool,
     ) -> None:
-        """Run the first part of a backward; the graph is kept for the second."""
-        assert op.micro_batch is not None
-        half = micro.split(roots, self.weights.every)
-        self.account.activations_bytes += half.saved_bytes - micro.saved_bytes
-        self._flying[op.mini_batch, op.micro_batch] = half
+        """Run a backward, or the first part of one that is split: the graph is kept for the second.
+
+        Args:
+            micro: the first of its micro-batches.
+            same: its weights are those of the forwards.
+        """
+        same = same or self.variant.backward_weights == "forward"
+        with self.weights.backward(tensors, same=same):
+            if self.variant.split_backward:
+                assert op.micro_batch is not None
+                half = micro.split(roots, self.weights.every)
+                self.account.activations_bytes += half.saved_bytes - micro.saved_bytes
+                self._flying[op.mini_batch, op.micro_batch] = half
+            elif roots:
+                torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
 
     def _drop(self) -> None:
         """Let go of weight versions that no operation needs any more."""
@@ -292,7 +310,7 @@ class Stage:
         for p in self.updated:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.
             p.grad = None
-        self.account.gradients_gone()
+        self.account.gradients_gone(self.graphs.sums_bytes)
 
     # Its state ---------------------------------------------------------------------------
 

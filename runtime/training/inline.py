@@ -9,6 +9,7 @@ from ..records.metrics import StageReport
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from .loop import load_samples, stage_runner, train
+from .warm_up import capture_graphs
 
 
 def run_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
@@ -22,4 +23,6 @@ def run_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[St
         )
     ]
     load_samples(runners)
+    for runner in runners:
+        capture_graphs(runner)
     return train(where, runners, observer)

@@ -84,12 +84,29 @@ def stage_runner(
 
 
 def load_samples(runners: Sequence[StageRunner]) -> None:
-    """Have the runners of this process load what data they need."""
+    """Have the runners of this process know those of the same worker (`introduce`), and load what
+    data they need."""
+    introduce(runners)
     before = torch.get_rng_state()
     for runner in runners:
         # As in processes of their own, where each has drawn as much before.
         torch.set_rng_state(before)
         runner.data.load()
+
+
+def introduce(runners: Sequence[StageRunner]) -> None:
+    """Have runners know those of the same worker, before anything is run."""
+    for runner, others in zip(runners, _beside(runners), strict=True):
+        if others:
+            runner.stand_beside(others)
+
+
+def _beside(runners: Sequence[StageRunner]) -> list[list[StageRunner]]:
+    """For each runner, the others of its worker."""
+    return [
+        [r for r in runners if r is not runner and r.replica.rank == runner.replica.rank]
+        for runner in runners
+    ]
 
 
 def train(
@@ -180,13 +197,7 @@ class Course:
         self._figures = StepFigures()
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
-        self._beside = [
-            [r for r in runners if r is not runner and r.replica.rank == runner.replica.rank]
-            for runner in runners
-        ]
-        for runner, others in zip(runners, self._beside, strict=True):
-            if others:
-                runner.stand_beside(others)
+        self._beside = _beside(runners)
         self._numbers = same_numbers(self.prepared.random, self.prepared.settings.seed)
         stages = len(self.prepared.plan.stages)
         for runner in runners:
@@ -503,6 +514,7 @@ class Course:
                     not_finite=runner.gradients.not_finite.mini_batches,
                     beyond_profile=runner.data.beyond_profile,
                     not_compiled=runner.stage.piece.compute.why_not,
+                    graphs=runner.stage.graphs.line,
                     epochs=epochs,
                 )
             )

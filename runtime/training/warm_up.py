@@ -19,14 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...planner.schedules.schedules import make_schedule
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import decode, encode
 from ..prepare.devices import forward_context, put, random_kept
 from ..prepare.messages import missing_gradients
 from ..stage.gradients import finiteness
+from ..stage.graphs import most_in_flight
 from ..stage.optimizer import step_optimizer
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
+
+_SETTLED = 64
+"""Mini-batches by which a pipeline is in its steady state."""
 
 _WIDEST = 64
 """Of a dimension of a stand-in for a parameter."""
@@ -35,33 +40,65 @@ _WIDEST = 64
 def warm_up(runner: StageRunner) -> None:
     """Have a stage's device load what the run needs. What fails here fails in the run, if at all:
     there its message says at which operation."""
-    stage, model = runner.stage, runner.prepared.model
+    stage = runner.stage
     # The user's model, on numbers that aren't the run's.
     with random_kept(runner.device), suppress(Exception):
-        call, target = runner.prepared.example(runner.stage.share.samples)
-        inputs = dict(zip(model.inputs, call.tensors, strict=False))
-        own = {name: put(inputs[name], runner.device) for name in runner.data.inputs}
-        values = {**own, **runner.prepared.distribution.known[runner.number]}
-        train_once(stage, values, put(target, runner.device))
+        values, target = _example(runner)
+        train_once(stage, values, target)
         evaluate_once(stage, values)
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
+    capture_graphs(runner)
+
+
+def capture_graphs(runner: StageRunner) -> None:
+    """Capture a stage's passes, where that is asked for and can be (`stage.graphs`). The stages of
+    its worker know each other by then."""
+    stage, prepared = runner.stage, runner.prepared
+    if not stage.graphs.on:
+        return
+    # More mini-batches keep no more in flight.
+    most = min(max(segment.mini_batches for segment in prepared.segments), _SETTLED)
+    ops = make_schedule(prepared.pipeline, most)[runner.number]
+    with random_kept(runner.device):
+        try:
+            given, target = _example(runner)
+            values = {name: _value(stage, name, given) for name in stage.piece.inputs}
+        except Exception as error:  # the user's data
+            stage.graphs.leave(error)
+            return
+        target = target if runner.data.targets else None
+        stage.graphs.record(values, target, most_in_flight(ops, stage.share.of))
+        stage.account.activations_bytes += stage.graphs.nbytes
+
+
+def _example(runner: StageRunner) -> tuple[dict[str, Tensor], Any]:
+    """What a micro-batch has from the data or is known of it, by name, and its target."""
+    prepared = runner.prepared
+    call, target = prepared.example(runner.stage.share.samples)
+    inputs = dict(zip(prepared.model.inputs, call.tensors, strict=False))
+    own = {name: put(inputs[name], runner.device) for name in runner.data.inputs}
+    return {**own, **prepared.distribution.known[runner.number]}, put(target, runner.device)
+
+
+def _value(stage: Stage, name: str, values: Mapping[str, Tensor]) -> Tensor:
+    """An input as messages have it: what isn't at hand is made up, by its spec."""
+    spec, made = stage.piece.specs.get(name), values.get(name)
+    if made is None:
+        assert spec is not None
+        numbers = torch.tensor(spec.numbers) if spec.numbers else torch.zeros(())
+        made = numbers.to(spec.dtype).expand(spec.shape).contiguous()
+    found: Tensor = put(made, stage.piece.device)
+    return found
 
 
 def _arguments(stage: Stage, inputs: Sequence[str], values: Mapping[str, Tensor]) -> list[Any]:
-    """A piece's inputs: what isn't at hand is made up, by its spec."""
     found = []
     for name in inputs:
         spec = stage.piece.specs.get(name)
-        if spec is None:
-            found.append(values[name])
-            continue
-        made = values.get(name)
-        if made is None:
-            numbers = torch.tensor(spec.numbers) if spec.numbers else torch.zeros(())
-            made = numbers.to(spec.dtype).expand(spec.shape).contiguous()
-        found.append(decode(put(made, stage.piece.device), spec.kind))
-        if spec.needs_grad and torch.is_grad_enabled():
+        made = _value(stage, name, values)
+        found.append(made if spec is None else decode(made, spec.kind))
+        if spec is not None and spec.needs_grad and torch.is_grad_enabled():
             found[-1] = found[-1].detach().requires_grad_()
     return found
 

@@ -27,7 +27,7 @@ from ..prepare.prepare import Prepared, with_own_weights
 from ..records.progress import Observer
 from ..stage.optimizer import make_scheduler, optimizer_of, step_optimizer, system_optimizer
 from ..stage.runner import StageRunner
-from ..training.loop import Course
+from ..training.loop import Course, introduce
 
 _HELD = 4
 """Times its parameters that a stage holds in an update: weights, gradients and two moments."""
@@ -63,6 +63,7 @@ def try_training(prepared: Prepared) -> list[str]:
                 few.replicas, with_own_weights(few), local_transport(few), strict=True
             )
         ]
+        introduce(runners)
         Course(runners, Observer(), lambda: None, lambda: None).run()
         if settings.checkpoint_every != 0:
             try_checkpoint(runners)

@@ -381,6 +381,15 @@ def _holding(
             p.data = data
 
 
+def memory_for(versions: WeightVersions) -> list[Tensor]:
+    """A tensor for each that operations run on, which they may run on instead; it stays."""
+    made = [torch.empty_like(p, requires_grad=False) for p in versions.every]
+    for begin, owner in ((0, versions), *versions._joined):
+        keys = [storage_key(t) for t in made[begin : begin + len(owner.parameters)]]
+        owner._index.update({key: k for k, key in enumerate(keys) if made[begin + k].numel()})
+    return made
+
+
 def keep_needed(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> None:
     """An update is about to overwrite the latest weights: copy them, where they are needed.
 

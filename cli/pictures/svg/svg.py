@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
 from ...errors import printable
@@ -58,11 +57,12 @@ class Drawing:
         if element not in self._defs:
             self._defs.append(element)
 
-    @contextmanager
-    def group(self, **attributes: str | float) -> Iterator[None]:
-        """Draw a group in this block; one without elements goes."""
+    def open(self, **attributes: str | float) -> None:
+        """Begin a group."""
         self._lines.append(f"<g{_attributes(attributes)}>")
-        yield
+
+    def close(self) -> None:
+        """End a group; one without elements goes."""
         if self._lines[-1].startswith("<g"):
             self._lines.pop()
         else:

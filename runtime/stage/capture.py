@@ -1,0 +1,177 @@
+"""CUDA graphs: kernels that are recorded once and started again by one call; and what can't be.
+
+While a stream is captured nothing is computed. Whatever the host does then (reads a number, draws a
+random one, copies from its own memory) stays as it was at that time in every replay, without a
+word. So a pass runs once as ever before it is captured, under `Capturable`, which sees every
+operation and refuses those.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...profiles.tracing.random_states import same_states, states
+
+_ATEN = torch.ops.aten
+_BY_MASK = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
+"""With masks they look at how much is in these; with numbers they don't."""
+
+_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class CannotCaptureError(Exception):
+    """What a pass does can't be captured; it says what. Nothing is wrong with the pass."""
+
+
+class Capturable(TorchDispatchMode):
+    """Lets operations run on a device, and raises CannotCaptureError for those that a graph can't
+    have."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`."""
+        given, name = _tensors((args, dict(kwargs or {}))), str(func)
+        self._look(name, given)
+        if func.overloadpacket in _BY_MASK:
+            if any(t.dtype in (torch.bool, torch.uint8) for t in given[1:]):
+                raise CannotCaptureError(f"{name} takes as much as a mask says")
+        elif func is _ATEN.lift_fresh.default:
+            raise CannotCaptureError("a tensor is made of numbers of the host (torch.tensor)")
+        elif any(tag in func.tags for tag in _BY_NUMBERS):
+            raise CannotCaptureError(f"{name} has to know numbers of a tensor")
+        # A mode of functions has seen it already.
+        with torch._C.DisableTorchFunction():
+            made = func(*args, **(kwargs or {}))
+        # What the host makes of nothing is looked at where it goes.
+        if given or torch.Tag.nondeterministic_seeded in func.tags:
+            self._look(name, _tensors(made))
+        return made
+
+    def _look(self, name: str, tensors: list[Tensor]) -> None:
+        for t in tensors:
+            if t.layout != torch.strided:
+                raise CannotCaptureError(f"{name} has a sparse tensor")
+            if t.device.type != self._device.type:
+                raise CannotCaptureError(f"{name} has a tensor of the {t.device.type}")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def nothing_left_on_host(module: nn.Module) -> Iterator[None]:
+    """Raises CannotCaptureError where what is run in the context leaves something on the host:
+    attributes of modules, other buffers, states of Python's or NumPy's random numbers."""
+
+    def made() -> dict[tuple[int, str], object]:
+        inside = {(id(m), n): value for m in modules for n, value in vars(m).items()}
+        return {**inside, **{(id(m), n): b for m in modules for n, b in m._buffers.items()}}
+
+    modules = list(module.modules())
+    before, drawn = made(), states()
+    yield
+    after = made()
+    changed = {key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)}
+    if changed:
+        names = ", ".join(sorted({name for _, name in changed}))
+        raise CannotCaptureError(f"a forward gives its modules other attributes ({names})")
+    if not same_states((drawn[0], *states()[1:]), drawn):
+        raise CannotCaptureError("Python's or NumPy's random numbers are drawn")
+
+
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None:
+        """Compute it, on the tensors that it was captured with."""
+
+
+class Capture:
+    """Captures what is handed to a GPU.
+
+    All of it goes to one stream, that of the pass which runs before: libraries keep their
+    workspaces by stream. Other threads may use the GPU meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def pool(self) -> Any:
+        """Memory for graphs that are replayed in the sequence in which they are captured: what one
+        needs no more, the next ones use."""
+        return torch.cuda.graph_pool_handle()
+
+    def held_bytes(self) -> int:
+        """What all of the process has of the device; what isn't used is given back first."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Run something as it will be captured. Raises CannotCaptureError."""
+        with self._aside(), Capturable(self._device):
+            yield
+
+    @contextmanager
+    def of(self, pool: Any) -> Iterator[Graph]:
+        """Capture what is run in the context. Raises whatever can't be captured raises; then the
+        device is as it was."""
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        # Of another stream's memory, what is collected here might be asked for in vain.
+        gc.disable()
+        try:
+            with self._aside():
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    with Capturable(self._device):
+                        yield graph
+                    graph.capture_end()
+                except BaseException:
+                    self._end(graph, pool)
+                    raise
+        finally:
+            if collecting:
+                gc.enable()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return
+        # Torch's allocator ends with a capture, but with one that failed.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures on a device; None: there are no graphs."""
+    return Capture(device) if device.type == "cuda" else None

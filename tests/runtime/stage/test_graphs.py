@@ -1,0 +1,275 @@
+"""Runs whose passes are replayed have the weights and losses of runs whose passes aren't, to the
+last bit. Without a GPU a stand-in records and replays."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from helpers.by_hand.profiles import chain
+from helpers.drawn.pipelines import ALL
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from helpers.recorded_graphs import RecordedGraphs
+from mlp_task import MLPTask
+from timeprest.planner.plan import pipeline_of
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.run import resume, run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage import capture
+from timeprest.runtime.stage.graphs import most_in_flight
+
+_profiles = {}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Stages on the CPU are captured, by the stand-in."""
+    RecordedGraphs.captured = 0
+    monkeypatch.setattr(capture, "capture_on", RecordedGraphs)
+
+
+def profile_of(task):
+    if task not in _profiles:
+        found = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        _profiles[task] = with_times(found)
+    return _profiles[task]
+
+
+def check_same(plan, settings, where):
+    """Returns the lines of the stages."""
+    off = msgspec.structs.replace(settings, graphs="off")
+    assert not any(report.graphs for report in run(plan, off, where / "off", inline=True).stages)
+    summary = run(plan, settings, where / "on", inline=True)
+    found, wanted = (load_weights(where / name) for name in ("on", "off"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    losses, without = (read_losses(RunDir(where / name).metrics) for name in ("on", "off"))
+    assert losses == without
+    return [report.graphs for report in summary.stages]
+
+
+@pytest.mark.parametrize("variant", ALL)
+def test_all_systems(variant, mlp_profile, mlp_target, tmp_path, graphs):
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, n)
+    adam = OptimizerChoice(name="adam", lr=0.01, weight_decay=0.1)
+    settings = RunSettings(task=mlp_target, steps=6, optimizer=adam)
+    lines = check_same(plan, settings, tmp_path)
+    assert all(line.startswith("all passes are replayed") for line in lines), lines
+
+
+PLACED = [
+    *[(variant, (0, 1, 1, 0)) for variant in ("timeprest", "i-timeprest", "zb-v", "v-half")],
+    *[(variant, (0, 1, 0, 1)) for variant in ("pipedream-2bw", "pipemare", "interleaved-1f1b")],
+]
+
+
+@pytest.mark.parametrize(("variant", "placement"), PLACED)
+def test_several_stages_a_device(variant, placement, mlp_profile, mlp_target, tmp_path, graphs):
+    plan = plan_by_hand(with_times(mlp_profile), variant, 4, 4, placement=placement)
+    lines = check_same(plan, RunSettings(task=mlp_target, steps=6), tmp_path)
+    assert all(line.startswith("all passes are replayed") for line in lines), lines
+
+
+TASKS = TESTS / "tasks"
+MODELS = {
+    "dropout-batch-norm": f"{TASKS / 'checkpoint_tasks.py'}:ShakenTask",
+    "resnet": f"{TASKS / 'variety_tasks.py'}:ResNetTask",
+    "tied-gpt": f"{TASKS / 'variety_tasks.py'}:TiedTask",
+    "skips": f"{TASKS / 'variety_tasks.py'}:SkipsTask",
+    "frozen-norm": f"{TASKS / 'variety_tasks.py'}:FrozenNormTask",
+}
+
+
+@pytest.mark.choice(8)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("variant", ["timeprest", "i-timeprest", "pipedream-2bw", "zb-h1"])
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model, variant, stages, tmp_path, graphs):
+    """With evaluations between, and mini-batches in pieces whose gradients are added up."""
+    plan = plan_by_hand(profile_of(MODELS[model]), variant, stages, 4)
+    more = {"dropout": False} if variant == "i-timeprest" else {"clip_norm": 1.0}
+    settings = RunSettings(task=MODELS[model], steps=5, eval_every=2, **more)
+    lines = check_same(plan, settings, tmp_path)
+    assert all(line.startswith("all passes are replayed") for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["TiedV", "TiedLoop"])
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "pipedream-flush"])
+def test_tied_weights(name, variant, tmp_path, graphs):
+    """That several stages of a device use; they have versions and gradients of their own."""
+    task = f"{TASKS / 'mlp_task.py'}:{name}"
+    placement = (0, 1, 0, 1) if name == "TiedLoop" else (0, 1, 1, 0)
+    plan = plan_by_hand(profile_of(task), variant, 4, 4, placement=placement)
+    lines = check_same(plan, RunSettings(task=task, steps=6), tmp_path)
+    assert all(line.startswith("all passes are replayed") for line in lines), lines
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "gpipe"])
+def test_the_last_mini_batch_is_filled_up(variant, update_every, tmp_path, graphs):
+    task = MODELS["dropout-batch-norm"]
+    every = update_every if VARIANTS[variant].flushes else 1
+    plan = plan_by_hand(profile_of(task), variant, 2, 2, mini_batch=10, update_every=every)
+    lines = check_same(plan, RunSettings(task=task, epochs=2, ragged="pad"), tmp_path)
+    assert all("the others: micro-batches that are filled up" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream", "zb-h1"])
+def test_a_run_goes_on(variant, tmp_path, graphs):
+    task = MODELS["dropout-batch-norm"]
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    plan = plan_by_hand(profile_of(task), variant, 2, n)
+    settings = RunSettings(task=task, steps=8, checkpoint_every=4)
+    check_same(plan, settings, tmp_path)
+    wanted = load_weights(tmp_path / "on")
+    for graphs_are in ("auto", "off"):
+        resume(tmp_path / "on", {"graphs": graphs_are}, at=4, inline=True)
+        found = load_weights(tmp_path / "on")
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2]])
+def test_replicas(replicas, mlp_profile, mlp_target, tmp_path, graphs):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4, replicas=replicas)
+    lines = check_same(plan, RunSettings(task=mlp_target, steps=4, on_nan="skip"), tmp_path)
+    assert all(line.startswith("all passes are replayed") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "reason"),
+    [
+        ({"recompute": (True, True)}, {}, "activations are recomputed"),
+        ({}, {"deferred_batch_norm": True}, "--deferred-batch-norm"),
+    ],
+)
+def test_what_isnt_captured(options, more, reason, tmp_path, graphs):
+    task = MODELS["dropout-batch-norm"]
+    plan = plan_by_hand(profile_of(task), "timeprest", 2, 2, **options)
+    lines = check_same(plan, RunSettings(task=task, steps=4, **more), tmp_path)
+    assert all(line.startswith("nothing is captured") and reason in line for line in lines), lines
+
+
+class Odd(torch.nn.Module):
+    """Does what a graph can't, as its task says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.one, self.two = torch.nn.Linear(5, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.one(x)
+        if self.how == "mask":
+            x = x + x[x > 0].mean()
+        if self.how == "draws":
+            x = x * random.choice([1.0, 0.5])
+        if self.how == "looks":
+            x = x * (1.0 if float(x.detach().abs().max()) > 1e-9 else 0.5)
+        return self.two(x)
+
+
+class OddTask(MLPTask):
+    how = ""
+
+    def model(self):
+        return torch.nn.Sequential(Odd(self.how)).double()
+
+
+class Masks(OddTask):
+    how = "mask"
+
+
+class Draws(OddTask):
+    how = "draws"
+
+
+class Looks(OddTask):
+    how = "looks"
+
+
+class Hooks(MLPTask):
+    """Somebody looks at what a layer makes."""
+
+    def model(self):
+        model = super().model()
+        model[0].register_forward_hook(lambda *call: None)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Masks", "as a mask says"),
+        ("Draws", "Python's or NumPy's random numbers"),
+        ("Looks", "_local_scalar_dense"),
+        ("Hooks", "have hooks"),
+    ],
+)
+def test_a_model_that_cant_be_captured(name, reason, tmp_path, graphs):
+    """Modules as they are are layers of their own, which tracing leaves alone."""
+    task = f"{Path(__file__)}:{name}"
+    plan = plan_by_hand(profile_of(task), "timeprest", 1, 4)
+    sgd = OptimizerChoice(name="sgd", lr=0.01)
+    (line,) = check_same(plan, RunSettings(task=task, steps=4, optimizer=sgd), tmp_path)
+    assert line.startswith("nothing is captured")
+    assert reason in line
+
+
+def test_what_a_forward_leaves_on_the_host_cant_be_replayed():
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    with capture.nothing_left_on_host(module):
+        module(torch.ones(3, 2))
+    with (
+        pytest.raises(capture.CannotCaptureError, match="other attributes \\(calls\\)"),
+        capture.nothing_left_on_host(module),
+    ):
+        module[0].calls = 1
+    with (
+        pytest.raises(capture.CannotCaptureError, match="running_mean"),
+        capture.nothing_left_on_host(module),
+    ):
+        module[0].running_mean = module[0].running_mean + 1
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_capture_that_fails_leaves_a_run_as_it_was(at, tmp_path, graphs, monkeypatch):
+    """In a forward, or in a backward."""
+    monkeypatch.setattr(RecordedGraphs, "fails_at", at)
+    task = MODELS["dropout-batch-norm"]
+    plan = plan_by_hand(profile_of(task), "timeprest", 1, 4)
+    (line,) = check_same(plan, RunSettings(task=task, steps=4), tmp_path)
+    assert "nothing is captured" in line
+    assert "operation not permitted when stream is capturing" in line
+
+
+def test_users_cant_ask_for_graphs_on_the_cpu(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    with pytest.raises(UserError, match="--graphs on: CUDA graphs are of GPUs, and stages are"):
+        run(plan, RunSettings(task=mlp_target, graphs="on"), tmp_path / "run", inline=True)
+    assert not any(report.graphs for report in run_off(plan, mlp_target, tmp_path).stages)
+
+
+def run_off(plan, task, where):
+    return run(plan, RunSettings(task=task, steps=2), where / "auto", inline=True)
+
+
+def test_slots_are_as_many_as_micro_batches_in_flight():
+    pipeline = pipeline_of(plan_by_hand(chain(4), "gpipe", 2, 4))
+    ops = make_schedule(pipeline, 3)[0]
+    assert most_in_flight(ops, lambda op: () if op.micro_batch is None else (op.micro_batch,)) == 4
+    pipeline = pipeline_of(plan_by_hand(chain(4), "timeprest", 2, 4))
+    for ops, most in zip(make_schedule(pipeline, 9), (8, 4), strict=True):
+        every = most_in_flight(
+            ops, lambda op: range(4) if op.micro_batch is None else (op.micro_batch,)
+        )
+        assert every == most
