@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# All that a GPU can show, on a bare machine with one card and no package registry, in under 8 minutes:
+# All that a GPU can show, on a bare machine with one card and no package registry, in under 10 minutes:
 #
 #     tests/gpu_trial.sh FOLDER [PHASES [MODELS]]
 #
 # FOLDER has what the machine lacks, for its own Python: wheels (msgspec, pulp, highspy, rich, click), and for messages by
 # NCCL between ranks of one card libnccl.pruned.so.xz: the library of nvidia-nccl-cu13 2.30 or later, which is preloaded (of
 # 300 MB the machine code of one architecture is enough). OUT, if set, gets the logs. PHASES: some of
-# "suite links races memory"; all by default. MODELS: to race, some of "gpt_wide vgg16_large resnet50". The short table at the end is what docs/gpu.md is made from.
+# "suite graphs links races memory"; all by default. MODELS: to race, some of "gpt_wide vgg16_large resnet50". The short table at the end is what docs/gpu.md is made from.
 set -u
 cd "$(dirname "$0")/.."
-folder=${1:?FOLDER with wheels and libnccl.pruned.so.xz} phases=" ${2:-suite links races memory} "
+folder=${1:?FOLDER with wheels and libnccl.pruned.so.xz} phases=" ${2:-suite graphs links races memory} "
 models=${3:-gpt_wide vgg16_large resnet50}
 out=${OUT:-$(mktemp -d)} site=$(mktemp -d)
 begun=$SECONDS
@@ -29,11 +29,19 @@ said "$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noh
 ran set-up $?
 
 if [[ $phases == *" suite "* ]]; then
-    env "${own[@]}" timeout 200 python3 -m pytest tests/test_gpus.py -n 8 --dist worksteal -q --timeout 50 -p no:cacheprovider > "$out/suite" 2>&1
+    env "${own[@]}" timeout 230 python3 -m pytest tests/test_gpus.py -n 8 --dist worksteal -q --timeout 50 -p no:cacheprovider > "$out/suite" 2>&1
     code=$?
     grep -E '^(FAILED|ERROR)' "$out/suite" | cut -c1-170 | head -40
     said "suite: $(tail -n 1 "$out/suite")"
     ran suite $code
+fi
+
+# Without others on the card: what is slow here is the host.
+if [[ $phases == *" graphs "* ]]; then
+    timeout 75 python3 -m timeprest.tests.benchmarks.speed.graphs "$site/graphs" gpt resnet50 > "$out/graphs" 2>&1
+    code=$?
+    said "$(grep -E ' ms' "$out/graphs" || tail -n 4 "$out/graphs")"
+    ran graphs $code
 fi
 
 if [[ $phases == *" links "* ]]; then

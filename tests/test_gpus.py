@@ -28,6 +28,7 @@ from timeprest.runtime.prepare.devices import gpu_count
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage import capture
 from timeprest.runtime.stage.gradients import finiteness
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
@@ -112,12 +113,12 @@ SMALL = {
 @pytest.fixture(scope="session")
 def profiles():
     """Of the digits' network, with convolutions, whose library is loaded by the first of them; of a
-    GPT and a ResNet-50."""
+    GPT and a ResNet-50; and others."""
     found = {}
 
     def profile(name):
         if name not in found:
-            target = resolve(SMALL[name])
+            target = resolve({**SMALL, **CAPTURED}[name])
             measured = measure(target, batch_size=8, micro_batch_sizes=[2, 8], seconds=0)
             found[name] = with_times(measured)
         return found[name]
@@ -406,3 +407,81 @@ def test_torchs_pipelines_share_a_gpu_in_races(schedule):
     )
     found = run_ranks(spec)[-1]
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
+
+
+CAPTURED = {
+    **SMALL,
+    "dropout": f"{TESTS / 'tasks/checkpoint_tasks.py'}:ShakenTask",
+    "tied": f"{TESTS / 'tasks/variety_tasks.py'}:TiedTask",
+}
+
+
+def check_graphs(plan, task, tmp_path, *, inline=True, **more):
+    """Runs with graphs and without have the same bits. Returns what stages say of theirs."""
+    for graphs in ("off", "on"):
+        settings = RunSettings(task=task, device="cuda", deterministic=True, graphs=graphs, **more)
+        with settings_put_back():
+            summary = run(plan, settings, tmp_path / graphs, inline=inline)
+    assert_close(tmp_path / "on", tmp_path / "off", 0.0)
+    return [report.graphs for report in summary.stages]
+
+
+@one_gpu
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *[("digits", variant) for variant in ALL],
+        *itertools.product(CAPTURED, ["timeprest", "i-timeprest", "zb-h1"]),
+    ],
+)
+def test_graphs_compute_what_is_computed_without(name, variant, profiles, tmp_path):
+    plan = plan_for(profiles(name), variant, 2)
+    for line in check_graphs(plan, CAPTURED[name], tmp_path, steps=8, eval_every=3):
+        assert line.startswith("all passes are replayed")
+
+
+@pytest.mark.processes
+@one_gpu
+@pytest.mark.parametrize("way", ["ipc", "gloo"])
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "zb-h1"])
+def test_graphs_with_messages_between(variant, way, profiles, tmp_path):
+    plan = plan_for(profiles("digits"), variant, 4, placement=(0, 1, 1, 0))
+    for line in check_graphs(plan, "digits", tmp_path, inline=False, steps=8, transport=way):
+        assert line.startswith("all passes are replayed")
+
+
+@one_gpu
+def test_a_capture_that_fails_leaves_the_gpu_as_it_was():
+    """Torch's generator, its allocator and the stream go on."""
+    device = torch.device("cuda", 0)
+    found, x = capture.Capture(device), torch.randn(100, device=device)
+    torch.manual_seed(0)
+    wanted = torch.rand(3, device=device)
+
+    def waits():
+        """No operation of a tensor: only the device knows that it can't be captured."""
+        with found.of(found.pool()):
+            torch.rand(3, device=device)
+            torch.cuda.current_stream().synchronize()
+
+    with pytest.raises(RuntimeError):
+        waits()
+    with pytest.raises(capture.CannotCaptureError), found.of(found.pool()):
+        x.sum().item()
+    with found.of(found.pool()) as graph:
+        made = torch.rand(3, device=device)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3, device=device), wanted)
+    torch.manual_seed(0)
+    graph.replay()
+    assert torch.equal(made, wanted)
+    assert float(x.sum()) == float(x.cpu().to(device).sum())
+
+
+@one_gpu
+@pytest.mark.parametrize("task", ["Masks", "Looks"])
+def test_what_cant_be_captured_runs_without(task, tmp_path):
+    target = f"{TESTS / 'runtime/stage/test_graphs.py'}:{task}"
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 8], seconds=0)
+    for line in check_graphs(plan_for(profile, "timeprest", 1), target, tmp_path, steps=4):
+        assert line.startswith("nothing is captured")
