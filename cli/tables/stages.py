@@ -101,10 +101,10 @@ class Folded:
         return f"neighbours that are alike{far} share a row; -v: each stage by itself"
 
 
-def folded(plan: Plan, *, most: int = MOST_ROWS, every: bool = False) -> Folded:
-    """The plan's stages in rows: `most` of them or fewer. `every`: each has its own."""
+def folded(plan: Plan, *, every: bool = False) -> Folded:
+    """The plan's stages in rows: `MOST_ROWS` of them or fewer. `every`: each has its own."""
     figures = [_figures(plan, s) for s in range(len(plan.stages))]
-    return _folded(figures, len(figures) if every else most)
+    return _folded(figures, len(figures) if every else MOST_ROWS)
 
 
 def _folded(figures: Sequence[_Figures], most: int) -> Folded:

@@ -7,7 +7,8 @@ the user's own, a piece cut from it, or a graph that torch.export made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ BATCH_NORMS: Mapping[Any, tuple[str, ...]] = {
 """What calls a batch norm, and the names of its arguments."""
 
 
+@dataclass
 class Traits:
     """What was seen of a model while it trained.
 
@@ -45,12 +47,11 @@ class Traits:
         loss_hides: it draws by NumPy's or Python's own generators.
     """
 
-    def __init__(self) -> None:
-        self.drops = False
-        self.mixes = False
-        self.draws = False
-        self.loss_draws = False
-        self.loss_hides = False
+    drops: bool = False
+    mixes: bool = False
+    draws: bool = False
+    loss_draws: bool = False
+    loss_hides: bool = False
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -61,11 +62,7 @@ class WithoutDropout(TorchFunctionMode):
         self.traits = traits or Traits()
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, its dropout probability replaced by 0."""
         # An operation of a graph that was exported has its overload behind a dot.
@@ -115,11 +112,7 @@ class HeldStatistics(TorchFunctionMode):
     result."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, in evaluation mode if it is a batch norm."""
         given = dict(kwargs or {})

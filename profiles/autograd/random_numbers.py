@@ -69,13 +69,8 @@ class _Noted(TorchDispatchMode):
         self.node = node
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call `func`."""
         with torch._C.DisableTorchFunction():
             made = func(*args, **(kwargs or {}))
         if _is_random(func) and isinstance(made, Tensor):
@@ -176,11 +171,7 @@ class SameNumbers(TorchDispatchMode):
         torch.default_generator.manual_seed(place.seed)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`; what it draws is drawn sample by sample."""
         # A mode of functions has seen it already.

@@ -427,16 +427,16 @@ class Operation:
         """The k-th input's shape with the file's batch size."""
         return tuple(self.tensor(k).shape)
 
-    def axis(self, value: int, rank: int | None = None) -> int:
-        """A dimension of the first input (or of that many), counted from the start."""
-        rank = len(self.shape()) if rank is None else rank
+    def axis(self, value: int) -> int:
+        """A dimension of the first input, counted from the start."""
+        rank = len(self.shape())
         if not -rank <= value < max(rank, 1):
             raise self.fail(f"its axis {value} is none of a tensor with {rank} dimensions")
         return value % max(rank, 1)
 
-    def batch_dim(self, k: int = 0) -> int | None:
-        """The dimension of the k-th input that holds the batch."""
-        found = self.input(k)
+    def batch_dim(self) -> int | None:
+        """The dimension of the first input that holds the batch."""
+        found = self.input(0)
         return found.batch.dim if isinstance(found, Dynamic) and found.batch else None
 
     def assign(self, module: nn.Module, name: str, value: Constant | None) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import TargetError
 
@@ -74,10 +74,33 @@ def check(target: str, settings: DataclassInstance, holds: bool, what: str) -> N
         raise wrong(target, what, [field.name for field in fields(settings)])
 
 
-def check_transformer(target: str, settings: Any, length: int) -> None:
-    """Raise TargetError for a width that can't be divided among the heads, or sequences of a
-    `length` that is more than there are positions."""
+@dataclass(frozen=True)
+class TransformerSettings:
+    """Shape of a transformer; `length` of the samples is the context where it is None.
+
+    With `tied` 0 the head has weights of its own, so that it needn't share the embedding's stage.
+    """
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50257
+    context: int = 1024
+    dropout: float = 0.1
+    length: int | None = None
+    tied: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Of a sample."""
+        return self.length or self.context
+
+
+def check_transformer(target: str, settings: TransformerSettings) -> None:
+    """Raise TargetError for a width that can't be divided among the heads, or longer sequences
+    than there are positions for."""
     width, heads, context = settings.width, settings.heads, settings.context
+    length = settings.positions
     check(target, settings, width % heads == 0, f"width={width} isn't a multiple of heads={heads}")
     check(target, settings, length <= context, f"length={length} is more than context={context}")
 

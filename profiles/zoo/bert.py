@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_transformer, parse
+from .arguments import TransformerSettings, check_transformer, parse
 from .layers import SelfAttention, embedding, linear, normal
 from .synthetic import (
     Sampler,
@@ -29,33 +29,14 @@ PADDING_ID, MASK_ID, FIRST_ID = 0, 1, 2
 """Of the synthetic vocabulary: filling, a hidden token, the first real one."""
 
 
-@dataclass(frozen=True)
-class BertSettings:
-    """Shape of the model, and the length of the samples.
-
-    With `tied` 0 the head has weights of its own, so that it needn't share the embedding's stage.
-    """
-
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    vocabulary: int = 30522
-    context: int = 512
-    dropout: float = 0.1
-    length: int = 128
-    tied: int = 1
-
-
-SIZES = {
-    "bert-base": BertSettings(),
-    "bert-large": BertSettings(layers=24, width=1024, heads=16),
-}
+_BASE = TransformerSettings(vocabulary=30522, context=512, length=128)
+SIZES = {"bert-base": _BASE, "bert-large": replace(_BASE, layers=24, width=1024, heads=16)}
 
 
 class Layer(nn.Module):
     """A transformer layer, normalised behind each part: ``[m, length, width]`` → the same."""
 
-    def __init__(self, settings: BertSettings) -> None:
+    def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
         width = settings.width
         self.attention = SelfAttention(
@@ -85,10 +66,10 @@ class Layer(nn.Module):
 class Bert(nn.Module):
     """Ids ``[m, length]`` → (hidden ``[m, length, width]``, pooled ``[m, width]``)."""
 
-    def __init__(self, settings: BertSettings) -> None:
+    def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
         width = settings.width
-        self.length = settings.length
+        self.length = settings.positions
         self.word_embeddings = embedding(settings.vocabulary, width, DEVIATION)
         self.token_type_embeddings = embedding(2, width, DEVIATION)
         self.position_embeddings = embedding(settings.context, width, DEVIATION)
@@ -114,7 +95,7 @@ class BertForPreTraining(nn.Module):
     ``[m, 2]``, for whether the second segment follows upon the first (0) or not (1).
     """
 
-    def __init__(self, settings: BertSettings) -> None:
+    def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
         width = settings.width
         self.bert = Bert(settings)
@@ -168,14 +149,14 @@ def both_losses(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
 def make_task(name: str, argument: str | None) -> SyntheticTask:
     """The task of the target `name`, a key of SIZES. Raises TargetError."""
     settings = parse(name, argument, SIZES[name])
-    check_transformer(name, settings, settings.length)
+    check_transformer(name, settings)
 
     def correct(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
         return token_accuracy(output["tokens"], target["tokens"])
 
     return SyntheticTask(
         build=lambda: BertForPreTraining(settings),
-        sampler=segment_pairs(settings.length, settings.vocabulary),
+        sampler=segment_pairs(settings.positions, settings.vocabulary),
         criterion=both_losses,
         correct=correct,
         make_optimizer=adamw,

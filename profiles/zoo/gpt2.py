@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from .arguments import check_transformer, parse
+from .arguments import TransformerSettings, check_transformer, parse
 from .layers import SelfAttention, embedding, linear, normal
 from .synthetic import SyntheticTask, adamw, next_tokens, token_accuracy, token_loss
 
@@ -15,35 +14,18 @@ DEVIATION = 0.02
 """Of the initial weights."""
 
 
-@dataclass(frozen=True)
-class GPT2Settings:
-    """Shape of the model; `length` of the samples is the context where it is None.
-
-    With `tied` 0 the head has weights of its own, so that it needn't share the embedding's stage.
-    """
-
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    vocabulary: int = 50257
-    context: int = 1024
-    dropout: float = 0.1
-    length: int | None = None
-    tied: int = 1
-
-
 SIZES = {
-    "gpt2": GPT2Settings(),
-    "gpt2-medium": GPT2Settings(layers=24, width=1024, heads=16),
-    "gpt2-large": GPT2Settings(layers=36, width=1280, heads=20),
-    "gpt2-xl": GPT2Settings(layers=48, width=1600, heads=25),
+    "gpt2": TransformerSettings(),
+    "gpt2-medium": TransformerSettings(layers=24, width=1024, heads=16),
+    "gpt2-large": TransformerSettings(layers=36, width=1280, heads=20),
+    "gpt2-xl": TransformerSettings(layers=48, width=1600, heads=25),
 }
 
 
 class Block(nn.Module):
     """A transformer layer, normalised before each part: ``[m, length, width]`` → the same."""
 
-    def __init__(self, settings: GPT2Settings) -> None:
+    def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
         width = settings.width
         # Two sums on the residual path per layer: so its variance doesn't grow with depth.
@@ -74,10 +56,10 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Token ids ``[m, length]`` → scores of the next token ``[m, length, vocabulary]``."""
 
-    def __init__(self, settings: GPT2Settings) -> None:
+    def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
         width = settings.width
-        self.length = settings.length or settings.context
+        self.length = settings.positions
         self.wte = embedding(settings.vocabulary, width, DEVIATION)
         self.wpe = embedding(settings.context, width, DEVIATION)
         self.drop = nn.Dropout(settings.dropout)
@@ -97,12 +79,10 @@ class GPT2(nn.Module):
 def make_task(name: str, argument: str | None) -> SyntheticTask:
     """The task of the target `name`, a key of SIZES. Raises TargetError."""
     settings = parse(name, argument, SIZES[name])
-    length = settings.length or settings.context
-    check_transformer(name, settings, length)
-    settings = replace(settings, length=length)
+    check_transformer(name, settings)
     return SyntheticTask(
         build=lambda: GPT2(settings),
-        sampler=next_tokens(length, settings.vocabulary),
+        sampler=next_tokens(settings.positions, settings.vocabulary),
         criterion=token_loss,
         correct=token_accuracy,
         perplexity=True,

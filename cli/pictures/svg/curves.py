@@ -96,18 +96,17 @@ def _merged(notes: Mapping[str, Sequence[str]], runs: int) -> list[str]:
 
 
 def _write_notes(drawing: Drawing, notes: Sequence[str], y: float) -> float:
-    drawing.open(font_size=SMALL, fill=INK)
-    line = ""
-    for note in notes:
-        if line and text_width(f"{line}; {note}", SMALL) > drawing.width - 2:
-            drawing.text(1, y, f"{line};")
-            line, y = note, y + SMALL + 2
-        else:
-            line = f"{line}; {note}" if line else note
-    if line:
-        drawing.text(1, y, line)
-        y += SMALL
-    drawing.close()
+    with drawing.group(font_size=SMALL, fill=INK):
+        line = ""
+        for note in notes:
+            if line and text_width(f"{line}; {note}", SMALL) > drawing.width - 2:
+                drawing.text(1, y, f"{line};")
+                line, y = note, y + SMALL + 2
+            else:
+                line = f"{line}; {note}" if line else note
+        if line:
+            drawing.text(1, y, line)
+            y += SMALL
     return y
 
 
@@ -162,26 +161,22 @@ class _CurvePanel:
         step = steps(self.most, int((self.right - self.left) / 30))
         across = [k * step for k in range(int(self.most / step + 1e-9) + 1)]
         up = self._ticks()
-        drawing.open(stroke=GRID, stroke_width=0.4)
-        for value, _ in up:
-            drawing.line(self.left, self.y_of(value), self.right, self.y_of(value))
-        drawing.close()
-        drawing.open(stroke=INK, stroke_width=0.5)
-        drawing.line(self.left, self.y, self.left, bottom)
-        drawing.line(self.left, bottom, self.right, bottom)
-        for value in across:
-            drawing.line(self.x_of(value), bottom, self.x_of(value), bottom + 2.5)
-        drawing.close()
-        drawing.open(font_size=SMALL, fill=INK, text_anchor="middle")
-        for value in across:
-            drawing.text(self.x_of(value), bottom + 9, tick_text(value, step))
-        drawing.close()
+        with drawing.group(stroke=GRID, stroke_width=0.4):
+            for value, _ in up:
+                drawing.line(self.left, self.y_of(value), self.right, self.y_of(value))
+        with drawing.group(stroke=INK, stroke_width=0.5):
+            drawing.line(self.left, self.y, self.left, bottom)
+            drawing.line(self.left, bottom, self.right, bottom)
+            for value in across:
+                drawing.line(self.x_of(value), bottom, self.x_of(value), bottom + 2.5)
+        with drawing.group(font_size=SMALL, fill=INK, text_anchor="middle"):
+            for value in across:
+                drawing.text(self.x_of(value), bottom + 9, tick_text(value, step))
         name = AXES[self.axis]
         drawing.text(self.right, bottom + 16.5, name, font_size=SMALL, fill=INK, text_anchor="end")
-        drawing.open(font_size=SMALL, fill=INK, text_anchor="end")
-        for value, words in up:
-            drawing.text(self.left - 2.5, self.y_of(value) + 2.1, words)
-        drawing.close()
+        with drawing.group(font_size=SMALL, fill=INK, text_anchor="end"):
+            for value, words in up:
+                drawing.text(self.left - 2.5, self.y_of(value) + 2.1, words)
 
     def _ticks(self) -> list[tuple[float, str]]:
         """Values with their texts, on the vertical axis."""
@@ -204,11 +199,10 @@ class _CurvePanel:
                 parts[-1].append((self.x_of(point.at(self.axis)), self.y_of(point.value)))
             elif parts[-1]:
                 parts.append([])
-        drawing.open(fill="none", stroke=look.colour, stroke_width=1.0, **more)
-        for part in parts:
-            if len(part) > 1:
-                drawing.path("M" + "L".join(f"{number(x)} {number(y)}" for x, y in part))
-        drawing.close()
+        with drawing.group(fill="none", stroke=look.colour, stroke_width=1.0, **more):
+            for part in parts:
+                if len(part) > 1:
+                    drawing.path("M" + "L".join(f"{number(x)} {number(y)}" for x, y in part))
         # Evaluations are few: each is a dot.
         if len(curve.points) <= 30:
             for x, y in (place for part in parts for place in part):
@@ -216,9 +210,8 @@ class _CurvePanel:
 
     def _target(self, drawing: Drawing, target: CurveTarget, looks: Mapping[str, Look]) -> None:
         y, bottom = self.y_of(target.value), self.y + _HEIGHT
-        drawing.open(stroke=INK, stroke_width=0.6, stroke_dasharray="2 1.5")
-        drawing.line(self.left, y, self.right, y)
-        drawing.close()
+        with drawing.group(stroke=INK, stroke_width=0.6, stroke_dasharray="2 1.5"):
+            drawing.line(self.left, y, self.right, y)
         for curve in self.curves:
             point = curve.first(target.value)
             if point is not None:

@@ -144,18 +144,16 @@ def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float
     begin, most = scale.begin_s * factor, (scale.begin_s + scale.seconds) * factor
     step = steps(most - begin, int((scale.right - scale.left) / 27))
     name = f"time ({unit})"
-    drawing.open(stroke=INK, stroke_width=0.5)
-    drawing.line(scale.left, y, scale.right, y)
-    values = [k * step for k in counting_from(begin, step, most)]
-    for value in values:
-        x = scale(value / factor)
-        drawing.line(x, y, x, y + 2.5)
-    drawing.close()
-    drawing.open(font_size=SMALL, fill=INK, text_anchor="middle")
-    for value in values:
-        drawing.text(scale(value / factor), y + 9, tick_text(value, step))
-    drawing.text(scale.right, y + 17.5, name, font_size=SIZE, text_anchor="end")
-    drawing.close()
+    with drawing.group(stroke=INK, stroke_width=0.5):
+        drawing.line(scale.left, y, scale.right, y)
+        values = [k * step for k in counting_from(begin, step, most)]
+        for value in values:
+            x = scale(value / factor)
+            drawing.line(x, y, x, y + 2.5)
+    with drawing.group(font_size=SMALL, fill=INK, text_anchor="middle"):
+        for value in values:
+            drawing.text(scale(value / factor), y + 9, tick_text(value, step))
+        drawing.text(scale.right, y + 17.5, name, font_size=SIZE, text_anchor="end")
     if note:
         taken = text_width(note, SMALL) + text_width(name, SIZE) + 6
         if taken > scale.right - scale.left:
@@ -183,13 +181,12 @@ def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: flo
     """
     tallest = max((len(name_lines(lane)) for lane, _ in lanes), default=1)
     every = max(1, math.ceil(tallest * SIZE / pitch)) if pitch > 0 else 1
-    drawing.open(font_size=SIZE, fill=INK)
-    for lane, middle in lanes[::every]:
-        lines = name_lines(lane)
-        y = middle + 2.5 - (len(lines) - 1) * SIZE / 2
-        for k, line in enumerate(lines):
-            drawing.text(0.5, y + k * SIZE, line)
-    drawing.close()
+    with drawing.group(font_size=SIZE, fill=INK):
+        for lane, middle in lanes[::every]:
+            lines = name_lines(lane)
+            y = middle + 2.5 - (len(lines) - 1) * SIZE / 2
+            for k, line in enumerate(lines):
+                drawing.text(0.5, y + k * SIZE, line)
 
 
 # Stages of a lane ---------------------------------------------------------------------------------

@@ -161,11 +161,10 @@ def _frame(drawing: Drawing, scale: Scale, panel: _Panel) -> None:
     drawing.line(scale.left, panel(0), scale.right, panel(0), stroke=INK, stroke_width=0.5)
     if panel.height < 2 * SMALL:
         return
-    drawing.open(font_size=SMALL, fill=INK, text_anchor="end")
-    for value in values:
-        words = tick_text(value, step) + (f" {unit}" if value == values[-1] else "")
-        drawing.text(scale.left - 2.5, panel(value * factor) + 2.1, words)
-    drawing.close()
+    with drawing.group(font_size=SMALL, fill=INK, text_anchor="end"):
+        for value in values:
+            words = tick_text(value, step) + (f" {unit}" if value == values[-1] else "")
+            drawing.text(scale.left - 2.5, panel(value * factor) + 2.1, words)
 
 
 def _areas(drawing: Drawing, found: Sequence[MemoryStep], scale: Scale, panel: _Panel) -> None:
@@ -211,10 +210,9 @@ def _words(drawing: Drawing, peak: int, limit: int | None, panel: _Panel) -> Non
     if panel.height < 2.2 * SMALL:
         lines = lines[1:2]
     middle = panel.y + panel.height / 2
-    drawing.open(font_size=SMALL, fill=INK)
-    for k, line in enumerate(lines):
-        drawing.text(x, middle + (k - len(lines) / 2 + 0.8) * (SMALL + 1), line)
-    drawing.close()
+    with drawing.group(font_size=SMALL, fill=INK):
+        for k, line in enumerate(lines):
+            drawing.text(x, middle + (k - len(lines) / 2 + 0.8) * (SMALL + 1), line)
 
 
 def _unit(most: int) -> tuple[int, str]:

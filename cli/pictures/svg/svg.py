@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from xml.sax.saxutils import escape, quoteattr
 
 from ...errors import printable
@@ -57,12 +58,11 @@ class Drawing:
         if element not in self._defs:
             self._defs.append(element)
 
-    def open(self, **attributes: str | float) -> None:
-        """Begin a group."""
+    @contextmanager
+    def group(self, **attributes: str | float) -> Iterator[None]:
+        """Draw a group in this block; one without elements goes."""
         self._lines.append(f"<g{_attributes(attributes)}>")
-
-    def close(self) -> None:
-        """End a group; one without elements goes."""
+        yield
         if self._lines[-1].startswith("<g"):
             self._lines.pop()
         else:

@@ -170,16 +170,15 @@ def _period(
     x1, x2 = scale(begin), scale(window.end_s)
     words = f"period {format_seconds(recording.period_s)}"
     middle, width = y + 3.5, text_width(words, SMALL)
-    drawing.open(stroke=INK, stroke_width=0.5)
-    for x in (x1, x2):
-        drawing.line(x, y, x, y + 7)
-    inside = width + 8 <= x2 - x1
-    if inside:
-        drawing.line(x1, middle, (x1 + x2 - width) / 2 - 1, middle)
-        drawing.line((x1 + x2 + width) / 2 + 1, middle, x2, middle)
-    else:
-        drawing.line(x1, middle, x2, middle)
-    drawing.close()
+    with drawing.group(stroke=INK, stroke_width=0.5):
+        for x in (x1, x2):
+            drawing.line(x, y, x, y + 7)
+        inside = width + 8 <= x2 - x1
+        if inside:
+            drawing.line(x1, middle, (x1 + x2 - width) / 2 - 1, middle)
+            drawing.line((x1 + x2 + width) / 2 + 1, middle, x2, middle)
+        else:
+            drawing.line(x1, middle, x2, middle)
     at, anchor = ((x1 + x2) / 2, "middle") if inside else (x1 - 2, "end")
     drawing.text(at, y + 5.6, words, font_size=SMALL, fill=INK, text_anchor=anchor)
     return y + 9.5
@@ -197,10 +196,9 @@ def _boxes(drawing: Drawing, marks: Sequence[Mark], tops: Sequence[float], heigh
                 look["fill"] = operation_fill(drawing, kind, parity)
                 if outlined:
                     look |= {"stroke": INK, "stroke_width": 0.25}
-                drawing.open(**look)
-                for mark in those:
-                    drawing.rect(mark.x, tops[mark.lane], mark.width, height)
-                drawing.close()
+                with drawing.group(**look):
+                    for mark in those:
+                        drawing.rect(mark.x, tops[mark.lane], mark.width, height)
 
 
 def _rules(
@@ -213,12 +211,13 @@ def _rules(
     """Draw what tells the stages of a lane apart."""
     for kind, paint in OPERATIONS.items():
         same = [m for m in marks if m.kind == kind and m.stage is not None and m.width >= TINY]
-        drawing.open(stroke=paint.light_ink, stroke_width=rule_width(height), **{"class": "stages"})
-        for mark in same:
-            rules = rules_of(recording.lanes[mark.lane], mark.stage or 0)
-            for y in rule_heights(rules, tops[mark.lane], height):
-                drawing.line(mark.x, y, mark.x + mark.width, y)
-        drawing.close()
+        with drawing.group(
+            stroke=paint.light_ink, stroke_width=rule_width(height), **{"class": "stages"}
+        ):
+            for mark in same:
+                rules = rules_of(recording.lanes[mark.lane], mark.stage or 0)
+                for y in rule_heights(rules, tops[mark.lane], height):
+                    drawing.line(mark.x, y, mark.x + mark.width, y)
 
 
 def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: float) -> None:
@@ -238,13 +237,12 @@ def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: 
             )
         if not same:
             continue
-        drawing.open(fill=paint.light_ink, font_size=size, text_anchor="middle")
-        for label in same:
-            middle = tops[label.mark.lane] + height / 2 + 0.36 * size
-            for k, line in enumerate(label.lines):
-                shift = (k - (len(label.lines) - 1) / 2) * size
-                drawing.text(label.x, middle + shift, line)
-        drawing.close()
+        with drawing.group(fill=paint.light_ink, font_size=size, text_anchor="middle"):
+            for label in same:
+                middle = tops[label.mark.lane] + height / 2 + 0.36 * size
+                for k, line in enumerate(label.lines):
+                    shift = (k - (len(label.lines) - 1) / 2) * size
+                    drawing.text(label.x, middle + shift, line)
 
 
 def _write_versions(drawing: Drawing, letters: Lettering, bottoms: Sequence[float]) -> None:
@@ -257,10 +255,9 @@ def _write_versions(drawing: Drawing, letters: Lettering, bottoms: Sequence[floa
                 ground = shade(kind, label.mark.mini_batch)
                 drawing.rect(label.x - width / 2, y, width, VERSION_SIZE, fill=ground)
         if same:
-            drawing.open(fill=paint.light_ink, font_size=VERSION_SIZE, text_anchor="middle")
-            for label in same:
-                drawing.text(label.x, bottoms[label.mark.lane] - 1.9, label.below)
-            drawing.close()
+            with drawing.group(fill=paint.light_ink, font_size=VERSION_SIZE, text_anchor="middle"):
+                for label in same:
+                    drawing.text(label.x, bottoms[label.mark.lane] - 1.9, label.below)
 
 
 def _messages(
@@ -273,26 +270,24 @@ def _messages(
 ) -> None:
     for backward in (False, True):
         dashes = {"stroke_dasharray": "1.4 .9"} if backward else {}
-        drawing.open(stroke=INK, stroke_width=0.4, **dashes)
-        for m in recording.messages:
-            if m.backward != backward or m.start_s < window.begin_s or m.end_s > window.end_s:
-                continue
-            down = m.target > m.source
-            y1 = tops[m.source] + (height if down else 0)
-            y2 = tops[m.target] + (0 if down else height)
-            drawing.line(scale(m.start_s), y1, scale(m.end_s), y2)
-        drawing.close()
+        with drawing.group(stroke=INK, stroke_width=0.4, **dashes):
+            for m in recording.messages:
+                if m.backward != backward or m.start_s < window.begin_s or m.end_s > window.end_s:
+                    continue
+                down = m.target > m.source
+                y1 = tops[m.source] + (height if down else 0)
+                y2 = tops[m.target] + (0 if down else height)
+                drawing.line(scale(m.start_s), y1, scale(m.end_s), y2)
 
 
 def _idle(drawing: Drawing, recording: Recording, middles: Sequence[float], pitch: float) -> None:
     if pitch < SMALL:
         return
     x = drawing.width - 1
-    drawing.open(font_size=SMALL, fill=INK, text_anchor="end")
-    for share, middle in zip(recording.idle_shares, middles, strict=False):
-        if share is not None:
-            drawing.text(x, middle + 2.2, f"{share:.0%} idle")
-    drawing.close()
+    with drawing.group(font_size=SMALL, fill=INK, text_anchor="end"):
+        for share, middle in zip(recording.idle_shares, middles, strict=False):
+            if share is not None:
+                drawing.text(x, middle + 2.2, f"{share:.0%} idle")
 
 
 def _how_labelled(told: Sequence[Lettering]) -> str:

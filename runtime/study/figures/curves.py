@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from .study import Curve, Metric
 
 Points = Sequence[tuple[float, float]]
@@ -64,12 +66,8 @@ def value_at(points: Points, samples: float) -> float | None:
     """The value after so many samples, interpolated; at the ends the nearest. None: no points."""
     if not points:
         return None
-    if samples <= points[0][0]:
-        return points[0][1]
-    for (a, one), (b, two) in pairwise(points):
-        if samples <= b:
-            return one + (two - one) * (samples - a) / (b - a)
-    return points[-1][1]
+    at, values = zip(*points, strict=True)
+    return float(np.interp(samples, at, values))
 
 
 def samples_to(points: Points, level: float, *, rises: bool) -> float | None:

@@ -24,7 +24,7 @@ from ...prepare.tracing import task_to_train
 from ...settings import DELAYS, RunSettings
 from ..figures.study import BUSY, Curve, Study, StudyQuestion, plan_names, studied
 from .choosing import Choosing
-from .pool import Processes, ThisProcess, TrainingPool
+from .pool import Processes, ThisProcess
 from .training import check_tunable
 from .work import Asked, Finished, FinishedTraining, StudyWork, arms_of, settings_of_all
 
@@ -200,7 +200,7 @@ class _Conductor:
         self._progress, self._say, self._said = progress, say, 0
         self.known: dict[Asked, FinishedTraining] = {}
         self._pending: set[Asked] = set()
-        self._pool: TrainingPool | None = None
+        self._pool: ThisProcess | Processes | None = None
         self._done = 0
 
     def run(self, jobs: int, timeout_s: float) -> Study:
@@ -209,7 +209,7 @@ class _Conductor:
         if wanted:
             work = self._prospect.work
             count = min(jobs, len(work.arms) * max(self._prospect.question.seeds, 3))
-            pool: TrainingPool = (
+            pool = (
                 ThisProcess(work, self._report) if count == 1 else Processes(work, count, timeout_s)
             )
             with closing(pool):

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,27 +34,6 @@ class Trained(NamedTuple):
     seconds: float
 
 
-class TrainingPool(Protocol):
-    """Does trainings."""
-
-    @property
-    def free(self) -> int:
-        """How many more it can begin now."""
-
-    def give(self, asked: Asked) -> None:
-        """Begin a training."""
-
-    def wait(self) -> list[Trained]:
-        """What has been done since, after a while. Raises what ended a training."""
-
-    @property
-    def under_way(self) -> int:
-        """Mini-batches done of trainings that aren't."""
-
-    def close(self) -> None:
-        """End it all."""
-
-
 class ThisProcess:
     """Trains here, one at a time."""
 
@@ -66,7 +45,7 @@ class ThisProcess:
 
     @property
     def free(self) -> int:
-        """1, or 0 until `wait`."""
+        """How many more trainings may begin: 1, or 0 until `wait`."""
         return int(self._asked is None)
 
     def give(self, asked: Asked) -> None:
