@@ -164,6 +164,9 @@ def summed(tensor: Tensor) -> str:
 
 # Put back ----------------------------------------------------------------------------------------
 
+_COLLECTIONS = (dict, list, set, deque)
+"""What can change by itself; the slots of one that has some aren't looked at."""
+
 
 class Remembered:
     """A collection or object that can change, and what was in it."""
@@ -171,7 +174,7 @@ class Remembered:
     def __init__(self, value: Any) -> None:
         self._value = value
         self._then = _all_in(value)
-        self._slots = slots_of(value)
+        self._slots = {} if isinstance(value, _COLLECTIONS) else slots_of(value)
 
     def put_back(self) -> None:
         """Have the same things in it again."""
@@ -180,7 +183,7 @@ class Remembered:
         if len(now) == len(then) and all(map(_is_same, now, then)):
             return
         items: Any = [item for _, item in then]
-        if isinstance(value, (dict, list, set, deque)):
+        if isinstance(value, _COLLECTIONS):
             value.clear()
             if isinstance(value, dict):
                 value.update(then)
@@ -224,7 +227,7 @@ def _changeable(attributes: Mapping[str, Any]) -> Iterator[Any]:
         # Of the longest lists, data mostly, no copies are made.
         if (found := entries(value)) is None or found[0] > _MOST:
             continue
-        if isinstance(value, (dict, list, set, deque)) or is_users_object(value):
+        if isinstance(value, _COLLECTIONS) or is_users_object(value):
             yield value
         todo += [item for _, item in islice(found[1], _LOOKED_INTO)]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 WIDTHS = (5, 7, 6, 4, 3)
-SAMPLES = 600
+SAMPLES = {"train": 600, "test": 232}
 
 
 class MLPTask:
@@ -30,7 +30,7 @@ class MLPTask:
 
     def data(self, split):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
-        x = torch.randn(SAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64)
+        x = torch.randn(SAMPLES[split], WIDTHS[0], generator=generator, dtype=torch.float64)
         y = torch.sin(x @ torch.ones(WIDTHS[0], WIDTHS[-1], dtype=torch.float64))
         return TensorDataset(x, y)
 
