@@ -15,6 +15,7 @@ import pytest
 import timeprest
 import torch
 import torch.distributed as dist
+from helpers.processes.forked import Python
 from timeprest.profiles.errors import TargetError, UserError
 from timeprest.profiles.measuring import process_settings
 from timeprest.profiles.target import resolve
@@ -108,9 +109,8 @@ def test_what_a_script_makes_of_an_instance_is_what_counts(made, changed, named,
         f"class Task:\n    def __init__(self):\n        self.width = 3\n{made}\n"
         f"if __name__ == '__main__':\n    {changed or 'pass'}\n    print(name_of(task))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{script}:task" if named else "session:")
+    printed = Python(script).ended()
+    assert printed.startswith(f"{script}:task" if named else "session:")
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from helpers.by_hand.profiles import profile_by_hand
 from helpers.output.commands import called
 from helpers.plans import chain_plan, plan_by_hand, with_times
+from helpers.processes.forked import Python
 from timeprest.planner.exports.blocks import blocks_of
 from timeprest.planner.exports.export import exported
 from timeprest.planner.exports.facts import facts_of
@@ -247,7 +248,7 @@ def test_torch_runs_what_was_written(tmp_path):
     names = [layer.name for layer in profile.layers]
     cut = [tuple(names[a:b]) for a, b in itertools.pairwise((0, 5, 6, 8, len(names)))]
     plan = plan_by_hand(with_times(profile), "zb-v", 4, 4, cut=cut, placement=(0, 1, 1, 0))
-    theirs, ours = losses_there_and_here(plan, tmp_path)
+    theirs, ours = losses_there_and_here(plan, tmp_path, by_torchrun)
     assert theirs == pytest.approx(ours, abs=1e-6)
 
 
@@ -353,12 +354,9 @@ class Task:
 """
 
 
-def losses_there_and_here(plan, folder):
-    """Of three steps: by the script that is written, in processes, and by a run inline."""
-    timeprest.export(plan, "torch", folder / "out")
-    timeprest.run(plan, folder / "run", steps=3, inline=True, evaluate=False)
+def by_torchrun(*script):
+    """Run a script on two ranks, as users do."""
     words = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [folder / "out" / "train.py", "--steps", "3", "--losses", folder / "losses.json"]
     done = subprocess.run(
         [sys.executable, *words, *map(str, script)],
         capture_output=True,
@@ -367,6 +365,23 @@ def losses_there_and_here(plan, folder):
         check=False,
     )
     assert not done.returncode, done.stderr
+
+
+def by_hand(*script):
+    """Run it with what torchrun would tell its ranks."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [Python(*script, **where, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    for rank in ranks:
+        rank.ended()
+
+
+def losses_there_and_here(plan, folder, start=by_hand):
+    """Of three steps: by the script that is written, in processes, and by a run inline."""
+    timeprest.export(plan, "torch", folder / "out")
+    timeprest.run(plan, folder / "run", steps=3, inline=True, evaluate=False)
+    start(folder / "out" / "train.py", "--steps", 3, "--losses", folder / "losses.json")
     theirs = json.loads((folder / "losses.json").read_text())["losses"]
     return theirs, list(read_losses(folder / "run" / "metrics.jsonl"))
 

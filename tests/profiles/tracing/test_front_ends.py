@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from helpers.drawn.cases import examples
 from helpers.models.any import flat
 from helpers.models.front_ends import CASES, Choice, Scores, WithChoice, doubles, positional
 from helpers.paths import TESTS
+from helpers.processes.forked import Python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.profiles.errors import TraceError
@@ -221,16 +219,10 @@ def test_fingerprints_survive_a_restart():
         "    model = target.model(int(sys.argv[1]))\n"
         "    print(fingerprint(trace(model, 'it', target.call(2)[0])))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, "1", *names],
-        env={**os.environ, "PYTHONHASHSEED": str(hash("a restart") % 4096)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    printed = Python("-c", code, 1, *names).ended()
     here = [
         fingerprint(trace(target.model(2), "it", target.call(2)[0]))
         for target in map(resolve, names)
     ]
-    assert ran.stdout.split() == here
+    assert printed.split() == here
     assert len(set(here)) == len(names)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from helpers.by_hand.pieces import assert_learnt_alike, run_pieces
 from helpers.models.any import EXAMPLES, Branches, flat
 from helpers.models.front_ends import positional
 from helpers.paths import TESTS
+from helpers.processes.forked import Python
 from helpers.stage_costs import stage_cost
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -211,8 +210,7 @@ def test_fingerprint_survives_a_restart_and_changes_with_the_model():
         "make, inputs = EXAMPLES['residual'];"
         "print(fingerprint(trace(make().double(), 'it', positional(*inputs(2)))))"
     )
-    command = [sys.executable, "-c", code, str(TESTS)]
-    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    other = Python("-c", code, TESTS).ended().strip()
     torch.manual_seed(5)
     model = EXAMPLES["residual"][0]().double()
     assert fingerprint(graph_of("residual", model)) == other
