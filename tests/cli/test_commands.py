@@ -89,7 +89,7 @@ def test_the_demo_learns_the_digits(digits):
     call_here(
         *("tp-plan", "check", "two.json", "--profile", "profile.json", "-o", "two.json"), cwd=digits
     )
-    done = call("tp-run", "two.json", "--epochs", 12, "--run-dir", "run", cwd=digits)
+    done = call_here("tp-run", "two.json", "--epochs", 12, "--run-dir", "run", cwd=digits)
     summary = json.loads((digits / "run" / "summary.json").read_text())
     assert summary["variant"] == "timeprest"
     assert summary["mode"] == "processes"

@@ -407,9 +407,8 @@ def cheaper(words):
         # It writes no folder over.
         shutil.rmtree(value(rest, "-o"), ignore_errors=True)
     if program == "tp-plan":
-        # Of every system a search for each delay.
-        many = "all" in rest and {"--front", "--study"} & {*rest}
-        return [*rest, "--time-limit", "1"] if many else rest
+        # Of every system a search, or one for each delay.
+        return [*rest, "--time-limit", "0.1"] if "all" in rest else rest
     if program == "tp-profile":
         own = rest and rest[0] == "mine.py:Task"
         return [*rest, "--seconds", "0"] if own and "--together" not in rest else None

@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
+from helpers.drawn.cases import examples
 from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question
@@ -23,7 +24,7 @@ def test_no_plan_is_below_its_bound(first, linked):
     """All plans of drawn questions, in all placements; and each is among the cuts below its
     period."""
     seen = 0
-    for seed in range(first, first + 50):
+    for seed in range(first, first + examples(50)):
         drawn = drawn_placed(seed, linked=linked)
         if drawn is None:
             continue

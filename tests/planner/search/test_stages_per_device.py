@@ -8,6 +8,7 @@ from itertools import combinations
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.drawn.cases import examples
 from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
@@ -57,7 +58,7 @@ def test_no_plan_beats_a_proven_one_over_links_of_pairs():
 
 def no_plan_beats_a_proven_one(first, *, linked=False):
     seen = proven = 0
-    for seed in range(first, first + 40):
+    for seed in range(first, first + examples(40)):
         drawn = drawn_placed(seed, linked=linked)
         if drawn is None:
             continue
