@@ -17,6 +17,7 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError
+from timeprest.profiles.measuring import capture
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.measuring.process_settings import settings_put_back
@@ -28,7 +29,6 @@ from timeprest.runtime.prepare.devices import gpu_count
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage import capture
 from timeprest.runtime.stage.gradients import finiteness
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,8 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
+from ..errors import TaskWarning
 from ..target import Target
+from ..tasks.hooks import describe_error
 from ..tracing.graph import GraphBody
+from . import capture
+from .captured import CapturedStep
 from .platforms import Clock, CudaMeter, LiveBytes, Platform, Reserved
 from .saved_bytes import MicroBatchCase, count_saved
 from .step import Phase, PiecewiseStep, Probe, roots_of
@@ -67,6 +74,8 @@ _LONG_ROUND_S = 2.0
 """Of rounds that take longer, fewer are made."""
 _MIN_ROUNDS, _MIN_LONG_ROUNDS, _MIN_HASTY_ROUNDS = 5, 3, 2
 _MAX_ROUNDS = 200
+_MOST = 200
+"""Characters of what torch says, which may be pages."""
 _EMPTY_CALLS = 24
 """Calls of an empty piece in one step, spread over its layers."""
 
@@ -93,6 +102,8 @@ class Bench:
         self.sizes = tuple(case.size for case in cases)
         self.names = [layer.name for layer in self.traced.layers]
         self.reserved: Reserved | None = None
+        # Of gradients, which graphs add to.
+        self._sums: list[Tensor | None] = []
         self._turn = False
         self._begin_and_end: tuple[float, float] | None = None
 
@@ -113,7 +124,9 @@ class Bench:
             for case in self.cases:
                 self._count_workspace(case)
             if not self.platform.computed:
+                self._capture()
                 self._time(clock, seconds, error)
+                self._forget_graphs()
                 self._forget_gradients()
                 self._report("memory of a step")
                 largest = self.cases[-1]
@@ -133,7 +146,38 @@ class Bench:
         # Of a round that takes longer than those before nothing is known.
         self.progress(what, *((now - begin, end - begin) if now < end else (0, 0)))
 
-    def _step(self, case: MicroBatchCase) -> PiecewiseStep:
+    def _capture(self) -> None:
+        """Capture what is timed, where a run captures its stages. All of it or nothing: sizes are
+        compared."""
+        on = capture.capture_on(self.platform.device)
+        if on is None or self.target.task is None:
+            return
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        self._sums = [p.grad for p in self.model.parameters()]
+        try:
+            for case in self.cases:
+                case.captured = tuple(
+                    CapturedStep(on, partial(run, case))
+                    for run in (self._run_layers, self._run_halves, self._run_whole)
+                )
+        except Exception as error:  # torch's, of whatever kind
+            self._forget_graphs()
+            why = shorten(describe_error(error), _MOST, placeholder=" …")
+            warnings.warn(
+                "layers are timed operation by operation, since CUDA graphs of them can't be had: "
+                f"{why}",
+                TaskWarning,
+                stacklevel=2,
+            )
+        self._forget_gradients()
+
+    def _forget_graphs(self) -> None:
+        self._sums = []
+        for case in self.cases:
+            case.captured = None
+
+    def _step(self, case: MicroBatchCase, kept: list[Any] | None = None) -> PiecewiseStep:
         return PiecewiseStep(
             pieces=case.pieces,
             result=case.result,
@@ -141,7 +185,13 @@ class Bench:
             roots=lambda result: roots_of(self.target, result, case.target),
             has_loss=self.target.task is not None,
             forward_context=self.platform.forward_context,
+            kept=kept,
         )
+
+    def _run_layers(
+        self, case: MicroBatchCase, probe: Probe, kept: list[Any] | None = None
+    ) -> None:
+        self._step(case, kept).run(case.inputs, probe)
 
     def _begin(self, case: MicroBatchCase) -> None:
         """Forget gradients where a step of this size is to find none: a mini-batch in one
@@ -163,8 +213,11 @@ class Bench:
             self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
         self._forget_gradients()
 
-    def _first_halves(self, case: MicroBatchCase, probe: Probe) -> dict[int, SplitBackward]:
-        """Run a step whose backwards go to the layers' inputs alone; the rest is still to come."""
+    def _run_halves(
+        self, case: MicroBatchCase, probe: Probe, kept: list[Any] | None = None
+    ) -> None:
+        """Run a step whose backwards go to the layers' inputs alone; then their rest. Count what is
+        kept between them."""
         halves: dict[int, SplitBackward] = {}
 
         def partly(
@@ -176,8 +229,28 @@ class Bench:
             halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
             halves[k].inputs()
 
-        self._step(case).run(case.inputs, probe, partly)
-        return halves
+        self._step(case, kept).run(case.inputs, probe, partly)
+        case.postponed = [0] * len(self.parts)
+        for k, half in halves.items():
+            case.postponed[k] = half.held_bytes
+        # When all layers' first parts are through: the caches have forgotten what both need.
+        for k in list(halves):
+            probe.before(k, "W", ())
+            halves.pop(k).weights()
+            probe.after(k, "W")
+
+    def _run_whole(self, case: MicroBatchCase, probe: Probe, kept: list[Any] | None = None) -> None:
+        """Run a step of the model in one piece, as layer 0."""
+        inputs = [tensor.clone() for tensor in case.inputs]
+        if kept is not None:
+            kept += inputs
+        with self.platform.forward_context():
+            probe.before(0, "F", ())
+            roots = roots_of(self.target, case.traced.module(*inputs), case.target)
+            probe.after(0, "F")
+        probe.before(0, "B", ())
+        torch.autograd.backward(roots, [torch.ones_like(v) for v in roots])
+        probe.after(0, "B")
 
     # Time --------------------------------------------------------------------------------
 
@@ -226,7 +299,7 @@ class Bench:
             for layers in (self._turn, not self._turn):
                 self._begin(case)
                 if layers:
-                    self._step(case).run(case.inputs, probe)
+                    self._timed(case, 0, probe)
                 else:
                     whole = self._time_whole(case, clock)
             if keep:
@@ -242,35 +315,23 @@ class Bench:
         count what it keeps between them."""
         self._begin(case)
         probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", partly=True)
-        halves = self._first_halves(case, probe)
+        self._timed(case, 1, probe)
         case.input_s.append(probe.input_seconds())
-        case.postponed = [0] * len(self.parts)
-        for k, half in halves.items():
-            case.postponed[k] = half.held_bytes
-        # When all layers' first parts are through: the caches have forgotten what both need.
-        marks = {}
-        for k in list(halves):
-            begin = clock.mark()
-            halves.pop(k).weights()
-            marks[k] = begin, clock.mark()
-        clock.settle()
-        times = [0.0] * len(self.parts)
-        for k, pair in marks.items():
-            times[k] = clock.seconds(*pair)
-        case.weight_s.append(times)
+        case.weight_s.append(probe.weight_seconds())
 
     def _time_whole(self, case: MicroBatchCase, clock: Clock) -> tuple[float, float]:
-        inputs = [tensor.clone() for tensor in case.inputs]
-        start = clock.mark()
-        with self.platform.forward_context():
-            roots = roots_of(self.target, case.traced.module(*inputs), case.target)
-        middle = clock.mark()
-        grads = [torch.ones_like(v) for v in roots]
-        begin = clock.mark()
-        torch.autograd.backward(roots, grads)
-        end = clock.mark()
-        clock.settle()
-        return clock.seconds(start, middle), clock.seconds(begin, end)
+        probe = _TimeProbe(self, clock, "", partly=True)
+        self._timed(case, 2, probe)
+        (forward_s, *_), (backward_s, *_) = probe.seconds()
+        return forward_s, backward_s
+
+    def _timed(self, case: MicroBatchCase, which: int, probe: _TimeProbe) -> None:
+        """Run a step, or replay it where it is captured."""
+        if case.captured is None:
+            (self._run_layers, self._run_halves, self._run_whole)[which](case, probe)
+            return
+        probe.clock.lead(len(case.captured[which]))
+        case.captured[which].replay(probe)
 
 
 class _WorkspaceProbe:
@@ -297,21 +358,24 @@ class _TimeProbe:
     """Takes a mark before and after everything. `partly`: no empty pieces are called."""
 
     def __init__(self, bench: Bench, clock: Clock, say: str, *, partly: bool = False) -> None:
-        self.partly = partly
         self.clock, self.say, self.bench = clock, say, bench
         self.parts = bench.parts
         self.marks: dict[tuple[int, Phase], list[Any]] = {}
         # Between layers, where caches are as warm as they are for the layers' own calls.
         self.stride = -(-len(self.parts) // _EMPTY_CALLS)
+        # Nobody calls a layer that is replayed.
+        captured = any(case.captured for case in bench.cases)
+        self.calls_empty = not (partly or captured or bench.platform.computed)
         self.empty_marks: dict[Phase, list[tuple[Any, Any]]] = {"F": [], "B": []}
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        self.bench._report(f"{self.say}, {self.parts[k]}")
+        if self.say:
+            self.bench._report(f"{self.say}, {self.parts[k]}")
         self.marks[k, phase] = [self.clock.mark()]
 
     def after(self, k: int, phase: Phase) -> None:
         self.marks[k, phase].append(self.clock.mark())
-        if k % self.stride == 0 and not (self.partly or self.bench.platform.computed):
+        if k % self.stride == 0 and self.calls_empty:
             self.empty_marks[phase].append(self._empty(phase))
 
     def _empty(self, phase: Phase) -> tuple[Any, Any]:
@@ -342,6 +406,11 @@ class _TimeProbe:
         """The part of every backward that gives the gradients of inputs; 0 where none needs one."""
         self.clock.settle()
         return self._of("I")
+
+    def weight_seconds(self) -> list[float]:
+        """The rest of every backward."""
+        self.clock.settle()
+        return self._of("W")
 
     def _of(self, phase: Phase) -> list[float]:
         found = (self.marks.get((k, phase)) for k in range(len(self.parts)))

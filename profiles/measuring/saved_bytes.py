@@ -16,6 +16,7 @@ from ..tasks.task import root_of
 from ..tracing.call import Call, mark_of
 from ..tracing.graph import TracedModel, Value, is_frozen, values
 from ..tracing.pieces import Piece, cut, encode
+from .captured import CapturedStep
 from .platforms import Platform
 from .step import Phase
 
@@ -149,6 +150,9 @@ class MicroBatchCase:
         self.whole: list[tuple[float, float]] = []
         self.empty_s: dict[Phase, list[float]] = {"F": [], "B": []}
         """Seconds of calling a piece without a layer in it, amid the others."""
+        self.captured: tuple[CapturedStep, ...] | None = None
+        """Its layers, these with backwards in two parts, and the whole model; None: they are run
+        operation by operation."""
 
 
 def count_saved(

@@ -22,8 +22,8 @@ from ..target import Target
 from ..tasks.task import root_of
 from ..tracing.pieces import Piece
 
-Phase = Literal["F", "B", "I"]
-"""Forward, backward, and the part of a backward that gives the gradients of inputs alone."""
+Phase = Literal["F", "B", "I", "W"]
+"""Forward, backward, the part of a backward that gives the gradients of inputs alone, the rest."""
 
 
 def roots_of(target: Target, result: Any, expected: Any) -> list[Tensor]:
@@ -62,6 +62,7 @@ class PiecewiseStep:
         roots: where the backward of a result begins (`roots_of`); gradients of ones enter there.
         has_loss: they are a loss, which is a part of the step.
         forward_context: what forwards run under, such as autocast.
+        kept: if given, gets what layers are given from outside of them.
     """
 
     pieces: tuple[Piece, ...]
@@ -70,6 +71,7 @@ class PiecewiseStep:
     roots: Callable[[Any], list[Tensor]]
     has_loss: bool
     forward_context: Callable[[], AbstractContextManager[Any]]
+    kept: list[Any] | None = None
 
     def run(self, tensors: Sequence[Tensor], probe: Probe, partly: Partly | None = None) -> None:
         """Run it once; gradients of the parameters accumulate.
@@ -78,6 +80,8 @@ class PiecewiseStep:
             partly: runs a layer's backward to its inputs alone, instead of the whole of it.
         """
         walk = _Walk(self, dict(zip(self.inputs, (t.clone() for t in tensors), strict=False)))
+        if self.kept is not None:
+            self.kept.extend(walk.values.values())
         with self.forward_context():
             for k in range(len(self.pieces)):
                 walk.forward(k, probe)
@@ -140,6 +144,8 @@ class _Walk:
         graph, arguments = self._admit(end, self.step.result)
         self.graphs.append(graph)
         found = self.step.result.module(*arguments)[0]
+        if self.step.kept is not None:
+            self.step.kept.append(found)
         if not self.step.has_loss:
             return self.step.roots(found)
         probe.before(end, "F", ())
@@ -148,12 +154,11 @@ class _Walk:
         return roots
 
     def first_backward(self, roots: list[Tensor], probe: Probe) -> None:
-        grads = [torch.ones_like(root) for root in roots]
         timed = self.step.has_loss
         end = len(self.step.pieces)
         if timed:
             probe.before(end, "B", ())
-        torch.autograd.backward(roots, grads)
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         if timed:
             probe.after(end, "B")
         roots.clear()

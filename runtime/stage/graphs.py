@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op
 from ...profiles.autograd.boundary import Inlet, storage_bytes
 from ...profiles.autograd.dropout import WithoutDropout
+from ...profiles.measuring import capture
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Loss
 from ...profiles.tracing.call import unchanged
@@ -41,7 +42,6 @@ from ..prepare.data import MicroBatchPart
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..weights.stash import WeightVersions, memory_for
-from . import capture
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs
 from .piece import Forwarded, piece_of
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from timeprest.profiles.autograd.boundary import storage_key
-from timeprest.runtime.stage import capture
+from timeprest.profiles.measuring import capture
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 

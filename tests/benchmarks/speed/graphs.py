@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Literal
 
 import timeprest
 import torch
@@ -18,7 +19,8 @@ import torch
 from .racing.rank import RankSpec, measured
 from .tasks import ALL_RACES, target_of
 
-STEPS, DEVICE = 40, "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = 40
+DEVICE: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
 GRAPHS = ("off", "auto") if DEVICE == "cuda" else ("off",)
 
 

@@ -19,13 +19,13 @@ from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
+from timeprest.profiles.measuring import capture
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage import capture
 from timeprest.runtime.stage.graphs import most_in_flight
 
 _profiles = {}

@@ -9,6 +9,7 @@ operation and refuses those.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...profiles.tracing.random_states import same_states, states
+from ..tracing.random_states import same_states, states
 
 _ATEN = torch.ops.aten
 _BY_MASK = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
@@ -142,7 +143,9 @@ class Capture:
         # Of another stream's memory, what is collected here might be asked for in vain.
         gc.disable()
         try:
-            with self._aside():
+            with self._aside(), warnings.catch_warnings():
+                # A stage or a layer may do nothing but look at its input in another way.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     with Capturable(self._device):

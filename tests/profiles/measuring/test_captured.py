@@ -1,0 +1,83 @@
+"""Layers are timed in graphs where a run replays its stages: here by a stand-in on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from helpers.recorded_graphs import Recorded, RecordedGraphs
+from mlp_task import MLPTask
+from timeprest.profiles.errors import TaskWarning
+from timeprest.profiles.measuring import capture
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.platforms import Clock, Platform
+from timeprest.profiles.target import resolve
+
+
+class Looks(torch.nn.Module):
+    """Looks at numbers."""
+
+    def forward(self, x):
+        return x[x > 0].mean() + x
+
+
+class LooksTask(MLPTask):
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(5, 3), Looks()).double()
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Graphs are recorded on the CPU, and the clock shows nothing but how many were replayed."""
+    found, replay = [], Recorded.replay
+
+    def counted(graph):
+        replay(graph)
+        found.append(graph)
+
+    @contextmanager
+    def clock(self):
+        yield Clock(lambda: len(found))
+
+    monkeypatch.setattr(Recorded, "replay", counted)
+    monkeypatch.setattr(Platform, "clock", clock)
+    monkeypatch.setattr(capture, "capture_on", RecordedGraphs)
+    return found
+
+
+def measured(task):
+    return measure(resolve(task), batch_size=8, micro_batch_sizes=[4, 8], seconds=0)
+
+
+def bytes_of(profile):
+    layers = msgspec.to_builtins(profile.layers)
+    for layer in layers:
+        for m in layer["measurements"]:
+            for name in [name for name in m if name.endswith("_s")]:
+                del m[name]
+    return layers
+
+
+def test_each_layer_is_one_graph(replays, mlp_target, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskWarning)
+        profile = measured(mlp_target)
+    assert replays
+    for layer in profile.layers:
+        for m in layer.measurements:
+            assert m.forward_s == m.backward_s == 1
+    for whole in profile.whole_model:
+        assert whole.forward_s == whole.backward_s == 1
+    monkeypatch.setattr(capture, "capture_on", lambda device: None)
+    assert bytes_of(measured(mlp_target)) == bytes_of(profile)
+
+
+def test_a_layer_that_cant_be_captured_has_all_timed_as_ever(replays):
+    with pytest.warns(TaskWarning, match="operation by operation.*as a mask says"):
+        profile = measured(f"{Path(__file__)}:LooksTask")
+    assert not replays
+    assert all(m.forward_s == 0 for layer in profile.layers for m in layer.measurements)
