@@ -407,8 +407,12 @@ def cheaper(words):
         # It writes no folder over.
         shutil.rmtree(value(rest, "-o"), ignore_errors=True)
     if program == "tp-plan":
-        # Of every system a search, or one for each delay.
-        return [*rest, "--time-limit", "0.1"] if "all" in rest else rest
+        if "all" not in rest:
+            return rest
+        # Of two systems a search for each delay, where every system would have them.
+        many = {"--front", "--study"} & {*rest}
+        shorter = ["gpipe,timeprest" if many and word == "all" else word for word in rest]
+        return [*shorter, "--time-limit", "0.1"]
     if program == "tp-profile":
         own = rest and rest[0] == "mine.py:Task"
         return [*rest, "--seconds", "0"] if own and "--together" not in rest else None

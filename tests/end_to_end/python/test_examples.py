@@ -14,7 +14,6 @@ from helpers.paths import ROOT
 
 sys.path.append(str(ROOT / "docs" / "examples"))
 
-import image_classifier
 import nano_gpt
 
 
@@ -52,6 +51,8 @@ def plain_losses(task, steps, *, clip=None, dtype=None, seed=0):
 @pytest.mark.processes
 def test_the_image_classifier(tmp_path):
     """Over the end of an epoch of 22 mini-batches."""
+    import image_classifier  # which loads scikit-learn
+
     words = ["--variant", "gpipe", "--stages", "3", "--steps", "24", "--seconds", "0"]
     run = image_classifier.main([*words, "--run-dir", str(tmp_path / "run")])
     assert run.plan.workers == 3

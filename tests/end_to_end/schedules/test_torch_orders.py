@@ -23,13 +23,15 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from torch.distributed.pipelining import schedules
 
 STEPS = 6
 
 
 def torchs_own(name, ranks, per_rank, n):
     """The operations that a class of torch's has for these ranks, as it would write them."""
+    # Loading it takes two seconds, which only who runs these tests has to wait for.
+    from torch.distributed.pipelining import schedules
+
     stages = [
         MagicMock(num_stages=ranks * per_rank, group_size=ranks, group_rank=0, stage_index=k)
         for k in range(per_rank)

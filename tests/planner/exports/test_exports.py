@@ -29,9 +29,18 @@ from timeprest.profiles.errors import PlanError, ScheduleError, UserError
 from timeprest.profiles.files import tomllib
 from timeprest.profiles.profile import SharedParameters, VaryingShapes
 from torch import nn
-from torch.distributed.pipelining import schedules
 
 LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def schedules():
+    """Torch's own: loading them takes two seconds, which only who runs these tests waits for."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
 FLUSHED = [
     ("gpipe", ()),
     ("gpipe", LOOP),
@@ -84,7 +93,7 @@ def cells_of(text):
 
 @pytest.mark.parametrize("frozen", [0, 2])
 @pytest.mark.parametrize(("variant", "placement"), FLUSHED)
-def test_torch_runs_the_schedule(variant, placement, frozen):
+def test_torch_runs_the_schedule(variant, placement, frozen, schedules):
     """Its own checks, the messages that it adds, and its own walk through all of them.
 
     Args:
@@ -289,7 +298,7 @@ def test_a_modules_second_call_is_in_its_block():
         ("v-half", V, "ZBVZeroBubble"),
     ],
 )
-def test_torchtitan_is_given_other_schedules_as_csv(variant, placement, name):
+def test_torchtitan_is_given_other_schedules_as_csv(variant, placement, name, schedules):
     files = export(gpt_plan((5, 7, 9), variant, placement=placement), "torchtitan")
     found = tomllib.loads(files["torchtitan.toml"])["parallelism"]
     assert found["pipeline_parallel_schedule"] == name
