@@ -36,6 +36,15 @@ def as_bytes(tensor):
     return found.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),))
 
 
+def _unseen():
+    """References to a storage besides its one tensor's, once Python has looked at it."""
+    tensor = torch.zeros(1)
+    return torch._C._storage_Use_Count(storage_key(tensor)) - 1
+
+
+_UNSEEN = _unseen()
+
+
 class Recorded:
     """A graph: calls, tensors that came from elsewhere, and those that it made, by storage."""
 
@@ -58,7 +67,7 @@ class Recorded:
 
     def let_go(self, storage):
         """Whether nobody else has it."""
-        return torch._C._storage_Use_Count(storage) <= self.references(storage)
+        return torch._C._storage_Use_Count(storage) <= self.references(storage) + _UNSEEN
 
     def replay(self):
         for storage in self.given:
@@ -108,17 +117,18 @@ class Recording(TorchDispatchMode):
 class RecordedGraphs(capture.Capture):
     """Captures on the CPU."""
 
-    captured = 0
-    fails_at = None
+    captured, fails_at, pools = 0, None, ()
 
     def __init__(self, device):
         self._device = device
 
     def pool(self):
-        return []
+        type(self).pools = (*self.pools, [])
+        return self.pools[-1]
 
     def held_bytes(self):
-        return 0
+        graphs = (graph for pool in self.pools for graph in pool)
+        return sum(memory.numel() for graph in graphs for memory in graph.made.values())
 
     @contextmanager
     def of(self, pool):
