@@ -94,6 +94,11 @@ class StoppedError(RunError):
     """A signal from outside ended the run; the message names it."""
 
 
+def one_line(error: BaseException) -> str:
+    """The text of an error; its kind, where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 _PACKAGES = (Path(__file__).parents[1], Path(__file__).resolve().parents[1])
 """Ours, under either name where it is reached by a link."""
 

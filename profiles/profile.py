@@ -428,24 +428,24 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
                 f"{where}: edge {edge.producer!r} → {edge.consumer!r}: layers must be listed "
                 "in topological order"
             )
-    for source in profile.inputs:
-        for name in source.consumers:
-            if name not in position and name != "output":
-                raise FileError(f"{where}: input {source.name!r} names unknown layer {name!r}")
-    for group in profile.tied:
-        for name in group:
+    named = [
+        *(
+            (f"input {source.name!r} names", [*filter("output".__ne__, source.consumers)])
+            for source in profile.inputs
+        ),
+        *(("tied:", group) for group in profile.tied),
+        *(("shared_frozen:", shared.layers) for shared in profile.shared_frozen or ()),
+    ]
+    for what, names in named:
+        for name in names:
             if name not in position:
-                raise FileError(f"{where}: tied: unknown layer {name!r}")
+                raise FileError(f"{where}: {what} unknown layer {name!r}")
     check_varying(profile.varying, where)
     groups = {frozenset(group) for group in profile.tied}
     for shared in profile.shared:
         if frozenset(shared.layers) not in groups:
             shown = ", ".join(map(repr, shared.layers))
             raise FileError(f"{where}: shared: {shown} aren't a group of `tied`")
-    for shared in profile.shared_frozen or ():
-        for name in shared.layers:
-            if name not in position:
-                raise FileError(f"{where}: shared_frozen: unknown layer {name!r}")
     return profile
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import plugins
 from .errors import TargetError
 from .files import is_file
-from .tasks.hooks import describe_error
+from .tasks.hooks import in_one_line
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
@@ -381,12 +381,7 @@ def _copied(name: str, model: nn.Module) -> nn.Module:
 
     Raises TargetError where there can be none.
     """
-    try:
-        # A copy of real tensors, also where a device that isn't there is reckoned with.
-        with _disable_current_modes():
-            return copy.deepcopy(model)
-    except Exception as error:  # the user's modules are copied here
-        raise TargetError(
-            f"{name}: can't be copied, and measuring would change it: {describe_error(error)}; "
-            "give a function that makes it"
-        ) from error
+    what = f"{name}: can't be copied, and measuring would change it"
+    # A copy of real tensors, also where a device that isn't there is reckoned with.
+    with in_one_line(what, mend="; give a function that makes it"), _disable_current_modes():
+        return copy.deepcopy(model)

@@ -333,13 +333,7 @@ def as_data(plans: Mapping[str, Plan]) -> dict[str, Any]:
             if best(figure, found)
         },
         "moved": [
-            {
-                "from": names[0],
-                "to": name,
-                "layers": m.layers,
-                "source": m.source,
-                "target": m.target,
-            }
+            {"from": names[0], "to": name, **m._asdict()}
             for name in names[1:]
             if plans[name].profile.fingerprint == found[0].profile.fingerprint
             for m in moves(found[0], plans[name])

@@ -42,15 +42,15 @@ class Traits:
     Attributes:
         drops: it drops something out.
         mixes: a layer mixes the samples of a micro-batch (batch norm).
-        draws: it draws random numbers besides dropout.
-        loss_draws: the loss does.
+        random: it draws random numbers besides dropout.
+        loss_random: the loss does.
         loss_hides: it draws by NumPy's or Python's own generators.
     """
 
     drops: bool = False
     mixes: bool = False
-    draws: bool = False
-    loss_draws: bool = False
+    random: bool = False
+    loss_random: bool = False
     loss_hides: bool = False
 
 

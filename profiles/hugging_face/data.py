@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
-from ..errors import FileError, TargetError
-from ..files import check_regular
+from ..errors import FileError, TargetError, one_line
+from ..files import check_regular, file_errors
+from ..tasks.hooks import in_one_line
 from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
 from ..tasks.task import Split
 from ..zoo.synthetic import FIRST_SEED, IGNORED, mask_tokens
@@ -119,26 +120,18 @@ def rows_of(request: Request) -> dict[Split, Any]:
         return _folder_rows(request, path)
     try:
         check_regular(path)
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with file_errors(path, "read"):
+            text = path.read_text(encoding="utf-8", errors="replace")
     except FileError as error:
         raise TargetError(f"{request.target}: data={error}") from None
-    except OSError as error:
-        raise TargetError(
-            f"{request.target}: data={request.data}: can't be read: {error.strerror}"
-        ) from None
     return _text_rows(request, text)
 
 
 def _folder_rows(request: Request, path: Path) -> dict[Split, Any]:
     datasets = library(request.target, "datasets")
-    try:
+    what = f"{request.target}: data={request.data}: isn't what a dataset's save_to_disk writes"
+    with in_one_line(what, text=one_line):
         found = datasets.load_from_disk(str(path))
-    except Exception as error:  # the library's own kinds, and what lies there is the user's
-        reason = " ".join(str(error).split())
-        raise TargetError(
-            f"{request.target}: data={request.data}: isn't what a dataset's save_to_disk writes: "
-            f"{reason}"
-        ) from None
     numbers = (
         {name: part.with_format("numpy") for name, part in found.items()}
         if isinstance(found, Mapping)
@@ -467,12 +460,9 @@ class HuggingFaceSamples(Dataset[Any]):
             )
 
         def shifted(labels: Tensor) -> Tensor:
-            try:
+            what = f"{self._request.target}: the decoder's input can't be made of labels"
+            with in_one_line(what, text=one_line):
                 found: Tensor = shift(labels[None])[0]
-            except (ValueError, TypeError, AttributeError) as error:
-                raise TargetError(
-                    f"{self._request.target}: the decoder's input can't be made of labels: {error}"
-                ) from None
             return found
 
         return shifted

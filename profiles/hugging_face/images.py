@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import TargetError
+from ..errors import TargetError, one_line
+from ..tasks.hooks import in_one_line
 from .model import Request, library
 
 _FILE = "preprocessor_config.json"
@@ -38,7 +39,7 @@ def pixel_scale(request: Request) -> PixelScale:
         hub = library(request.target, "huggingface_hub")
         file = Path(str(hub.try_to_load_from_cache(request.folder, _FILE)))
     said: Any = {}
-    try:
+    with in_one_line(f"{request.target}: {file}: can't be followed", text=one_line):
         if request.folder and file.is_file():
             said = json.loads(file.read_text(encoding="utf-8"))
         others = [key for key in _OTHERS if said.get(key)]
@@ -49,9 +50,6 @@ def pixel_scale(request: Request) -> PixelScale:
                 torch.tensor(said.get(name, 0.5)) for name in ("image_mean", "image_std")
             )
         found = PixelScale(factor, mean.reshape(-1, 1, 1), deviation.reshape(-1, 1, 1))
-    except (OSError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise TargetError(f"{request.target}: {file}: can't be followed: {reason}") from None
     if others:
         raise TargetError(
             f"{request.target}: {file}: {others[0]} isn't done here: give pixel_values that the "

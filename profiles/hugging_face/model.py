@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import TargetError
+from ..errors import TargetError, one_line
+from ..tasks.hooks import in_one_line
 from ..zoo.arguments import LIMITS, pairs
 from .small import SMALL, for_each_layer, small_sizes, special_ids
 
@@ -281,14 +282,10 @@ def tokenizer_of(target: str, folder: str) -> Any:
     """The tokenizer of a folder. Raises TargetError where there is none."""
     transformers = library(target)
     path = Path(folder).expanduser()
-    try:
-        with quiet():
-            return transformers.AutoTokenizer.from_pretrained(
-                str(path) if path.is_dir() else folder, local_files_only=True
-            )
-    except Exception as error:  # as for a config
-        reason = " ".join(str(error).split())[:200]
-        raise TargetError(f"{target}: tokenizer={folder}: can't be read: {reason}") from None
+    with in_one_line(f"{target}: tokenizer={folder}: can't be read", text=one_line), quiet():
+        return transformers.AutoTokenizer.from_pretrained(
+            str(path) if path.is_dir() else folder, local_files_only=True
+        )
 
 
 def vocabulary_of(target: str, tokenizer: str) -> int:
@@ -373,13 +370,13 @@ def _some(known: set[str]) -> list[str]:
 
 
 def _make(target: str, model: str, values: dict[str, Any]) -> Any:
-    try:
-        with quiet():
-            config = library(target).CONFIG_MAPPING[model](**values)
-    except Exception as error:  # the library checks values in many ways
-        reason = " ".join(str(error).split())
-        raise TargetError(f"{target}: the model's config doesn't take this: {reason}") from None
+    with _taken_by_config(target), quiet():
+        config = library(target).CONFIG_MAPPING[model](**values)
     return _without_cache(config)
+
+
+def _taken_by_config(target: str) -> AbstractContextManager[None]:
+    return in_one_line(f"{target}: the model's config doesn't take this", text=one_line)
 
 
 def _without_cache(config: Any) -> Any:
@@ -405,7 +402,7 @@ def _from_folder(target: str, name: str) -> Any:
             )
     except Exception as error:  # the file is the user's, and what the library raises its own
         if path.is_dir():
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise TargetError(f"{target}: {name}/config.json can't be read: {reason}") from None
         known = {n for head in HEADS.values() for n in getattr(_tables(target), head.table)}
         near = [other for other in sorted(known) if other.startswith(name.lower())]
@@ -420,12 +417,9 @@ def _from_folder(target: str, name: str) -> Any:
 
 
 def _changed(target: str, config: Any, given: dict[str, Any]) -> Any:
-    try:
+    with _taken_by_config(target):
         for key, value in given.items():
             setattr(config, key, value)
-    except Exception as error:  # as for `_make`
-        reason = " ".join(str(error).split())
-        raise TargetError(f"{target}: the model's config doesn't take this: {reason}") from None
     return config
 
 

@@ -13,7 +13,8 @@ from ...runtime.settings import RunSettings
 from ..errors import UserError
 from ..files import read_file
 from ..target import resolve
-from ..tasks.hooks import describe_error
+from ..tasks.hooks import in_one_line
+from .model import library, quiet
 
 
 def write_pretrained(weights: Weights, folder: Path, most: int | None) -> int:
@@ -21,13 +22,7 @@ def write_pretrained(weights: Weights, folder: Path, most: int | None) -> int:
 
     Raises UserError where it can't be, TargetError where the task's model can't be built.
     """
-    try:
-        logging = importlib.import_module("transformers.utils.logging")
-    except ImportError as error:
-        raise UserError(
-            f"--to hf: needs the library transformers ({error}): in the checkout, "
-            "pip install -e '.[hf]'"
-        ) from None
+    library("--to hf")
     settings = read_file(weights.run / "settings.json", RunSettings)
     model, prefix = _pretrained(settings.task, resolve(settings.task).model(settings.seed))
     given = {
@@ -45,17 +40,8 @@ def write_pretrained(weights: Weights, folder: Path, most: int | None) -> int:
         )
     # Buffers that the model makes anew each time aren't among what it loads.
     model.load_state_dict({name: given[name] for name in wanted})
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+    with in_one_line("--to hf: save_pretrained failed", UserError), quiet():
         model.save_pretrained(folder, max_shard_size=most or SHARD_BYTES)
-    except Exception as error:  # the library has many ways to refuse
-        raise UserError(f"--to hf: save_pretrained failed: {describe_error(error)}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
     return len(list(folder.glob("*.safetensors")))
 
 

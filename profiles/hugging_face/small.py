@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ..errors import one_line
+
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -214,7 +216,7 @@ _SAYS_NOTHING = re.compile(
 def explained(error: Exception, config: Any, given: Collection[str]) -> str:
     """Why a model can't be made or run, and which keys of its config have the numbers in that:
     where shapes don't fit, it is two of these that don't."""
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = one_line(error)
     mentioned = set(re.findall(r"(?<![\w.])\d+(?![\w.])", reason))
     keys = [
         f"{key}={value}"

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 
-from ..errors import TargetError, TaskWarning
+from ..errors import TargetError, TaskWarning, one_line
+from ..tasks.hooks import in_one_line
 from ..tasks.task import Split, read_loss
 from ..units import texts
 from ..zoo.synthetic import (
@@ -225,19 +226,15 @@ def _with_weights(request: Request) -> nn.Module:
         model: nn.Module = request.maker.from_config(config, **dtype)
         return model
     path = Path(request.folder).expanduser()
-    try:
-        with quiet():
-            model, found = request.maker.from_pretrained(
-                str(path) if path.is_dir() else request.folder,
-                config=config,
-                local_files_only=True,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
-    except Exception as error:  # as for a config
-        reason = " ".join(str(error).split())[:300]
-        raise TargetError(f"{request.target}: its weights can't be taken: {reason}") from None
+    with in_one_line(f"{request.target}: its weights can't be taken", text=one_line), quiet():
+        model, found = request.maker.from_pretrained(
+            str(path) if path.is_dir() else request.folder,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
     missing = sorted(found["missing_keys"])
     if request.own_head and missing:
         raise TargetError(

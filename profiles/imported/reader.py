@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..errors import FileError, PluginError, TargetError
-from ..files import read_json
+from ..errors import PluginError, TargetError
 from ..options import OptionField, Spelled, option_fields, read_record
 from ..profile import Profile
-from .table import EXPECTED, import_table
+from .table import EXPECTED, import_table, read_text
 
 _OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')
 _TABLE = ".csv"
@@ -105,11 +104,3 @@ def _importer(suffix: str, given: Collection[str]) -> Any:
     found.sort(key=lambda importer: len(_options(importer)))
     having = (importer for importer in found if set(given) <= set(_options(importer)))
     return next(having, found[-1])
-
-
-def read_text(where: str, expected: str) -> str:
-    """A text file of moderate size. Raises FileError saying what was expected."""
-    try:
-        return read_json(Path(where), expected).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FileError(f"{where}: isn't text: {error}; {expected}") from None

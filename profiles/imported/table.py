@@ -345,7 +345,7 @@ def _size(at: str, text: str) -> int:
 
 def read_edges(where: str, names: Sequence[str]) -> list[TableEdge]:
     """The edges between layers of these names. Raises FileError naming the line."""
-    text = _decoded(where, read_json(Path(where), "expected a table (CSV) of edges"))
+    text = read_text(where, "expected a table (CSV) of edges")
     position = {name: k for k, name in enumerate(names)}
     lines = _records(where, text)
     at, header = next(lines, (where, []))
@@ -381,11 +381,12 @@ def _records(where: str, text: str) -> Iterator[tuple[str, list[str]]]:
         raise FileError(f"{where}:{reader.line_num}: isn't CSV: {error}") from None
 
 
-def _decoded(where: str, text: bytes) -> str:
+def read_text(where: str, expected: str) -> str:
+    """A text file of moderate size. Raises FileError saying what was expected."""
     try:
-        return text.decode("utf-8")
+        return read_json(Path(where), expected).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FileError(f"{where}: isn't text: {error}") from None
+        raise FileError(f"{where}: isn't text: {error}; {expected}") from None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import TargetError, TaskWarning, UserError
+from ..errors import TargetError, TaskWarning
 from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target
 from ..tasks.hooks import (
@@ -19,7 +20,7 @@ from ..tasks.hooks import (
     before_training,
     call_hook,
     check_reads,
-    describe_error,
+    in_one_line,
     stand_in,
     task_scheduler,
     try_figures,
@@ -116,15 +117,11 @@ def trial_samples(
     """
     rows = rows_of(call.tensors, "train")
     each = rows // TRIAL_MICRO_BATCHES
-
-    def placed(value: Any) -> Any:
-        return place(value) if isinstance(value, Tensor) else map_items(placed, value)
-
     found = []
     for i in range(TRIAL_MICRO_BATCHES):
         part = slice(i * each, (i + 1) * each)
-        tensors = [place(tensor[part].clone()) for tensor in call.tensors]
-        found.append((call.with_tensors(tensors), placed(pick(expected, part, rows))))
+        cut = call.with_tensors([tensor[part].clone() for tensor in call.tensors])
+        found.append(_placed(place, cut, pick(expected, part, rows)))
     return tuple(found)
 
 
@@ -179,7 +176,7 @@ def measure(
     calls = {size: call_of(size) for size in {TRACE_SAMPLES, *sizes}}
     model = _model(target, platform, seed)
     with platform.working():
-        placed = {size: _placed(platform, *found) for size, found in calls.items()}
+        placed = {size: _placed(platform.place, *found) for size, found in calls.items()}
         call = placed[TRACE_SAMPLES][0]
         if not platform.computed:
             _try_parts(target, model, platform)
@@ -190,7 +187,7 @@ def measure(
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
         traced = _graph(target, model, platform, call, looked, how)
         print_of_graph = fingerprint(traced)
-        try:
+        with _failures(target):
             cases = _cases(target, model, platform, traced, {n: placed[n] for n in sizes})
             bench = Bench(target, model, platform, cases, batch_size, progress)
             if target.task is not None:
@@ -202,10 +199,6 @@ def measure(
             by_values, tried = _tried(bench, trial, call_of)
             bench.run(how["seconds"], how["relative_error"])
             loading_s = _loading_s(bench, call)
-        except UserError:
-            raise
-        except Exception as failure:  # the user's model and loss run here
-            raise _failed(target, failure) from failure
         profile = assemble(
             bench,
             threads=how["threads"],
@@ -265,7 +258,7 @@ def _graph(
         )
         if looked is not None and looked.varying is not None and not platform.computed:
             smallest = looked.call(TRACE_SAMPLES, looked.smallest)
-            check_other(model, target.name, traced, _placed(platform, *smallest)[0])
+            check_other(model, target.name, traced, _placed(platform.place, *smallest)[0])
     return traced
 
 
@@ -359,22 +352,17 @@ def _without_ones(
     return sizes, ()
 
 
-def _placed(platform: Platform, call: Call, target: Any) -> tuple[Call, Any]:
-    def place(value: Any) -> Any:
-        return platform.place(value) if isinstance(value, Tensor) else map_items(place, value)
+def _placed(place: Callable[[Tensor], Tensor], call: Call, target: Any) -> tuple[Call, Any]:
+    def placed(value: Any) -> Any:
+        return place(value) if isinstance(value, Tensor) else map_items(placed, value)
 
-    return call.with_tensors([platform.place(tensor) for tensor in call.tensors]), place(target)
+    return call.with_tensors([*map(place, call.tensors)]), placed(target)
 
 
 def _try(target: Target, call: Callable[[], Any]) -> None:
     """Call the model as the user would: so that what's wrong with it isn't blamed on a trace."""
-    try:
-        with torch.no_grad():
-            call()
-    except UserError:
-        raise
-    except Exception as failure:  # whatever the user's model raises
-        raise _failed(target, failure) from failure
+    with _failures(target), torch.no_grad():
+        call()
 
 
 def _try_parts(target: Target, model: nn.Module, platform: Platform) -> None:
@@ -383,22 +371,20 @@ def _try_parts(target: Target, model: nn.Module, platform: Platform) -> None:
     found = target.whole_and_parts(TRACE_SAMPLES)
     if found is None:
         return
-    whole, *parts = (_placed(platform, call, ())[0] for call in (found[0], *found[1]))
+    whole, *parts = (_placed(platform.place, call, ())[0] for call in (found[0], *found[1]))
     with unchanged(model), torch.no_grad():
         try:
             whole.of(model)
         except Exception:  # the user's model, of which others tell
             return
         for part in parts:
-            try:
+            with in_one_line(
+                f"{target.name}: the model takes a batch of {len(whole.tensors[0])} samples, and "
+                f"fails on {TRACE_SAMPLES} of them",
+                mend=". Whole numbers that count in all of a batch (offsets, edges between "
+                "samples) can't be cut into micro-batches: let each sample have its own",
+            ):
                 part.of(model)
-            except Exception as failure:
-                raise TargetError(
-                    f"{target.name}: the model takes a batch of {len(whole.tensors[0])} samples, "
-                    f"and fails on {TRACE_SAMPLES} of them: {describe_error(failure)}. Whole "
-                    "numbers that count in all of a batch (offsets, edges between samples) can't "
-                    "be cut into micro-batches: let each sample have its own"
-                ) from failure
 
 
 def _try_reads(
@@ -416,8 +402,8 @@ def _try_reads(
             model.train()
 
 
-def _failed(target: Target, failure: Exception, on: str = "its own inputs") -> TargetError:
-    return TargetError(f"{target.name}: the model failed on {on}: {describe_error(failure)}")
+def _failures(target: Target, on: str = "its own inputs") -> AbstractContextManager[None]:
+    return in_one_line(f"{target.name}: the model failed on {on}")
 
 
 def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call) -> TracedModel:
@@ -466,13 +452,16 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
     except TargetError as error:
         _warn(f"{error} (or train with tp-run --no-evaluate)")
         call, wanted = trained
-    placed, wanted_there = _placed(platform, call, wanted)
+    placed, wanted_there = _placed(platform.place, call, wanted)
     model.eval()
     try:
-        with unchanged(model), torch.no_grad(), platform.forward_context():
+        with (
+            _failures(target, "test samples in evaluation mode"),
+            unchanged(model),
+            torch.no_grad(),
+            platform.forward_context(),
+        ):
             output = placed.of(model)
-    except Exception as failure:  # whatever the user's model raises
-        raise _failed(target, failure, "test samples in evaluation mode") from failure
     finally:
         model.train()
     with before_training():

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd.optimizer_step import fuse
 from ..device_specs import DeviceSpec
-from ..errors import TargetError
+from ..errors import one_line
 from ..profile import OptimizerCost
-from ..tasks.hooks import call_hook
+from ..tasks.hooks import call_hook, in_one_line
 from ..tasks.optimizers import state_bytes
 from .platforms import Clock
 
@@ -131,18 +131,11 @@ def optimizer_roofline(
     with _disable_current_modes():
         parameter = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
         parameter.grad = torch.zeros_like(parameter)
-        try:
+        with in_one_line("optimizer: can't be stepped over one parameter", text=one_line):
             optimizer = make([parameter])
             call_hook("optimizer", optimizer.step, doing="step()")
             with Roofline(spec) as clock:
                 optimizer.step()
-        except TargetError:
-            raise
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise TargetError(
-                f"optimizer: can't be stepped over one parameter: {reason}"
-            ) from error
     ratio = state_bytes(optimizer) / _bytes([parameter])
     return OptimizerCost(
         name=type(optimizer).__name__,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import TargetError
+from ..errors import TargetError, one_line
 from .file import OnnxFile, OnnxInput, OnnxNode
 from .functions import beside
 from .values import (
@@ -294,7 +294,7 @@ class GraphBuilder:
             try:
                 return function(*map_operands(args, lambda x: x.probes[k]))
             except Exception as error:  # torch's checks of shapes and dtypes raise anything
-                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                reason = one_line(error)[:200]
                 if k == 0:
                     raise self.fail(f"torch can't compute it: {reason}") from error
                 raise self.fail(

@@ -7,6 +7,7 @@ a file is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import FileError, TargetError
+from ..errors import FileError, TargetError, one_line
 from ..files import is_file
+from ..tasks.hooks import in_one_line
 
 # The numbers are onnx.TensorProto.DataType's.
 _DTYPES = {
@@ -185,32 +187,26 @@ def _load(path: Path, onnx: ModuleType, *, weights: bool = True) -> Any:
             f"{path}: is larger than 2 GiB, more than an ONNX file can hold; save its weights as "
             "external data"
         )
-    try:
+    with _refused(f"{path}: is no ONNX file"):
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
-    except Exception as error:  # protobuf's own error types differ between its versions
-        raise FileError(f"{path}: is no ONNX file: {_first_line(error)}") from error
     if not model.ir_version or not model.opset_import or not model.graph.output:
         raise FileError(f"{path}: is no ONNX file: it holds no graph with an output")
     if not weights:
         return model
-    try:
+    with _refused(f"{path}: its external data can't be read"):
         onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
-    except Exception as error:
-        raise FileError(f"{path}: its external data can't be read: {_first_line(error)}") from error
     if model.functions:
         import onnx.inliner
 
-        try:
+        # Not those that call themselves.
+        with _refused(f"{path}: its functions can't be put in where they are called"):
             model = onnx.inliner.inline_local_functions(model)
-        except Exception as error:  # of onnx's C++ code, as for functions that call themselves
-            raise FileError(
-                f"{path}: its functions can't be put in where they are called: {_first_line(error)}"
-            ) from error
     return model
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def _refused(what: str) -> AbstractContextManager[None]:
+    """For onnx: protobuf's kinds of errors differ between its versions."""
+    return in_one_line(what, FileError, text=lambda error: one_line(error)[:200])
 
 
 def _opset(path: str, model: Any) -> int:
@@ -244,17 +240,14 @@ def _node(path: str, proto: Any, onnx: ModuleType) -> OnnxNode:
                 f"{path}: node {name!r} is a {proto.op_type!r}, which holds a graph of its own "
                 "(control flow); export the model without it"
             )
-        try:
+        what = f"{path}: node {name!r} is a {proto.op_type!r}: its attribute {attribute.name!r}"
+        # Text that isn't UTF-8, or an attribute without a value.
+        with _refused(f"{what} is broken"):
             value = onnx.helper.get_attribute_value(attribute)
             if attribute.type == kinds.STRING:
                 value = value.decode()
             elif attribute.type == kinds.STRINGS:
                 value = [item.decode() for item in value]
-        except ValueError as error:  # text that isn't UTF-8, or an attribute without a value
-            raise FileError(
-                f"{path}: node {name!r} is a {proto.op_type!r}: its attribute "
-                f"{attribute.name!r} is broken: {_first_line(error)}"
-            ) from error
         if attribute.type == kinds.TENSOR:
             value = _tensor(path, value, onnx)
         elif attribute.type in (kinds.INTS, kinds.FLOATS):
@@ -281,12 +274,8 @@ def _tensor(path: str, proto: Any, onnx: ModuleType) -> Tensor:
             )
         kind = kinds.Name(proto.data_type)
         raise TargetError(f"{path}: the constant {proto.name!r} is of type {kind}: not supported")
-    try:
+    with _refused(f"{path}: the constant {proto.name!r} is broken"):
         array = onnx.numpy_helper.to_array(proto)
-    except Exception as error:
-        raise FileError(
-            f"{path}: the constant {proto.name!r} is broken: {_first_line(error)}"
-        ) from error
     if dtype == torch.bfloat16:  # numpy has no such type; float32 holds it exactly
         return torch.tensor(array.astype("float32")).to(dtype)
     return torch.tensor(array)

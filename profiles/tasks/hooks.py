@@ -40,15 +40,8 @@ def call_hook(
 
     Raises `kind` naming the hook when it raises.
     """
-    try:
+    with in_one_line(f"the task's {name} failed" + (f" in {doing}" if doing else ""), kind):
         return hook(*arguments)
-    except TimeprestError:
-        raise
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        at = f" in {doing}" if doing else ""
-        raise kind(f"the task's {name} failed{at}: {describe_error(error)}") from error
 
 
 @contextmanager
@@ -474,3 +467,31 @@ def describe_error(error: BaseException) -> str:
     if not frames:
         return reason
     return f"{frames[-1].filename}:{frames[-1].lineno}: {reason}"
+
+
+@contextmanager
+def in_one_line(
+    what: str,
+    kind: type[TimeprestError] = TargetError,
+    *,
+    mend: str = "",
+    text: Callable[[BaseException], str] = describe_error,
+) -> Iterator[None]:
+    """Where the user's code runs, or a library on what the user gave: whatever that raises is told
+    in one line. Errors of ours and Ctrl-C stay what they are.
+
+    Args:
+        what: failed.
+        mend: what to do about it, behind the error.
+        text: of the error.
+
+    Raises `kind`.
+    """
+    try:
+        yield
+    except TimeprestError:
+        raise
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise kind(f"{what}: {text(error)}{mend}") from error

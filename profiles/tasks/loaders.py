@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from ..errors import RunError, TargetError, TimeprestError, is_users
+from ..errors import RunError, TargetError, TimeprestError, is_users, one_line
 from ..tracing.random_states import seed_all
 from .hooks import describe_error
 from .parts import SEEDS, each_alone, has_only
@@ -175,6 +175,5 @@ def as_ours(error: BaseException, split: Split) -> TimeprestError:
     if isinstance(error, TimeprestError):
         return error
     if died(error):
-        line = " ".join(str(error).split())
-        return RunError(f"data({split!r}): a worker of its DataLoader is gone: {line}")
+        return RunError(f"data({split!r}): a worker of its DataLoader is gone: {one_line(error)}")
     return TargetError(f"data({split!r}) failed: {why(error)}")

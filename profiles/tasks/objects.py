@@ -23,9 +23,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import TargetError, TimeprestError, UserError
+from ..errors import TargetError, UserError, one_line
 from ..files import is_file
-from .hooks import describe_error, is_ctrl_c
+from .hooks import in_one_line
 from .task import Task
 
 SESSION = "session:"
@@ -188,16 +188,11 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
 
 def call_users_code(name: str, doing: str, function: Callable[[], Any]) -> Any:
     """Run the user's code; its errors become one line with the user's file and line."""
-    try:
-        return function()
-    except TimeprestError:
-        raise
-    except ModuleNotFoundError as error:
-        raise TargetError(f"{name}: {doing}: {error}") from error
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise TargetError(f"{name}: {doing} failed: {describe_error(error)}") from error
+    with in_one_line(f"{name}: {doing} failed"):
+        try:
+            return function()
+        except ModuleNotFoundError as error:
+            raise TargetError(f"{name}: {doing}: {error}") from error
 
 
 # Whether one is a task ----------------------------------------------------------------------------
@@ -327,31 +322,19 @@ def as_bytes(name: str) -> bytes | None:
             f"{name}: is in no file, so that other processes need cloudpickle for it: in the "
             "checkout, pip install -e '.[notebook]'; or put it in a file, or train inline"
         ) from None
-    try:
+    mend = "; make it in the task's own methods, put the task in a file, or train inline"
+    with in_one_line(f"{name}: can't be sent to the workers' processes", mend=mend, text=one_line):
         # The path first: what modules have is found by it.
         return pickle.dumps((sys.path, cloudpickle.dumps(given(name))))
-    except TargetError:
-        raise
-    except Exception as error:  # whatever the objects in it raise
-        reason = str(error).split("\n")[0]
-        raise TargetError(
-            f"{name}: can't be sent to the workers' processes: {reason}; make it in the task's own "
-            "methods, put the task in a file, or train inline"
-        ) from None
 
 
 def give_bytes(name: str, content: bytes) -> None:
     """Have the object that this program's first process has made bytes of. Raises TargetError."""
-    try:
+    mend = "; put the task in a file, or train inline"
+    with in_one_line(f"{name}: can't be made in a worker's process", mend=mend):
         path, inside = pickle.loads(content)
         sys.path += [folder for folder in path if folder not in sys.path]
         give(name, pickle.loads(inside))
-    except Exception as error:  # whatever the objects in it raise
-        reason = str(error).split("\n")[0]
-        raise TargetError(
-            f"{name}: can't be made in a worker's process: {type(error).__name__}: {reason}; put "
-            "the task in a file, or train inline"
-        ) from None
 
 
 # Scripts that are imported ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
@@ -46,6 +46,9 @@ from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .plain_attributes import changed, plain_attributes
 from .worker_state import WorkerState, capture
+
+if TYPE_CHECKING:
+    from ..records.growing_file import GrowingFile
 
 FORMAT = "timeprest-checkpoint/1"
 INFO = "checkpoint.json"
@@ -80,18 +83,6 @@ class Checkpoint(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """By their paths below the checkpoint."""
     checksum: str = ""
     """Of all this; older ones have none."""
-
-
-class Log(Protocol):
-    """A file that a worker writes line by line."""
-
-    path: Path
-
-    def flush(self) -> None:
-        """Write all that was noted."""
-
-    def size(self) -> int:
-        """Its bytes."""
 
 
 def plan_checksum(plan: Plan) -> str:
@@ -303,7 +294,7 @@ class CheckpointWriter:
         plan: Plan,
         settings: RunSettings,
         agree: Agree = bool,
-        logs: Mapping[int, Sequence[Log]] | None = None,
+        logs: Mapping[int, Sequence[GrowingFile]] | None = None,
     ) -> None:
         """
         Args:
@@ -388,7 +379,7 @@ class CheckpointWriter:
 
     def _end(self, partial: Path, target: Path, segment: Segment) -> None:
         """All parts are there: give the checkpoint its name, and remove the oldest ones."""
-        try:
+        with file_errors(target, "written"):
             mine = partial / f"{_SUMS}-read"
             try:
                 os.rename(partial / _SUMS, mine)
@@ -415,8 +406,6 @@ class CheckpointWriter:
                 os.rename(target, old)
                 shutil.rmtree(old, ignore_errors=True)
             os.rename(partial, target)
-        except OSError as error:
-            raise FileError(f"{target}: can't be written: {error.strerror}") from None
         for place in self.where.places()[: -self.keep]:
             if not is_kept(self.where.checkpoint(place)):
                 shutil.rmtree(self.where.checkpoint(place), ignore_errors=True)

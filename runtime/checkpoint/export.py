@@ -22,7 +22,7 @@ from ...profiles.files import (
     new_folder,
     write_bytes,
 )
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.hooks import in_one_line
 from ..records.run_dir import load_tied_names, load_weights, save_tensors
 from .checkpoint import Saved
 from .start import source
@@ -195,12 +195,9 @@ def _write_dcp(weights: Weights, folder: Path, most: int | None) -> int:
 @contextmanager
 def _silently() -> Iterator[None]:
     """Without torch's warning that there is one process, and with its errors as ours."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except Exception as error:  # it raises its own of whatever kind
-        raise FileError(f"torch.distributed.checkpoint: {describe_error(error)}") from error
+    with in_one_line("torch.distributed.checkpoint", FileError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 Writer = Callable[[Weights, Path, int | None], int]

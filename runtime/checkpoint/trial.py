@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...profiles.errors import FileError, TargetError, TimeprestError
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.hooks import describe_error, in_one_line
 from ...profiles.tasks.optimizers import Named, for_use, is_librarys
 from ...profiles.tracing.call import unchanged
 from ..prepare.devices import device_kind, random_state
@@ -77,17 +77,14 @@ def _try_tensor(name: str, tensor: Tensor, reread: Tensor) -> None:
             "a run that is resumed couldn't put it back; keep it in a buffer, or train with "
             "--checkpoint-every 0"
         )
-    try:
+    with in_one_line(
+        f"the model's {name!r} can't be written to a checkpoint and read again",
+        mend="; give it another kind of tensor, or train with --checkpoint-every 0",
+    ):
         bit = tensor.detach()[tuple(slice(0, 2) for _ in tensor.shape)]
         found = load(tensor_bytes({name: bit}))[name]
         write(bit, found)
         same = torch.equal(found.nan_to_num(), bit.cpu().nan_to_num())
-    except Exception as error:  # torch and safetensors have many ways to refuse
-        raise TargetError(
-            f"the model's {name!r} can't be written to a checkpoint and read again: "
-            f"{describe_error(error)}; give it another kind of tensor, or train with "
-            "--checkpoint-every 0"
-        ) from error
     if not same:
         raise TargetError(f"the model's {name!r} isn't the same when a checkpoint is read again")
 

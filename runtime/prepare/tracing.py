@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ...planner.plan import Plan
 from ...profiles.autograd.dropout import WithoutDropout
 from ...profiles.autograd.random_numbers import RandomCalls, random_calls
-from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
+from ...profiles.errors import PlanError, TargetError, TraceError
 from ...profiles.files import is_file
 from ...profiles.profile import ProfileReference, VaryingShapes, made_of
 from ...profiles.target import TASK_NEEDED, Target, resolve
-from ...profiles.tasks.hooks import check_reads, describe_error
+from ...profiles.tasks.hooks import check_reads, in_one_line
 from ...profiles.tasks.loss_parts import own_copy
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
@@ -156,17 +156,11 @@ class TracedTask:
         """
         graph = graph or self.training[samples]
         call, wanted = self.target.call(samples)
-        try:
+        with in_one_line(f"{self.target.name}: the model failed on its own inputs"):
             specs, result = specs_and_result(graph, call.tensors, fake=self.fake)
             if self.varying is not msgspec.UNSET:
                 profiled = at_profiled(call, self.varying).tensors
                 specs, _ = specs_and_result(graph, profiled, fake=self.fake)
-        except TimeprestError:
-            raise
-        except Exception as error:  # the user's model runs here
-            raise TargetError(
-                f"{self.target.name}: the model failed on its own inputs: {describe_error(error)}"
-            ) from error
         for node in graph.inputs:
             specs.pop(node.name, None)
         return ForwardLook(specs, result, wanted)

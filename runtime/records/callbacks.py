@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...profiles.errors import RunError, TimeprestError, UserError
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.hooks import in_one_line
 from .events import (
     CheckpointWritten,
     EpochDone,
@@ -198,12 +198,8 @@ class Callbacks(Observer):
         """Raises RunError for a callback that fails, UserError for one that gives nonsense."""
         for callback in self.callbacks:
             name = f"callback {_name(callback)}.{method}"
-            try:
+            with in_one_line(f"{name} failed", RunError):
                 found = getattr(callback, method)(event)
-            except TimeprestError:
-                raise
-            except Exception as error:
-                raise RunError(f"{name} failed: {describe_error(error)}") from error
             if isinstance(found, Stop):
                 self.stop = self.stop or found
             elif found is not None:

@@ -19,9 +19,9 @@ from torch import nn
 from ...profiles.autograd.dropout import Traits, WithoutDropout
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.autograd.random_numbers import same_numbers
-from ...profiles.errors import RunError, TimeprestError
+from ...profiles.errors import RunError
 from ...profiles.target import resolve
-from ...profiles.tasks.hooks import RunLength, describe_error, totals_asked
+from ...profiles.tasks.hooks import RunLength, in_one_line, totals_asked
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.random_states import same_states, states
 from ..checkpoint.gradients import GradientFiles
@@ -146,13 +146,9 @@ class PlainTraining:
         try:
             for segment in self.prepared.segments:
                 for b in range(segment.mini_batches):
-                    try:
+                    at = f"plain training, at mini-batch {segment.first + b}"
+                    with in_one_line(at, RunError):
                         self._mini_batch(segment, b)
-                    except TimeprestError:
-                        raise
-                    except Exception as error:  # the user's code
-                        at = f"plain training, at mini-batch {segment.first + b}"
-                        raise RunError(f"{at}: {describe_error(error)}") from error
                     if after is not None:
                         after(segment, b, self.losses[-1])
         finally:
@@ -218,7 +214,7 @@ class PlainTraining:
             with forward_context(self.prepared.model.autocast, self._device.type):
                 before, others = random_state(self._device), states()
                 loss = self.task.loss(output, target)
-                self.traits.loss_draws |= not torch.equal(before, random_state(self._device))
+                self.traits.loss_random |= not torch.equal(before, random_state(self._device))
                 self.traits.loss_hides |= not same_states((others[0], *states()[1:]), others)
             yield part.real / segment.samples_of(b), loss
 
@@ -243,7 +239,7 @@ class PlainTraining:
         with forward_context(self.prepared.model.autocast, self._device.type):
             before = random_state(self._device)
             output = self._call.of(self.model, inputs)
-            self.traits.draws |= not torch.equal(before, random_state(self._device))
+            self.traits.random |= not torch.equal(before, random_state(self._device))
         if part.real and part.padded:
             output = real_part(output, part.real, part.size, DROP)
         return output, target

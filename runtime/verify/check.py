@@ -236,8 +236,8 @@ def _random_numbers(plain: PlainTraining, prepared: Prepared) -> list[str]:
         who = "the model draws" if numbers.calls.in_forward else "the task's loss draws"
         return [_SAME_NUMBERS.format(who=who), *notes]
     why = " (--compile)" if prepared.settings.compile else ""
-    notes += [_DRAWS.format(why=why)] if traits.draws else []
-    return notes + ([_LOSS_DRAWS.format(why=why)] if traits.loss_draws else [])
+    notes += [_DRAWS.format(why=why)] if traits.random else []
+    return notes + ([_LOSS_DRAWS.format(why=why)] if traits.loss_random else [])
 
 
 def _held(

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.plan import Plan
-from ...profiles.errors import RunError, TimeprestError
+from ...profiles.errors import RunError, one_line
 from ...profiles.files import check_writable
 from ...profiles.target import resolve
-from ...profiles.tasks.hooks import before_training, describe_error
+from ...profiles.tasks.hooks import before_training, in_one_line
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
@@ -239,14 +239,8 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
             named[name] if name in named else _value_of(specs[name])
             for name in prepared.model.pieces[s].inputs
         ]
-        try:
+        with in_one_line(f"{replica.name}: its forward failed", RunError):
             made = _forward(prepared, s, arguments, fake=fake)
-        except TimeprestError:
-            raise
-        except Exception as error:  # the user's model
-            raise RunError(
-                f"{replica.name}: its forward failed: {describe_error(error)}"
-            ) from error
         for name, value in zip(prepared.model.pieces[s].outputs, made, strict=False):
             tensor, spec = encode(value, name), specs[name]
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
@@ -303,7 +297,7 @@ def _send_over_cuts(prepared: Prepared, rendezvous: Rendezvous) -> None:
             work.wait(bound)
         dist.barrier()
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)[:200]
         raise RunError(f"rank {rank}: no message came over the network: {reason}") from error
     dist.destroy_process_group()
 

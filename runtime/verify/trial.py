@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...profiles.errors import TargetError, TimeprestError
 from ...profiles.measuring.measure import TRIAL_MICRO_BATCHES, TrialCase, TrialReport, trial_samples
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.hooks import describe_error, in_one_line
 from ...profiles.units import format_bytes
 from ..communication.transport import free_bytes
 from ..prepare.devices import forward_context, modes_of, move, own_device
@@ -82,15 +82,11 @@ def try_in_pieces(case: TrialCase, settings: RunSettings | None = None) -> Trial
     if _TIMES_PARAMETERS * held > free:
         need = format_bytes(_TIMES_PARAMETERS * held)
         return _not_tried(case, f"it would take {need}, and {format_bytes(free)} are free")
-    try:
+    with in_one_line(f"{case.name}: plain training failed"):
         took_s = _warm_up(case) * _STEPS + held * _PASSES / _BYTES_PER_S
         if took_s > _MOST_S:
             return _not_tried(case, f"it would take {took_s:.0f} s")
         wanted = train_plainly(case, settings)
-    except TimeprestError:
-        raise
-    except Exception as error:  # the user's code
-        raise TargetError(f"{case.name}: plain training failed: {describe_error(error)}") from error
     return _TrialRun(case, settings, wanted).run()
 
 

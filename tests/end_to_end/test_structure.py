@@ -112,8 +112,6 @@ word again planner/search/local_search/neighbours.py again
 word among planner/search/relaxed/places.py among
 word tell planner/search/solve.py tell
 word again planner/search/state.py again
-word draws profiles/autograd/dropout.py draws
-word draws profiles/autograd/dropout.py loss_draws
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import mul, sub
 from statistics import fmean, variance
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,44 +32,23 @@ from ....planner.systems.variants import variant_named
 from ....profiles.errors import UserError
 from .reckoning import Reckoning
 from .spread import t_quantile
-from .study import PLAIN, Study, StudyArm, trains_plainly
+from .study import PLAIN, StudiedPlan, Study, StudyArm, trains_plainly
 
 FEWEST = 3
 """Trainings with delays, one of whose kind there is another: fewer say nothing of others."""
 
 
-class Late(Protocol):
-    """What an overhead goes with: a studied plan has it, and whatever else is asked about."""
-
-    @property
-    def variant(self) -> str:
-        """The system."""
-
-    @property
-    def update_every(self) -> int:
-        """Mini-batches per update."""
-
-    @property
-    def micro_batches(self) -> int:
-        """N."""
-
-    @property
-    def delays(self) -> tuple[int, ...] | None:
-        """By stage, in updates (`StagePrediction.delay`)."""
-
-    @property
-    def parameter_bytes(self) -> tuple[int, ...] | None:
-        """By stage."""
-
-
 class LatePlan(NamedTuple):
-    """The same of a plan that wasn't studied."""
+    """What an overhead goes with, of a plan that wasn't studied."""
 
     variant: str
     update_every: int
     micro_batches: int
     delays: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
+
+
+Late = StudiedPlan | LatePlan
 
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

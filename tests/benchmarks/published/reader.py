@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from timeprest.profiles.errors import FileError
 from timeprest.profiles.files import read_json
-from timeprest.profiles.imported.reader import read_text
+from timeprest.profiles.imported.table import read_text
 from timeprest.profiles.profile import Profile
 from timeprest.tests.benchmarks.published.pipedream import import_pipedream, pipedream_workload
 from timeprest.tests.benchmarks.published.piper import import_piper, piper_workload

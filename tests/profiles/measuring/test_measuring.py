@@ -273,8 +273,8 @@ def test_from_python():
 def test_targets_are_placed_whatever_container_they_are_in():
     """Of classes that torch's pytree doesn't know, such as what a tokenizer gives."""
 
-    class Elsewhere:
-        place = staticmethod(lambda tensor: tensor.to("meta"))
+    def place(tensor):
+        return tensor.to("meta")
 
     @dataclass
     class Boxes:
@@ -283,7 +283,7 @@ def test_targets_are_placed_whatever_container_they_are_in():
 
     here = torch.zeros(2)
     target = UserDict({"labels": here, "boxes": [Boxes(here, ("a", "b"))]})
-    call, placed = _placed(Elsewhere(), Call((here,), (None,)), target)
+    call, placed = _placed(place, Call((here,), (None,)), target)
     assert call.tensors[0].is_meta
     assert type(placed) is UserDict
     assert placed["labels"].is_meta
