@@ -189,7 +189,6 @@ class HookChain(StageHooks):
     def insert(self, *hooks: StageHooks) -> None:
         """Have these called before all others."""
         self.hooks = [*hooks, *self.hooks]
-        self._keep = [each for each in self.hooks if each.kept is not StageHooks.kept]
         self.calls = {
             name: [getattr(each, name) for each in self.hooks if overrides(each, name)]
             for name in HOOKS
@@ -201,7 +200,7 @@ class HookChain(StageHooks):
 
     def states(self) -> list[tuple[str, MutableMapping[nn.Parameter, Tensor]]]:
         """All that is kept, with its name."""
-        return [item for each in self._keep for item in each.kept.items()]
+        return [item for each in self.hooks for item in each.kept.items()]
 
     begin = _each("begin")
     after_forward = _each("after_forward")

@@ -13,6 +13,7 @@ part; so do those of group norms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class SplitBackward:
         )
         captured: dict[Node, Sequence[Tensor | None]] = {}
         if graph.chain:
-            handles = [node.register_prehook(_keeper(captured, node)) for node in graph.branches]
+            keep = captured.__setitem__
+            handles = [node.register_prehook(partial(keep, node)) for node in graph.branches]
             try:
                 _run(self._entries, [*self._anchors, *graph.at_once])
             finally:
@@ -97,15 +99,6 @@ class SplitBackward:
                     handle.remove()
             give_gradients_own_memory(fresh, (grad for _, grad in entries))
         self.held_bytes = 0
-
-
-def _keeper(
-    captured: dict[Node, Sequence[Tensor | None]], node: Node
-) -> Callable[[Sequence[Tensor | None]], None]:
-    def keep(grads: Sequence[Tensor | None]) -> None:
-        captured[node] = tuple(grads)
-
-    return keep
 
 
 def _giver(entries: Sequence[_Entry]) -> Callable[[Sequence[Tensor | None]], Any]:

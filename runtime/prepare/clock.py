@@ -184,10 +184,7 @@ class Spans(NamedTuple):
         at = clock.time_s
 
         def took(spans: Sequence[tuple[Mark, Mark]]) -> float:
-            total = 0.0
-            for begin, end in spans:
-                total += at(end) - at(begin)
-            return total
+            return sum((at(end) - at(begin) for begin, end in spans), 0.0)
 
         begin, start, end, sent, *spans = self
         return OperationTimes(at(begin), at(start), at(end), at(sent), *map(took, spans))

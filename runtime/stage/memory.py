@@ -34,6 +34,7 @@ class MemoryAccount:
     Attributes:
         last: what was held at the last moment that was accounted for, by all stages of the worker,
             by kind (`MEMORY_KINDS`); None: there was none.
+        peak: the most there was at moments of this stage.
         most_versions: of its weights, held at once.
         activations_bytes: that are kept for backwards to come.
         aside_bytes: of gradients that aren't their parameters' own.
@@ -61,8 +62,7 @@ class MemoryAccount:
         self._looks = _LOOKS
         self.activations_bytes = self.aside_bytes = 0
         self.last: tuple[int, ...] | None = None
-        self._most: tuple[int, ...] | None = None
-        self._peak = -1
+        self.peak: MemoryByKind | None = None
         self.most_versions = 1
         self.beside: Sequence[Callable[[], tuple[int, ...]]] = ()
 
@@ -74,21 +74,12 @@ class MemoryAccount:
             gradients_changed: since the last time.
         """
         if gradients_changed:
-            there = [nbytes for p, nbytes in self._gradient_bytes if p.grad is not None]
-            self._gradients = sum(there)
+            self._gradients = sum(n for p, n in self._gradient_bytes if p.grad is not None)
         self._count_state()
         self.last = held = self.held(boundary_bytes)
-        total = sum(held)
-        if total > self._peak:
-            self._most, self._peak = held, total
+        if self.peak is None or sum(held) > self.peak.total:
+            self.peak = MemoryByKind(**dict(zip(_FIELDS, held, strict=True)))
         self.most_versions = max(self.most_versions, self._versions.held)
-
-    @property
-    def peak(self) -> MemoryByKind | None:
-        """The most there was at moments of this stage."""
-        if self._most is None:
-            return None
-        return MemoryByKind(**dict(zip(_FIELDS, self._most, strict=True)))
 
     def held(self, boundary_bytes: int) -> tuple[int, ...]:
         """Bytes that all stages of the worker hold now, by kind (`MEMORY_KINDS`), with what was

@@ -15,7 +15,6 @@ from ...profiles.autograd.split_backward import SplitBackward
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.samples import first_batch, may_vary, read_batch, some_samples
-from ...profiles.tracing.call import Call
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.data import MicroBatchPart
 from ..prepare.messages import BY_VALUES, PROFILE_AGAIN, mark_missing
@@ -128,24 +127,30 @@ def input_shapes(
     )
 
 
-def shaped_as_profiled(prepared: Prepared, values: Mapping[str, Tensor]) -> bool:
+def shaped_as_first(
+    prepared: Prepared, values: Mapping[str, Tensor], *, batch: bool = False
+) -> bool:
     """Whether a stage's inputs from the data have the shapes of the first sample, or it has none.
 
     For an error's text: what can't be had now isn't as profiled.
+
+    Args:
+        batch: those of the first mini-batch, or they can't have others; nor if it can't be had.
     """
-    if not values.keys() & set(prepared.model.inputs):
+    inputs, names = prepared.model.inputs, prepared.model.arguments
+    if not values.keys() & set(inputs):
         return True
     try:
-        names = prepared.model.arguments
-        call, _ = some_samples(prepared.task.data("train"), "train", 1, names)
+        data = prepared.task.data("train")
+        if batch and not may_vary(data):
+            return True
+        if batch:
+            call, _ = read_batch(first_batch(data, "train", prepared.plan.mini_batch), names)
+        else:
+            call, _ = some_samples(data, "train", 1, names)
     except Exception:  # the user's data set
-        return False
-    return _shaped_as(prepared, values, call)
-
-
-def _shaped_as(prepared: Prepared, values: Mapping[str, Tensor], call: Call) -> bool:
-    """Whether a stage's inputs from the data have the shapes of this call's, samples left out."""
-    first = dict(zip(prepared.model.inputs, call.tensors, strict=False))
+        return batch
+    first = dict(zip(inputs, call.tensors, strict=False))
     return all(values[n].shape[1:] == first[n].shape[1:] for n in first.keys() & values.keys())
 
 
@@ -157,7 +162,7 @@ def advise(prepared: Prepared, values: Mapping[str, Tensor], error: Exception) -
     """
     if isinstance(error, TimeprestError) or prepared.varies:
         return
-    if not _shaped_as_first(prepared, values):
+    if not shaped_as_first(prepared, values, batch=True):
         shapes = " and ".join(
             f"{list(value.shape[1:])} of {name!r}"
             for name, value in values.items()
@@ -167,20 +172,6 @@ def advise(prepared: Prepared, values: Mapping[str, Tensor], error: Exception) -
             f"{describe_error(error)}; samples have shapes {shapes}, others than those of the "
             f"first mini-batch. {PROFILE_AGAIN}"
         ) from error
-
-
-def _shaped_as_first(prepared: Prepared, values: Mapping[str, Tensor]) -> bool:
-    """Whether inputs have the shapes of the first mini-batch, or they can't have others."""
-    if not values.keys() & set(prepared.model.inputs):
-        return True
-    try:
-        data, names = prepared.task.data("train"), prepared.model.arguments
-        if not may_vary(data):
-            return True
-        call, _ = read_batch(first_batch(data, "train", prepared.plan.mini_batch), names)
-    except Exception:  # the user's data set
-        return True
-    return _shaped_as(prepared, values, call)
 
 
 def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device) -> Tensor:

@@ -109,25 +109,29 @@ class OperationNotes:
             self.under_way.note()
             self._channels.close()
 
-    def explained(self, at: str | None = None) -> Explained:
+    @contextmanager
+    def explained(self, at: str | None = None) -> Iterator[None]:
         """Turns whatever is raised into an error that says who failed, and at what.
 
         `at`: an operation, which has been handed in; None: the one at hand.
         """
-        return Explained(self, at)
-
-    def explain(self, error: BaseException, at: str | None) -> None:
-        """Raise such an error for one that was raised; return where that says it already."""
-        who = f"{self._replica.name}, at {at or self.last_op}"
-        if isinstance(error, TimeprestError):
-            if not str(error).startswith("stage "):
-                self._check_memory(error)
-                raise type(error)(f"{who}: {error}") from error
-            return
-        # Mostly an operation is given up at a pause since another worker's has failed.
-        given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
-        if not given_up and not is_ctrl_c(error):
+        try:
+            try:
+                yield
+            except Exception:
+                if at is None:
+                    self.under_way.blame()
+                raise
+        except BaseException as error:
+            # Mostly an operation is given up at a pause since another worker's has failed.
+            given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
+            ours = isinstance(error, TimeprestError)
+            if given_up or is_ctrl_c(error) or (ours and str(error).startswith("stage ")):
+                raise
             self._check_memory(error)
+            who = f"{self._replica.name}, at {at or self.last_op}"
+            if isinstance(error, TimeprestError):
+                raise type(error)(f"{who}: {error}") from error
             raise RunError(f"{who}: {describe_error(error)}") from error
 
     def _check_memory(self, error: BaseException) -> None:
@@ -136,26 +140,3 @@ class OperationNotes:
         line = out_of_memory(error, self._plan, self._replica, self._device, held)
         if line is not None:
             raise RunError(f"{self._replica.name}, at {self.last_op}: {line}") from error
-
-
-class Explained:
-    """The context of an operation. One made of a generator takes ten times as long, and every
-    operation has one."""
-
-    def __init__(self, notes: OperationNotes, at: str | None) -> None:
-        """`at`: as of `OperationNotes.explained`."""
-        self._notes, self._at = notes, at
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            return
-        if self._at is None and isinstance(error, Exception):
-            try:
-                self._notes.under_way.blame()
-            except BaseException as cause:
-                self._notes.explain(cause, self._at)
-                raise
-        self._notes.explain(error, self._at)

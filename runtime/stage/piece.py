@@ -24,13 +24,7 @@ from ..prepare.prepare import Prepared
 from ..weights.stash import WeightVersions
 from .compiled import forward_of
 from .messages import HandedOver
-from .micro_batch import (
-    InputShapes,
-    MicroBatch,
-    PieceInputs,
-    input_shapes,
-    shaped_as_profiled,
-)
+from .micro_batch import InputShapes, MicroBatch, PieceInputs, input_shapes, shaped_as_first
 from .recompute import Recomputation, Remade, SelectedLayers, running
 
 Forwarded = tuple[MicroBatch, dict[str, Tensor], Loss | None]
@@ -74,7 +68,7 @@ class StagePiece:
         self.handed_over, self.evaluation_handed_over = HandedOver(), HandedOver()
         self.kept_outputs: set[str] = set()
         self._check = partial(check_agreed, varies=prepared.varies)
-        self._as_profiled = partial(shaped_as_profiled, prepared)
+        self._as_profiled = partial(shaped_as_first, prepared)
         self._buffers = {storage_key(buffer) for buffer in self.module.buffers()}
         # Where a backward runs on the parameters as they are, whether the forward's or later ones,
         # autograd may keep the parameters themselves. Then it is only counted what it keeps, once

@@ -13,7 +13,7 @@ autograd's graph. Before the backward these layers alone run a second time, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -428,13 +428,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 _running: ContextVar[Remade | None] = ContextVar("_running", default=None)
 
 
-def running(remade: Remade | None) -> AbstractContextManager[None]:
-    """The context in which a stage runs its piece for this micro-batch."""
-    return nullcontext() if remade is None else _running_with(remade)
-
-
 @contextmanager
-def _running_with(remade: Remade) -> Iterator[None]:
+def running(remade: Remade | None) -> Iterator[None]:
+    """The context in which a stage runs its piece for this micro-batch."""
     token = _running.set(remade)
     try:
         yield

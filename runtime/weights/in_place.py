@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 import torch
@@ -80,7 +81,7 @@ class ChangedBuffers:
     def begin(self) -> None:
         """The first run of a forward is about to begin."""
         # Of gigabytes, sums take their time.
-        mark = mark_of if self._changed.known is None else _version_of
+        mark = mark_of if self._changed.known is None else attrgetter("_version")
         self._frozen = _marks(self._module, mark)
         self._changed.begin((id(buffer), buffer) for buffer in self._buffers)
         self._first = self.copies() if self._changed.known is None else []
@@ -112,10 +113,6 @@ class ChangedBuffers:
     def changed_of(self, copies: BufferCopies) -> BufferCopies:
         """Of copies that the first forward made, those that are needed."""
         return [(buffer, copy) for buffer, copy in copies if id(buffer) in self._changed]
-
-
-def _version_of(tensor: Tensor) -> int:
-    return tensor._version
 
 
 def _marks(module: nn.Module, mark: Callable[[Tensor], object]) -> Marks:

@@ -68,32 +68,15 @@ class Sample:
         total = sum(p.numel() for p in parameters)
         self.parameters = parameters
         self._stride = max(1, -(-total // SAMPLED))
-        # Of the parameters as they are, as long as they stay where they are.
-        self._views: list[Tensor] = []
-        self._places: list[int] = []
 
     def of(self, tensors: Sequence[Tensor] | None) -> Tensor:
         """``[weights looked at]``. `tensors`: as `WeightVersions.forward` takes them; there may be
         others behind the parameters'."""
         with torch.no_grad():
-            if not self.parameters:
-                return torch.zeros(0, dtype=torch.float64)
-            parts = self._own() if tensors is None else self._parts(tensors)
-            found = torch.cat(parts)
+            mine = (self.parameters if tensors is None else tensors)[: len(self.parameters)]
+            parts = [t.detach().reshape(-1)[:: self._stride] for t in mine]
+            found = torch.cat(parts) if parts else torch.zeros(0)
             return found.to(torch.complex128 if found.is_complex() else torch.float64)
-
-    def _own(self) -> list[Tensor]:
-        places = [p.data_ptr() for p in self.parameters]
-        if places != self._places:
-            self._views, self._places = self._parts(self.parameters), places
-            if [view.data_ptr() for view in self._views] != places:
-                # What isn't laid out in one piece is copied.
-                self._places = []
-        return self._views
-
-    def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        mine = tensors[: len(self.parameters)]
-        return [t.detach().reshape(-1)[:: self._stride] for t in mine]
 
 
 _Together = tuple[int, int | None]
@@ -168,11 +151,8 @@ class StalenessMeter(StageHooks):
         if made is not None or predicted is not None or used != version:
             before = self._looked_at(used) if predicted is None else predicted
             now = self._looked_at(version) if made is None else self._sample.of(made)
-            norm, moved = before.norm(), (now - before).norm()
-            if norm.is_cuda:
-                distance = number(torch.where(norm == 0, 0.0, moved / norm))
-            else:
-                distance = float(moved) / float(norm) if float(norm) else 0.0
+            norm = before.norm()
+            distance = number(torch.where(norm == 0, 0.0, (now - before).norm() / norm))
         # The latest, too, in case that forwards of the next mini-batches use it as an older one.
         needed = {*self._used.values(), version}
         self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}

@@ -17,7 +17,7 @@ that goes through them is at the forward's weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,10 +81,6 @@ class Substitutes(Protocol):
         """For a tensor with this storage: an object with `filled()`, or None."""
 
 
-_SCRATCH = -1
-"""In the place of a version's number: the scratch copy."""
-
-
 class WeightVersions:
     """The versions of one stage's trained parameters.
 
@@ -118,6 +114,7 @@ class WeightVersions:
         # Micro-batches of a backward ask for the same ones.
         self._views: dict[_Reference, Tensor] = {}
         self._scratch: list[Tensor] = []
+        # By version; the scratch copy's stand at -1.
         self._bytes: dict[int, int] = {}
         self.corrected: tuple[int, int] | None = None
         self.join(())
@@ -209,7 +206,7 @@ class WeightVersions:
             self._scratch = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
             keys = ((storage_key(t), k) for k, t in enumerate(self._scratch) if t.numel())
             self._index.update(keys)
-            self._bytes[_SCRATCH] = sum(map(storage_bytes, self._scratch))
+            self._bytes[-1] = sum(map(storage_bytes, self._scratch))
         return self._scratch
 
     def drop_scratch(self) -> None:
@@ -217,7 +214,7 @@ class WeightVersions:
         for tensor in self._scratch:
             self._index.pop(storage_key(tensor), None)
         self._scratch = []
-        self._bytes.pop(_SCRATCH, None)
+        self._bytes.pop(-1, None)
 
     def between(self, version: int, share: float, *, reuse: bool) -> list[Tensor]:
         """Weights between the latest and an older version: latest + share · (older − latest).
@@ -234,13 +231,14 @@ class WeightVersions:
 
     # Using weights --------------------------------------------------------------------------
 
+    @contextmanager
     def forward(
         self,
         tensors: list[Tensor] | None,
         *,
         hooks: bool = True,
         substitutes: Substitutes | None = None,
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Run a forward on these; None: the parameters as they are.
 
         What it saves of the weights are references.
@@ -251,16 +249,11 @@ class WeightVersions:
                 for the parameters as they are.
             substitutes: asked for what is kept instead of a tensor.
         """
-        if hooks:
-            return self._referring(tensors, substitutes)
-        assert tensors is None
-        self.saved = {}
-        return nullcontext()
-
-    @contextmanager
-    def _referring(
-        self, tensors: list[Tensor] | None, substitutes: Substitutes | None
-    ) -> Iterator[None]:
+        if not hooks:
+            assert tensors is None
+            self.saved = {}
+            yield
+            return
         counted: dict[int, int] = {}
         index, only, beside = self._index, self._only_dtype, bool(self._joined or self._frozen)
         versioned = len(self.every)

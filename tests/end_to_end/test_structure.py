@@ -90,7 +90,6 @@ methods 27 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 28 runtime/records/run_dir.py RunDir
 methods 24 runtime/training/loop.py Course
-methods 21 runtime/weights/stash.py WeightVersions
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads

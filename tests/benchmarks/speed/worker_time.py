@@ -69,7 +69,7 @@ def count(seconds: dict[str, float]) -> None:
             each = {part: took / segment.mini_batches for part, took in seconds.items()}
             print(json.dumps(each), file=file)
 
-    Course._train = written  # type: ignore[method-assign]
+    Course._train = written  # type: ignore[method-assign,assignment]
 
 
 TASKS: Mapping[str, Any] = {"digits": Digits(), **RACES}
