@@ -128,7 +128,8 @@ def test_no_placements_are_made_that_the_model_has_too_few_layers_for(monkeypatc
     found = small(stages=4)
     assert set(sizes) == {4}
     assert len(found.stages) == 4
-    solve(chain(6), uniform_cluster(9), stages_per_device=2, time_limit_s=1.0)
+    with_effort = {"time_limit_s": None, "effort": 20_000}
+    solve(chain(6), uniform_cluster(9), stages_per_device=2, **with_effort)
     assert max(sizes) == 6
 
 
