@@ -160,7 +160,7 @@ def torchrun(folder, processes, *options, **environment):
 @pytest.mark.processes
 def test_torchrun_runs_the_same_run(plan, mlp_target, tmp_path):
     """Bit by bit; and its workers listen on the loopback device alone."""
-    process = torchrun(tmp_path, 2, "--epochs", "4", "--no-evaluate", "--run-dir", "run")
+    process = torchrun(tmp_path, 2, "--epochs", "2", "--no-evaluate", "--run-dir", "run")
     launcher = psutil.Process(process.pid)
     seen, launchers = set(), set()
     while process.poll() is None:
@@ -171,9 +171,9 @@ def test_torchrun_runs_the_same_run(plan, mlp_target, tmp_path):
         time.sleep(0.1)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert out.count("\nepoch") == 4
+    assert out.count("\nepoch") == 2
     assert {ip for ip, _ in seen - launchers} == {"127.0.0.1"}
-    run(plan, RunSettings(task=mlp_target, epochs=4, evaluate=False), tmp_path / "in", inline=True)
+    run(plan, RunSettings(task=mlp_target, epochs=2, evaluate=False), tmp_path / "in", inline=True)
     equal(tmp_path / "run", tmp_path / "in")
     assert (tmp_path / "run" / "summary.json").exists()
 
@@ -192,7 +192,7 @@ def test_srun_runs_it_with_a_directory_for_each_host(plan, mlp_target, tmp_path)
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        command = [sys.executable, "-m", "timeprest.cli.run", "plan.json", "--epochs", "4", "-q"]
+        command = [sys.executable, "-m", "timeprest.cli.run", "plan.json", "--epochs", "2", "-q"]
         started = subprocess.Popen(
             [*command, "--no-evaluate", "--run-dir", f"host{rank}"],
             cwd=tmp_path,
