@@ -268,7 +268,8 @@ def test_an_untraceable_model_ends_in_one_line_naming_its_line(digits):
 def test_a_model_is_reckoned_on_a_device_that_isnt_there(digits):
     done = call_here(
         *("tp-profile", "hf:bert,num_hidden_layers=2", "--device", "meta", "--spec", "h100-80gb"),
-        *("-o", "meta.json", "--batch-size", 8, "--granularity", "bert.encoder.layer.*"),
+        *("-o", "meta.json", "--batch-size", 8, "--micro-batch-sizes", 8),
+        *("--granularity", "bert.encoder.layer.*"),
         cwd=digits,
     )
     assert "not by torch.fx symbolic tracing:" in done.stdout
