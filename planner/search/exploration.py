@@ -121,6 +121,10 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
     are asked for, too, they come later and on top: else those would get less than without that
     freedom."""
     covered, budget = any(map(cycles.covers, search.branches)), search.budget
+    # Bounds of large models take long, and less where there is a plan.
+    first = covered and search.large
+    if first:
+        _start(search, local)
     if covered:
         with suppress(OutOfBudget), budget.part(_NEARLY):
             _bound_by_cycles(search, local, cycles)
@@ -128,7 +132,7 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
     if search.best is None:
         with suppress(OutOfBudget):
             try_blocks(search)
-    if any(search.promising()):
+    if any(search.promising()) and not first:
         _start(search, local)
     if not covered:
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE, besides=True):

@@ -48,6 +48,12 @@ _MOST_STATES = 100_000
 _STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
 """Of effort and time, for first plans; and of what is left then, for a proof."""
 
+_CLOSE, _HARDLY = 1.3, 3
+"""Where the best plan is further above the bound, so much less goes into raising that."""
+
+_PLENTY = 200_000
+"""With so much effort, all first cuts are laid out, besides the even ones."""
+
 _LOOKING_SHARE, _SPREAD = 0.5, 1.15
 """Of that, for finding first plans; and those are improved that are within so much of the best."""
 
@@ -339,11 +345,16 @@ class PlacedSearch:
     def _begin(self, local: LocalSearch, branches: Sequence[PlacedBranch]) -> list[Standing]:
         """Bounds and first plans, some of them improved; of those, what fits best first. Raises
         OutOfBudget when the time is over."""
-        search, found = self.search, list[Standing]()
+        search, found, looked = self.search, list[Standing](), list[PlacedBranch]()
         with suppress(OutOfBudget), search.budget.part(_LOOKING_SHARE):
             for branch, cuts in self._promising(branches):
                 search.say(f"{search.standing}; first cuts")
                 found += self._look(local, branch, cuts)
+                looked.append(branch)
+            for branch in looked if search.best is None else ():
+                first = local.near.first_cuts(branch.micro_batches, branch.lying)[_EVEN:]
+                near = fastest_first(local, branch, first, by_memory=True)[:_CUTS]
+                found += starts_with(local, branch, near)
         search.budget.check()
         if not found and search.closest is None and branches:
             # What lacks least is asked for where nothing can fit, too.
@@ -399,9 +410,11 @@ class PlacedSearch:
     ) -> Iterator[Standing]:
         """First cuts of a branch: some that come near to its bound, even ones, and where the
         fastest doesn't fit, those that may by what it has in flight."""
-        even = local.near.first_cuts(branch.micro_batches, branch.lying)[:_EVEN]
+        first = local.near.first_cuts(branch.micro_batches, branch.lying)
+        if self.search.budget.effort > _PLENTY:
+            cuts = list(dict.fromkeys([*cuts, *first]))
         near = fastest_first(local, branch, cuts)[:_CUTS]
-        found = list(starts_with(local, branch, dict.fromkeys([*near, *even])))
+        found = list(starts_with(local, branch, dict.fromkeys([*near, *first[:_EVEN]])))
         yield from found
         for _ in range(_AGAIN if found else 0):
             some = {min(found, key=lambda s: s.period_s), min(found, key=lambda s: s.over)}
@@ -426,7 +439,7 @@ class PlacedSearch:
         Raises OutOfBudget when the budget is used up; the bounds are true then, too.
         """
         search, bounds = self.search, self.search.bounds
-        self._bounds.share_out(1)
+        self._bounds.share_out(1 if search.period_s <= search.bound_s * _CLOSE else _HARDLY)
         for branch in sorted(branches, key=lambda b: (bounds[b], len(b.placement))):
             if self._may_gain(branch):
                 search.say(search.standing)

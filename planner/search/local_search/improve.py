@@ -23,6 +23,7 @@ from math import inf
 from typing import NamedTuple
 
 from ....profiles.errors import PlanError, ScheduleError
+from ...costs.recomputation import Selection
 from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
 from ...schedules.schedules import has_pattern, is_patterned
@@ -270,25 +271,22 @@ class LocalSearch:
 
     def starts_on(self, lying: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Standing]:
         """The same with so many micro-batches, stages having these devices."""
-        near, stages, found = self.near, len(lying), list[Standing]()
-        cuts = near.first_cuts(micro_batches, lying)
-        every = list(near.usual_limits(stages, lying))
-        some = dict.fromkeys((0, len(every) // 2, len(every) - 1))
-        ways = self.relaxation.recompute
-        some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
-        for again, narrow in product(some_ways, some):
+        stages, found = len(lying), list[Standing]()
+        cuts = self.near.first_cuts(micro_batches, lying)
+        under = limits_and_ways(self, lying, micro_batches)
+        for first in dict.fromkeys((0, len(under) // 2, len(under) - 1)):
             points = dict.fromkeys(
                 _that_may_fit(
-                    self, Point(cut, lying, (again,) * stages, micro_batches, every[0]), limits
+                    self, Point(cut, lying, (again,) * stages, micro_batches, limits), under[first:]
                 )
-                for cut, limits in product(cuts, [every[narrow:]])
+                for cut, (limits, again) in product(cuts, under[:1])
             )
             known = [x for p in self._expected(list(points)) if (x := self.look(p))]
             if all(standing.over for standing in known):
                 # What is slower may need less: even stages.
                 known += [x for p in [*points][:_EVEN] if (x := self.look(p))]
             found += known
-            if not narrow and any(not standing.over for standing in known):
+            if not first and any(not standing.over for standing in known):
                 # With more computed again it is no faster.
                 break
         return found
@@ -491,17 +489,37 @@ def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]
     return found
 
 
-def _that_may_fit(local: LocalSearch, point: Point, limits: Sequence[tuple[int, ...]]) -> Point:
-    """The point under the first of these limits that it doesn't need far more memory under than
-    there is; of those that do simulations take long, and nothing comes of them."""
-    seen = local.foreseen(point) if local.relaxation.limited else None
-    if seen is None:
-        return replace(point, limits=limits[0])
-    for each in limits:
-        under = replace(point, limits=each)
-        if share_about(seen.laid, under, local.question) <= _MUCH_OVER:
-            return under
-    return replace(point, limits=limits[-1])
+def limits_and_ways(
+    local: LocalSearch, lying: Sequence[tuple[int, ...]], micro_batches: int
+) -> list[tuple[tuple[int, ...], Selection]]:
+    """Limits and what all stages compute again, those first that are likely to be fastest, and take
+    most memory: computing again takes up to a third longer; and with fewer in flight than stages,
+    mini-batches or where backwards take these micro-batches, some are idle."""
+    ways, stages = local.relaxation.recompute, len(lying)
+    each = micro_batches if local.relaxation.variant.backward_unit == "mini" else 1
+    longer = {True: 4 / 3, False: 1.0}
+
+    def takes(limits: tuple[int, ...], way: Selection) -> float:
+        waits = max((stages + each - 1) / (each * limits[0]), 1.0)
+        return waits * (longer[way] if isinstance(way, bool) else 7 / 6)
+
+    some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
+    every = product(local.near.usual_limits(stages, lying), some_ways)
+    return sorted(every, key=lambda pair: takes(*pair))
+
+
+def _that_may_fit(
+    local: LocalSearch, point: Point, under: Sequence[tuple[tuple[int, ...], Selection]]
+) -> Point:
+    """The point under the first of these limits and ways to compute again that it doesn't need far
+    more memory under than there is; of those that do simulations take long, and nothing comes of
+    them."""
+    for limits, again in under:
+        point = replace(point, limits=limits, again=(again,) * point.stages)
+        seen = local.foreseen(point) if local.relaxation.limited else None
+        if seen is None or share_about(seen.laid, point, local.question) <= _MUCH_OVER:
+            return point
+    return point
 
 
 def _bottlenecks(loads: Sequence[float], period_s: float) -> float:
@@ -524,51 +542,52 @@ def _chunks(local: LocalSearch, points: list[Point], here: Standing) -> Iterator
 def starts_with(
     local: LocalSearch, branch: PlacedBranch, cuts: Iterable[tuple[int, ...]]
 ) -> Iterator[Standing]:
-    """These cuts of a branch, each under the widest limits that fit, and where none do with all
-    computed again; where that doesn't fit either, what comes nearest."""
+    """These cuts of a branch, each under the widest limits; where it doesn't fit, with more
+    computed again and fewer in flight that are likely to, up to the first that does, and the
+    last."""
     lying, n = branch.lying, branch.micro_batches
-    every = list(local.near.usual_limits(len(lying), lying))
-    ways = dict.fromkeys((local.relaxation.recompute[0], local.relaxation.recompute[-1]))
+    (most, kept), *less = limits_and_ways(local, lying, n)
     for cut in cuts:
-        for again in ways:
-            point = Point(cut, lying, (again,) * len(lying), n, every[0])
-            found = list(_under_less(local, point, every[1:]))
-            yield from found
-            if any(not standing.over for standing in found):
-                break
+        widest = local.look(Point(cut, lying, (kept,) * len(lying), n, most))
+        if widest is None:
+            continue
+        yield widest
+        for limits, again in less if widest.over else ():
+            point = replace(widest.point, limits=limits, again=(again,) * len(lying))
+            seen = local.foreseen(point)
+            if seen is None:
+                continue
+            over = over_about(seen.laid, point, widest, local.question)
+            last = (limits, again) == less[-1]
+            standing = local.look(point) if over <= _NEARLY or last else None
+            if standing is not None:
+                yield standing
+                if not standing.over:
+                    break
 
 
 def fastest_first(
-    local: LocalSearch, branch: PlacedBranch, cuts: Iterable[tuple[int, ...]]
+    local: LocalSearch,
+    branch: PlacedBranch,
+    cuts: Iterable[tuple[int, ...]],
+    *,
+    by_memory: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Cuts of a branch, by what they need at the least under the widest limits."""
+    """Cuts of a branch, by what they need at the least under the widest limits.
+
+    Args:
+        by_memory: times the share of the devices' memory that they need, about, if they lack some.
+    """
     lying, n = branch.lying, branch.micro_batches
     again, limits = local.relaxation.recompute[:1], next(local.near.usual_limits(len(lying), lying))
-    points = [Point(cut, lying, again * len(lying), n, limits) for cut in cuts]
-    known = [(seen.least_s, p.downsets) for p in points if (seen := local.foreseen(p)) is not None]
+    known = list[tuple[float, tuple[int, ...]]]()
+    for cut in cuts:
+        point = Point(cut, lying, again * len(lying), n, limits)
+        seen = local.foreseen(point)
+        if seen is not None:
+            share = share_about(seen.laid, point, local.question) if by_memory else 1.0
+            known.append((seen.least_s * max(share, 1.0), cut))
     return [cut for _, cut in sorted(known)]
-
-
-def _under_less(
-    local: LocalSearch, point: Point, less: Sequence[tuple[int, ...]]
-) -> Iterator[Standing]:
-    """A point; where it doesn't fit, under fewer in flight that are likely to, up to the first that
-    does, and the last."""
-    widest = local.look(point)
-    if widest is None:
-        return
-    yield widest
-    for limits in less if widest.over else ():
-        narrow = replace(point, limits=limits)
-        seen = local.foreseen(narrow)
-        if seen is None:
-            continue
-        over = over_about(seen.laid, narrow, widest, local.question)
-        standing = local.look(narrow) if over <= _NEARLY or limits == less[-1] else None
-        if standing is not None:
-            yield standing
-            if not standing.over:
-                return
 
 
 def start(

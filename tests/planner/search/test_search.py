@@ -36,7 +36,7 @@ from timeprest.planner.search.choices import (
     micro_batch_counts,
 )
 from timeprest.planner.search.critical_cycles import CycleSearch
-from timeprest.planner.search.local_search.improve import LocalSearch
+from timeprest.planner.search.local_search.improve import LocalSearch, limits_and_ways
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import SearchRequest, explore, solve
@@ -554,3 +554,18 @@ def test_once_time_is_up_bounds_get_none(monkeypatch):
     search = explore(question, SearchRequest(replicas=True, time_limit_s=0.0), lambda *_: None)
     assert exploration.run(search) == "time limit"
     assert set(given) == {0.0}
+
+
+def test_stages_compute_again_before_few_mini_batches_are_in_flight():
+    """Of eight stages with four in flight each half is idle; computing again takes a third longer.
+    Where a mini-batch has many micro-batches, one in flight keeps nearly all of them busy."""
+    for system, n, fewer_first in (("pipedream", 1, False), ("timeprest", 64, True)):
+        profile = chain(8, saved=1000)
+        question = Question(profile, uniform_cluster(8, "9kB"), system, 4, 1.0)
+        search = explore(question, SearchRequest(stages=8, recompute="auto"), lambda *_: None)
+        lying = tuple((d,) for d in range(8))
+        under = limits_and_ways(LocalSearch(search), lying, n)
+        limits, again = under[0]
+        assert (limits[0], again) == (8, False)
+        fewer = under.index(((1,) * 8, False))
+        assert (fewer < under.index((limits, True))) == fewer_first
