@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.drawn import cases
 from helpers.paths import ROOT, SATELLITES
 
 TESTS = (
@@ -90,5 +91,6 @@ def test_it_profiles_plans_and_trains(core, tmp_path, mlp_target):
 
 @pytest.mark.slow
 def test_it_passes_its_tests(core):
-    words = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
-    call(core, "-m", "pytest", *words, *TESTS)
+    words = ("-q", "-x", "-p", "no:cacheprovider")
+    more = ("--every-case",) if cases.every else ("-m", "not slow")
+    call(core, "-m", "pytest", *words, *more, *TESTS)
