@@ -130,8 +130,10 @@ class Capture:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Run something as it will be captured. Raises CannotCaptureError."""
-        with self._aside(), Capturable(self._device):
+        """Run something as it will be captured; later draws are as if it hadn't drawn. Raises
+        CannotCaptureError."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._aside(), Capturable(self._device):
             yield
 
     @contextmanager

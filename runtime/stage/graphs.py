@@ -12,7 +12,9 @@ A graph computes on the addresses that it was captured with:
 - Gradients are added up in memory that stays. It begins with −0, to which any number added is that
   number to the last bit.
 
-Passes that differ from those that were captured run as ever; `Graphs.line` says which and why.
+A first replay is held against the pass that ran before the capture, and where it gives other
+numbers there are no graphs. Passes that differ from those that were captured run as ever.
+`Graphs.line` says which and why.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from ...profiles.autograd.dropout import WithoutDropout
 from ...profiles.measuring import capture
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Loss
-from ...profiles.tracing.call import unchanged
+from ...profiles.tracing.call import numbers_unchanged, unchanged
 from ...profiles.tracing.pieces import fill, take_apart
 from ...profiles.units import format_bytes
 from ..prepare.data import MicroBatchPart
@@ -47,6 +49,12 @@ from .piece import Forwarded, piece_of
 
 _MOST = 200
 """Characters of what torch says, which may be pages."""
+
+_ALIKE = 0.02
+"""By how much a replay's numbers may differ from a pass's, as a share of their norm."""
+
+_NORMS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What norms of such numbers are added up in."""
 
 _LOSS = ""
 """What the loss is called beside the names of outputs."""
@@ -196,9 +204,9 @@ class Graphs:
         leaves, self._structure = take_apart(target)
         with modes, unchanged(module):
             self._fix_memory()
-            with on.trying(), capture.nothing_left_on_host(module):
+            with numbers_unchanged(module), on.trying(), capture.nothing_left_on_host(module):
                 tried = self._try(values, leaves)
-            every = [tried.like(on.pool()) for _ in range(slots)]
+            every, wanted = [tried.like(on.pool()) for _ in range(slots)], self._numbers(tried)
             del tried
             # All forwards first: what a later one changes is refused by an earlier one's backward,
             # as it would be without graphs.
@@ -207,7 +215,34 @@ class Graphs:
                     self._run(slot)
             for slot in every:
                 self._capture_backward(on, slot)
+            self._check(every[0], wanted)
         return every
+
+    def _numbers(self, slot: Slot) -> dict[str, Tensor]:
+        """What a slot's passes have computed: outputs, loss, and gradients."""
+        inlets = slot.micro.inlets.items()
+        back = slot.back or {n: inlet.grad for n, inlet in inlets if inlet.grad is not None}
+        found = {f"output {name}": t for name, t in slot.outputs.items()}
+        found |= {f"gradient of {name}": t for name, t in back.items()}
+        found |= {f"gradient of parameter {k}": t for k, t in enumerate(self._sums)}
+        if slot.loss is not None:
+            found["loss"] = slot.loss
+        return {name: t.detach().clone() for name, t in found.items()}
+
+    def _check(self, slot: Slot, wanted: Mapping[str, Tensor]) -> None:
+        """Replay a slot once. Raises CannotCaptureError where that gives other numbers than the
+        pass that wasn't captured; kernels that add in another sequence each time may differ a
+        little."""
+        for p in self._weights.every:
+            p.grad = None
+        self._begin_sums(several=False)
+        for kind in (FORWARD, BACKWARD, WEIGHT):
+            if kind in slot.graphs:
+                slot.graphs[kind].replay()
+        found = self._numbers(slot)
+        for name, tensor in wanted.items():
+            if name not in found or _is_other(found[name], tensor):
+                raise capture.CannotCaptureError(f"a replay gives another {name} than a pass")
 
     def leave(self, error: BaseException) -> None:
         """Have no graphs, for this reason."""
@@ -482,6 +517,17 @@ def most_in_flight(ops: Iterable[Op], micro_batches: Callable[[Op], Sequence[int
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _is_other(found: Tensor, wanted: Tensor) -> bool:
+    """Whether numbers differ by more than a sequence of additions makes."""
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return not torch.equal(found, wanted)
+    there = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(found), there):
+        return True
+    norm = partial(torch.linalg.vector_norm, dtype=_NORMS.get(wanted.dtype))
+    return bool(norm(found[there] - wanted[there]) > _ALIKE * norm(wanted[there]))
 
 
 def _put_weights(

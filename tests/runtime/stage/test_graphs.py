@@ -3,6 +3,7 @@ last bit. Without a GPU a stand-in records and replays."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from helpers.by_hand.profiles import chain
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
-from helpers.recorded_graphs import RecordedGraphs
+from helpers.recorded_graphs import Recorded, RecordedGraphs
 from mlp_task import MLPTask
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
@@ -262,6 +263,29 @@ def test_a_capture_that_fails_leaves_a_run_as_it_was(at, tmp_path, graphs, monke
     (line,) = check_same(plan, RunSettings(task=task, steps=4), tmp_path)
     assert "nothing is captured" in line
     assert "operation not permitted when stream is capturing" in line
+
+
+@pytest.mark.parametrize("model", ["dropout-batch-norm", "resnet"])
+@pytest.mark.parametrize("of_backward", [False, True])
+def test_a_replay_that_gives_other_numbers_is_never_trained_with(
+    model, of_backward, tmp_path, graphs, monkeypatch
+):
+    replay, replayed = Recorded.replay, []
+
+    def replay_wrongly(graph):
+        replay(graph)
+        replayed.append(graph)
+        if graph.pool.index(graph) == of_backward:
+            for tensor in itertools.chain.from_iterable(call[-1] for call in graph.calls):
+                if tensor is not None and tensor.is_floating_point():
+                    tensor.add_(0.5)
+
+    plan = plan_by_hand(profile_of(MODELS[model]), "timeprest", 2, 4)
+    monkeypatch.setattr(Recorded, "replay", replay_wrongly)
+    lines = check_same(plan, RunSettings(task=MODELS[model], steps=4), tmp_path)
+    assert all("nothing is captured: a replay gives another " in line for line in lines), lines
+    # Of each stage the first one's.
+    assert len(replayed) == 4
 
 
 def test_users_cant_ask_for_graphs_on_the_cpu(mlp_profile, mlp_target, tmp_path):
