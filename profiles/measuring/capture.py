@@ -128,6 +128,10 @@ class Capture:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
+    def free_bytes(self) -> int:
+        """What all of the device's processes have left of it."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Run something as it will be captured; later draws are as if it hadn't drawn. Raises

@@ -145,6 +145,10 @@ class Graphs:
         self.on = prepared.settings.graphs != "off" and capture.capture_on(device) is not None
         self.why_not = why_not(prepared, s) if self.on else ""
         self.nbytes = self.sums_bytes = 0
+        planned = prepared.plan.predicted.device_of(s).memory
+        self._to_come_bytes = (
+            planned.optimizer_bytes + planned.versions_bytes + planned.boundary_bytes
+        )
         self._weights, self._variant = weights, prepared.pipeline.variant
         self._first, self._drops = s == 0, prepared.settings.dropout
         self._share = prepared.distribution.shares[replica.number]
@@ -192,7 +196,17 @@ class Graphs:
             self.leave(error)
         for p in self._weights.every:
             p.grad = None
-        held = on.held_bytes() - before
+        held, free = on.held_bytes() - before, on.free_bytes()
+        if every and free < self._to_come_bytes:
+            every.clear()
+            left, wanted = format_bytes(free), format_bytes(self._to_come_bytes)
+            self.leave(
+                capture.CannotCaptureError(
+                    f"with graphs of {format_bytes(held)} the device would have {left} left, and "
+                    f"optimizer state, versions and messages are to take {wanted}"
+                )
+            )
+            held = on.held_bytes() - before
         self._free, self._slots = every, len(every)
         self.sums_bytes = sum(map(storage_bytes, self._sums))
         self.nbytes = max(held - self.sums_bytes, 0)

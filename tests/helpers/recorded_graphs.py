@@ -117,7 +117,7 @@ class Recording(TorchDispatchMode):
 class RecordedGraphs(capture.Capture):
     """Captures on the CPU."""
 
-    captured, fails_at, pools = 0, None, ()
+    captured, fails_at, pools, free = 0, None, (), 2**40
 
     def __init__(self, device):
         self._device = device
@@ -129,6 +129,9 @@ class RecordedGraphs(capture.Capture):
     def held_bytes(self):
         graphs = (graph for pool in self.pools for graph in pool)
         return sum(memory.numel() for graph in graphs for memory in graph.made.values())
+
+    def free_bytes(self):
+        return self.free
 
     @contextmanager
     def of(self, pool):

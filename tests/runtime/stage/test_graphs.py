@@ -265,6 +265,22 @@ def test_a_capture_that_fails_leaves_a_run_as_it_was(at, tmp_path, graphs, monke
     assert "operation not permitted when stream is capturing" in line
 
 
+def test_graphs_leave_what_comes_later_its_memory(tmp_path, graphs, monkeypatch):
+    """Optimizer state comes with the first update."""
+    task = MODELS["dropout-batch-norm"]
+    plan = plan_by_hand(profile_of(task), "timeprest", 1, 4)
+    planned = plan.predicted.device_of(0).memory
+    later = planned.optimizer_bytes + planned.versions_bytes + planned.boundary_bytes
+    assert planned.optimizer_bytes
+    for free, said in (
+        (later, "all passes are replayed"),
+        (later - 1, "nothing is captured: with"),
+    ):
+        monkeypatch.setattr(RecordedGraphs, "free", free)
+        (line,) = check_same(plan, RunSettings(task=task, steps=4), tmp_path / said[:3])
+        assert line.startswith(said)
+
+
 @pytest.mark.parametrize("model", ["dropout-batch-norm", "resnet"])
 @pytest.mark.parametrize("of_backward", [False, True])
 def test_a_replay_that_gives_other_numbers_is_never_trained_with(
