@@ -36,7 +36,7 @@ SYSTEMS = (
     *("pipedream-flush", "timeprest", "v-timeprest", "pipedream", "pipedream-2bw"),
     *("spectrain", "pipedream-nesterov"),
 )
-CELLS = ("regression-2", "regression-4", "regression-8", "letters-2", "letters-4")
+CELLS = ("regression-2", "regression-4", "regression-8", "letters-2", "letters-4", "letters-8")
 MINI_BATCH, STEPS = 64, 240
 TASKS = {
     "regression": OptimizerChoice(name="sgd", lr=0.1, momentum=0.9),
