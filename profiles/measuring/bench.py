@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..errors import TaskWarning
 from ..target import Target
-from ..tasks.hooks import describe_error
 from ..tracing.graph import GraphBody
 from . import capture
 from .captured import CapturedStep
@@ -74,8 +72,6 @@ _LONG_ROUND_S = 2.0
 """Of rounds that take longer, fewer are made."""
 _MIN_ROUNDS, _MIN_LONG_ROUNDS, _MIN_HASTY_ROUNDS = 5, 3, 2
 _MAX_ROUNDS = 200
-_MOST = 200
-"""Characters of what torch says, which may be pages."""
 _EMPTY_CALLS = 24
 """Calls of an empty piece in one step, spread over its layers."""
 
@@ -163,10 +159,9 @@ class Bench:
                 )
         except Exception as error:  # torch's, of whatever kind
             self._forget_graphs()
-            why = shorten(describe_error(error), _MOST, placeholder=" …")
             warnings.warn(
                 "layers are timed operation by operation, since CUDA graphs of them can't be had: "
-                f"{why}",
+                f"{capture.reason(error)}",
                 TaskWarning,
                 stacklevel=2,
             )

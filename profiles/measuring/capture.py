@@ -12,6 +12,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from textwrap import shorten
 from typing import Any, Protocol
 
 import torch
@@ -19,17 +20,30 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..tasks.hooks import describe_error
 from ..tracing.random_states import same_states, states
 
 _ATEN = torch.ops.aten
 _BY_MASK = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 """With masks they look at how much is in these; with numbers they don't."""
 
+_MOST = 200
+"""Characters of what torch says, which may be pages."""
+
 _BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class CannotCaptureError(Exception):
     """What a pass does can't be captured; it says what. Nothing is wrong with the pass."""
+
+
+def reason(error: BaseException) -> str:
+    """Why something couldn't be captured, in one short line."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, CannotCaptureError):
+        cause = cause.__cause__
+    said = describe_error(error) if cause is None else str(cause)
+    return shorten(said, _MOST, placeholder=" …")
 
 
 class Capturable(TorchDispatchMode):

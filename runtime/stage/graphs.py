@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op
 from ...profiles.autograd.boundary import Inlet, storage_bytes
 from ...profiles.autograd.dropout import WithoutDropout
 from ...profiles.measuring import capture
-from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Loss
 from ...profiles.tracing.call import numbers_unchanged, unchanged
 from ...profiles.tracing.pieces import fill, take_apart
@@ -46,9 +44,6 @@ from ..prepare.workers import Replica
 from ..weights.stash import WeightVersions, memory_for
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs
 from .piece import Forwarded, piece_of
-
-_MOST = 200
-"""Characters of what torch says, which may be pages."""
 
 _ALIKE = 0.02
 """By how much a replay's numbers may differ from a pass's, as a share of their norm."""
@@ -260,11 +255,7 @@ class Graphs:
 
     def leave(self, error: BaseException) -> None:
         """Have no graphs, for this reason."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, capture.CannotCaptureError):
-            cause = cause.__cause__
-        said = describe_error(error) if cause is None else str(cause)
-        self.why_not = shorten(said, _MOST, placeholder=" …")
+        self.why_not = capture.reason(error)
         self._forward_on = self._backward_on = None
         self._sums = []
 
