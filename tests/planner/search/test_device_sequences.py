@@ -25,6 +25,8 @@ from timeprest.profiles.errors import InfeasibleError, PlanError
 
 LINK = Network(bandwidth_bytes_per_s=1e9, latency_s=0.0)
 SYSTEMS = ("timeprest", "pipedream", "gpipe", "pipedream-flush", "pipedream-2bw")
+UNPROVEN = (8, 12)
+"""Drawn questions with replicas in any sequence, whose best plan is found and no longer proven."""
 
 
 def layers_of(times, tensor=16):
@@ -106,8 +108,7 @@ def test_no_sequence_is_better(seed):
     plan = solve(profile, cluster, sequence="best", **asked)
     assert plan.solver.bound_s <= best * (1 + 1e-9)
     assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
-    # Replicas in any sequence are looked for, and not proven.
-    assert plan.solver.optimal or asked["replicas"]
+    assert plan.solver.optimal or seed in UNPROVEN
 
 
 @pytest.mark.choice(1)
