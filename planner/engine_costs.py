@@ -1,16 +1,12 @@
-"""What a plan costs in another engine's run: how each engine's differs from ours, in one table, and
-a plan's period and memory there."""
+"""How other engines' runs of a schedule differ from ours: a table of them, and a pipeline as one of
+them runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
-from typing import NamedTuple
+from typing import Literal
 
-from ..profiles.errors import PlanError
-from .plan import Plan, PlanEdge, pipeline_of
-from .schedules.steady_state import steady_state
 from .simulator.pipeline import Link, Pipeline
 from .systems.variants import ScheduleRule
 
@@ -57,7 +53,9 @@ _TORCH = EngineCosts(
     },
 )
 
-ENGINE_COSTS: Mapping[str, EngineCosts] = {
+Engine = Literal["torch", "torchtitan", "deepspeed", "megatron"]
+
+ENGINE_COSTS: Mapping[Engine, EngineCosts] = {
     "torch": _TORCH,
     "torchtitan": replace(_TORCH, title="torchtitan"),
     "deepspeed": EngineCosts(
@@ -87,101 +85,6 @@ ENGINE_COSTS: Mapping[str, EngineCosts] = {
     ),
 }
 """By the name that `tp-plan export --to` has for it."""
-
-
-class EnginePrediction(NamedTuple):
-    """A plan in an engine's run.
-
-    Attributes:
-        period_s: per mini-batch.
-        memory_bytes: per stage, of its device.
-    """
-
-    period_s: float
-    memory_bytes: tuple[int, ...]
-
-    @property
-    def fullest(self) -> int:
-        """The stage whose device holds most."""
-        return max(range(len(self.memory_bytes)), key=self.memory_bytes.__getitem__)
-
-
-def predicted_on(
-    plan: Plan, engine: EngineCosts, receive_bytes_per_s: float = inf
-) -> EnginePrediction:
-    """What a plan costs in an engine's run. Arguments and errors as of `engine_pipeline`."""
-    pipeline = engine_pipeline(plan, engine, receive_bytes_per_s)
-    period_s = steady_state(pipeline).period_s
-    if plan.predicted.waits_for_samples:
-        period_s = max(period_s, plan.predicted.period_s)
-    besides = [
-        _bytes_besides(plan, engine, s, pipeline.micro_batches_per_replica(s))
-        for s in range(pipeline.stages)
-    ]
-    held = (
-        plan.predicted.device_of(s).memory_bytes + sum(besides[t] for t in pipeline.beside(s))
-        for s in range(pipeline.stages)
-    )
-    return EnginePrediction(period_s, tuple(held))
-
-
-def beyond_memory(plan: Plan, found: EnginePrediction) -> tuple[int, int] | None:
-    """The stage whose device lacks most for that run, and how many bytes. None: it fits."""
-    lacking = list[tuple[int, int]]()
-    for s, stage in enumerate(plan.stages):
-        tightest = plan.cluster.tightest(stage.devices)
-        if tightest is not None and tightest.usable_bytes is not None:
-            lacking.append((found.memory_bytes[s] - tightest.usable_bytes, s))
-    more, s = max(lacking, default=(0, 0))
-    return (s, more) if more > 0 else None
-
-
-def engine_pipeline(plan: Plan, engine: EngineCosts, receive_bytes_per_s: float = inf) -> Pipeline:
-    """A plan's pipeline as an engine runs it.
-
-    Args:
-        receive_bytes_per_s: at which a device takes in what it has received, and does nothing else.
-
-    Raises PlanError where the engine can't run such a plan.
-    """
-    _check(plan, engine)
-    received = [_received(plan.edges, s) for s in range(len(plan.stages))]
-    pipeline = with_receives(pipeline_of(plan), received, receive_bytes_per_s)
-    return on_engine(pipeline, engine)
-
-
-def _check(plan: Plan, engine: EngineCosts) -> None:
-    """Raise PlanError where the times wouldn't be those of any run: what exports refuse besides
-    has no part in them."""
-    system, why = plan.system, ""
-    if not system.flushes:
-        why = f"{plan.variant} never flushes; plan with --variant pipedream-flush"
-    elif engine.schedules and system.schedule not in engine.schedules:
-        why = f"it has no schedule like {plan.variant}'s; plan with --variant pipedream-flush"
-    elif len({len(stage.devices) for stage in plan.stages}) > 1:
-        why = "there each stage has as many replicas; plan with --replicas off"
-    elif engine.late_activations and plan.placement:
-        why = "its devices have several stages; plan with --stages-per-device 1"
-    if why:
-        raise PlanError(f"{engine.title} can't run this plan: {why}")
-
-
-def _bytes_besides(plan: Plan, engine: EngineCosts, s: int, micro_batches: int) -> int:
-    """What a stage's replica holds there and not with us."""
-    predicted = plan.predicted.stages[s]
-    found = round(engine.parameter_copies * predicted.parameter_bytes)
-    if engine.keeps_buffers:
-        came = sum(_received(plan.edges, s)) * micro_batches
-        found += max(came - predicted.memory.boundary_bytes, 0)
-    return found
-
-
-def _received(edges: Sequence[PlanEdge], s: int) -> tuple[int, int]:
-    """Bytes of activations and of gradients that come to a stage for each micro-batch."""
-    return (
-        sum(e.bytes_per_micro_batch for e in edges if e.target == s),
-        sum(e.bytes_per_micro_batch for e in edges if e.source == s and e.needs_grad),
-    )
 
 
 def with_receives(

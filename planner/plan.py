@@ -30,14 +30,16 @@ from .costs.memory import MemoryByKind, StageBytes
 from .costs.recomputation import Recompute
 from .costs.stage_costs import Transfer
 from .costs.tied_parameters import Tied, check_tied, hint, misplaced
+from .engine_costs import ENGINE_COSTS, Engine, on_engine
 from .schedules.given import system_of
 from .schedules.schedules import limit_ranges
-from .simulator.pipeline import Pipeline
 from .systems.placement import check_placement, numbered_devices
 from .systems.variants import Variant
 
 if TYPE_CHECKING:
     import networkx as nx
+
+    from .simulator.pipeline import Pipeline
 
 FORMAT = "timeprest-plan/2"
 
@@ -326,6 +328,8 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """Of that file's content: when the plan was made, and in a run's directory, when it began."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
+    engine: Engine | msgspec.UnsetType = msgspec.UNSET
+    """Whose run is predicted; tp-run's where it isn't there (`engine_runs.run_by`)."""
     predicted: Prediction
     to_target: TargetPrediction | msgspec.UnsetType = msgspec.UNSET
     """Only where it was planned by a study."""
@@ -359,6 +363,13 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
             ends.setdefault("tensors", []).append(edge)
             ends["bytes_per_micro_batch"] = sum(e.bytes_per_micro_batch for e in ends["tensors"])
         return graph
+
+    @property
+    def title(self) -> str:
+        """Its system, and whose run of it is predicted."""
+        if self.engine is msgspec.UNSET:
+            return self.variant
+        return f"{self.variant} in {ENGINE_COSTS[self.engine].title}"
 
     @property
     def micro_batch(self) -> int:
@@ -405,6 +416,9 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
             f"predicted.stages: {len(plan.predicted.stages)} entries for {len(plan.stages)} "
             "stages; after adding or removing a stage, solve again"
         )
+    if plan.engine is not msgspec.UNSET:
+        title = ENGINE_COSTS[plan.engine].title
+        raise fail(f"engine: it says what a run in {title} costs; give the plan it was made of")
     names = [name for stage in plan.stages for name in stage.nodes]
     if len(set(names)) < len(names):
         twice = min(name for name, count in Counter(names).items() if count > 1)
@@ -623,12 +637,13 @@ def check_cut(
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
-    """What the plan's schedules follow from: its own stage times, edges, devices and limits."""
+    """What the plan's schedules follow from: its own stage times, edges, devices and limits, and
+    the engine whose run is predicted."""
     transfers = [
         Transfer(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
         for e in plan.edges
     ]
-    return make_pipeline(
+    pipeline = make_pipeline(
         plan.system,
         plan.micro_batches,
         [
@@ -641,3 +656,6 @@ def pipeline_of(plan: Plan) -> Pipeline:
         [stage.in_flight for stage in plan.stages],
         plan.update_every,
     )
+    if plan.engine is msgspec.UNSET:
+        return pipeline
+    return on_engine(pipeline, ENGINE_COSTS[plan.engine])

@@ -6,20 +6,16 @@ from math import inf
 from typing import Any
 
 import click
+import msgspec
 
-from ...planner.engine_costs import (
-    ENGINE_COSTS,
-    EnginePrediction,
-    beyond_memory,
-    engine_pipeline,
-    predicted_on,
-)
-from ...planner.plan import Plan, pipeline_of
-from ...planner.simulator.pipeline import Pipeline
+from ...planner.engine_costs import ENGINE_COSTS, Engine
+from ...planner.engine_runs import beyond_memory, run_by
+from ...planner.plan import Plan
 from ...profiles.errors import UserError
 from ...profiles.units import format_bytes, format_seconds, parse_bandwidth
 from ..errors import log, output
 from ..options.command import refuse
+from ..tables.stages import memory_table
 
 
 class BandwidthValue(click.types.FloatParamType):
@@ -38,7 +34,8 @@ class BandwidthValue(click.types.FloatParamType):
 engine_option = click.option(
     "--engine",
     type=click.Choice(tuple(ENGINE_COSTS)),
-    help="As that engine runs the plan: when it sends, what keeps devices busy.  [default: tp-run]",
+    help="As that engine runs the plan: when it sends, what keeps devices busy, what it holds "
+    "besides.  [default: tp-run]",
 )
 
 receive_option = click.option(
@@ -50,37 +47,42 @@ receive_option = click.option(
 )
 
 
-def pipeline_in(plan: Plan, engine: str | None, receive_bytes_per_s: float) -> Pipeline:
-    """A plan's pipeline as an engine runs it, or tp-run does. Raises as `engine_pipeline`."""
+def in_run_of(engine: Engine | None, plan: Plan, receive_bytes_per_s: float) -> Plan:
+    """The plan as an engine runs it, or tp-run does. Raises as `run_by`."""
     if engine is None:
         refuse(("receive",), "goes with --engine")
-        return pipeline_of(plan)
-    return engine_pipeline(plan, ENGINE_COSTS[engine], receive_bytes_per_s)
+        return plan
+    return run_by(plan, engine, receive_bytes_per_s)
 
 
-def print_elsewhere(plan: Plan, engine: str, found: EnginePrediction) -> None:
+def print_elsewhere(plan: Plan, found: Plan, *, with_table: bool = True) -> None:
     """Period and memory of another engine's run, beside those of tp-run; and a warning where the
-    devices haven't got that memory."""
-    title, lacking = ENGINE_COSTS[engine].title, beyond_memory(plan, found)
-    ours_s, s = plan.predicted.period_s, found.fullest
-    change = found.period_s / ours_s - 1 if ours_s else 0.0
+    devices haven't got that memory.
+
+    Args:
+        found: the plan as that engine runs it.
+        with_table: of the memory.
+    """
+    if found.engine is msgspec.UNSET:
+        return
+    console, title = output(), ENGINE_COSTS[found.engine].title
+    if with_table:
+        console.print(memory_table(found, console, console.width))
+    held = [found.predicted.device_of(s).memory_bytes for s in range(len(found.stages))]
+    s = max(range(len(held)), key=held.__getitem__)
+    ours_s, theirs_s = plan.predicted.period_s, found.predicted.period_s
+    change = theirs_s / ours_s - 1 if ours_s else 0.0
     apart = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than with tp-run"
-    held = plan.predicted.device_of(s).memory_bytes
-    output().print(
-        f"in {title}: {format_seconds(found.period_s)} per mini-batch, "
+    console.print(
+        f"in {title}: {format_seconds(theirs_s)} per mini-batch, "
         f"{apart if abs(change) >= 5e-4 else 'as with tp-run'}; at most "
-        f"{format_bytes(found.memory_bytes[s])} (stage {s}), {format_bytes(held)} with tp-run"
+        f"{format_bytes(held[s])} (stage {s}), "
+        f"{format_bytes(plan.predicted.device_of(s).memory_bytes)} with tp-run"
     )
+    lacking = beyond_memory(found)
     if lacking is not None:
         s, more = lacking
         log(
-            f"warning: in {title} stage {s} needs {format_bytes(found.memory_bytes[s])}, "
-            f"{format_bytes(more)} more than its devices have for stages; plan with --headroom "
-            "larger by as much"
+            f"warning: in {title} stage {s} needs {format_bytes(held[s])}, {format_bytes(more)} "
+            "more than its devices have for stages; plan with --headroom larger by as much"
         )
-
-
-def elsewhere(plan: Plan, engine: str, receive_bytes_per_s: float) -> EnginePrediction | None:
-    """The plan in that engine's run; None where what runs cost there isn't known."""
-    costs = ENGINE_COSTS.get(engine)
-    return None if costs is None else predicted_on(plan, costs, receive_bytes_per_s)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 from rich.text import Text
 
-from ...planner.plan import Plan, read_plan
+from ...planner.plan import Plan, pipeline_of, read_plan
 from ...planner.schedules.schedules import make_schedule
 from ...planner.schedules.steady_state import steady_state
 from ...planner.simulator.pipeline import Pipeline
@@ -21,7 +22,10 @@ from ..options.command import command
 from ..options.values import FileName, Whole
 from ..tables.layout import device_range, fitted, fixed
 from ..tables.plan import warn_if_edited
-from .engines import elsewhere, engine_option, pipeline_in, print_elsewhere, receive_option
+from .engines import engine_option, in_run_of, print_elsewhere, receive_option
+
+if TYPE_CHECKING:
+    from ...planner.engine_costs import Engine
 
 _MOST_OPERATIONS = 200_000
 
@@ -46,7 +50,7 @@ _MOST_OPERATIONS = 200_000
 def simulate_plan(
     plan_path: str,
     mini_batches: int | None,
-    engine: str | None,
+    engine: Engine | None,
     receive: float,
     as_json: bool,
     quiet: bool,
@@ -54,7 +58,8 @@ def simulate_plan(
 ) -> None:
     """Simulate PLAN from its own stage times; with --json, every operation with its times."""
     plan = read_plan(plan_path)
-    pipeline = pipeline_in(plan, engine, receive)
+    found = in_run_of(engine, plan, receive)
+    pipeline = pipeline_of(found)
     count = mini_batches or warm_mini_batches(len(plan.stages), plan.micro_batches)
     if count * len(plan.stages) * (2 * plan.micro_batches + 1) > _MOST_OPERATIONS:
         raise UserError(
@@ -69,9 +74,7 @@ def simulate_plan(
     elif not quiet:
         devices = [_devices(plan, stage.devices) for stage in plan.stages]
         _print(pipeline, schedule, timeline, period_s, count, devices)
-        found = elsewhere(plan, engine or "", receive)
-        if engine is not None and found is not None:
-            print_elsewhere(plan, engine, found)
+        print_elsewhere(plan, found)
         warn_if_edited(plan, plan_path)
 
 

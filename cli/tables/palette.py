@@ -52,6 +52,7 @@ MEMORY: dict[str, Paint] = {
     "activations": Paint("activations", "#dd8a35", "#eb9c4b", "#331a00", "#331a00", "yellow"),
     "boundary": Paint("messages", "#a04256", "#c7657a", "#ffffff", "#2a0810", "red", "back"),
     "workspace": Paint("working set", "#c2c8d1", "#8d96a5", "#20252d", "#0e1116", "bright_black"),
+    "engine": Paint("engine's own", "#5b6b1e", "#8da03a", "#ffffff", "#141a02", "cyan", "cross"),
 }
 """By kind of memory, in the sequence in which they are stacked, from the bottom: dark and light
 take turns."""
@@ -90,7 +91,7 @@ LIGHTENED = (0.0, 0.22, 0.4)
 
 # On a terminal: styles by kind, and letters where there are no colours ----------------------------
 
-LETTERS = dict(zip(MEMORY, "wvgoabs", strict=True))
+LETTERS = dict(zip(MEMORY, "wvgoabse", strict=True))
 """Letters of the kinds of memory: s is for scratch memory, the working set."""
 
 

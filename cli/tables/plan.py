@@ -110,7 +110,7 @@ def verdict(plan: Plan) -> Table:
 def _given(plan: Plan) -> list[tuple[str, str]]:
     """What a plan gives away of the shortest period, and for what; nothing where it is as fast."""
     fastest, shortest_s = plan.solver.fastest, plan.solver.objective_s
-    if fastest is msgspec.UNSET or not shortest_s:
+    if fastest is msgspec.UNSET or not shortest_s or plan.engine is not msgspec.UNSET:
         return []
     lost = plan.predicted.period_s / shortest_s - 1
     difference = plan.predicted.version_difference
@@ -310,7 +310,8 @@ def proof(plan: Plan) -> str:
         found = f"lower bound {format_seconds(solver.bound_s)}, gap {gap(plan)}"
         found += f" (ended by {solver.stopped})" if solver.stopped else ""
     tried = counted(solver.plans_tried, "plan")
-    return f"{found}; {tried} in {format_seconds(solver.seconds)}"
+    ours = "" if plan.engine is msgspec.UNSET else "with tp-run "
+    return f"{ours}{found}; {tried} in {format_seconds(solver.seconds)}"
 
 
 def gap(plan: Plan) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console, Group
 from rich.text import Text
 
+from ...planner.engine_costs import ENGINE_COSTS
 from ...planner.plan import DevicePrediction, Plan, PlanStage, StagePrediction
 from ...planner.recordings.recording import lanes_of, stages_text
 from ...planner.systems.placement import pattern_of
@@ -296,6 +297,8 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
             f" workspace: with up to {format_bytes(most)} that each process takes of its GPU "
             "besides tensors."
         )
+    if plan.engine is not msgspec.UNSET:
+        said += f" engine: what {ENGINE_COSTS[plan.engine].title} keeps besides what tp-run does."
     if any(len(stage.devices) > 1 for stage in plan.stages):
         said += " (n) after devices: so many replicas; memory is each one's."
     more = folded(plan, every=every).note
@@ -366,7 +369,7 @@ def _title(plan: Plan) -> str:
     if shares_devices(plan) or devices != len(plan.stages):
         on = f" on {counted(devices, 'device')}"
     text = (
-        f"{plan.variant}: {counted(len(plan.stages), 'stage')}{on}, mini-batch "
+        f"{plan.title}: {counted(len(plan.stages), 'stage')}{on}, mini-batch "
         f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch')} of "
         f"{plan.micro_batch}"
     )

@@ -25,7 +25,9 @@ from ..systems.versions import VersionWalk
 from .stage_costs import RECEIVES_AHEAD, Transfer
 
 
-class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MemoryByKind(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """A stage's bytes at its peak, by kind: weights, versions, gradients, activations and so on."""
 
     weights_bytes: TotalBytes
@@ -40,6 +42,9 @@ class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     boundary_bytes: TotalBytes
     """Received and awaiting use, or awaiting their sending."""
     workspace_bytes: TotalBytes
+    engine_bytes: TotalBytes = 0
+    """What another engine keeps besides: copies of parameters, buffers of messages. None with
+    tp-run."""
 
     @property
     def total(self) -> int:
@@ -330,6 +335,8 @@ class StageBytes(
     """Gradients that wait with each micro-batch for its weight part."""
     stepping: TotalBytes | msgspec.UnsetType = msgspec.UNSET
     """What an optimizer's step takes besides, while it runs."""
+    engine: TotalBytes | msgspec.UnsetType = msgspec.UNSET
+    """What another engine keeps besides, all the time (`MemoryByKind.engine_bytes`)."""
 
     def working(self, kind: str | None) -> int:
         """Of an operation, what it takes while it runs, and a run can't see."""
@@ -342,6 +349,7 @@ class StageBytes(
         kind, versions, gradients, kept, postponed, scratch = moment
         total = self.parameters * (versions + gradients + scratch) + self.buffers + self.optimizer
         total += self.scratch + kept * self.kept + postponed * self.postponed + self.messages
+        total += self.engine or 0
         if kind == BACKWARD:
             total += self.rebuilt + self.gradients
         return total + self.working(kind)
@@ -360,6 +368,7 @@ class StageBytes(
             ),
             boundary_bytes=self.messages + (self.gradients if backward else 0),
             workspace_bytes=self.working(kind),
+            engine_bytes=self.engine or 0,
         )
 
     def peak(self, found: Holdings) -> MemoryByKind:

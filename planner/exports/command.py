@@ -6,10 +6,12 @@ import click
 
 from ...cli.errors import errors_as_lines, naming, output, print_json
 from ...cli.options import common_options, plugin_option
-from ...cli.options.command import command
+from ...cli.options.command import command, refuse
 from ...cli.options.values import FileName, FolderName, WordOrPlugin
-from ...cli.plan_commands.engines import elsewhere, print_elsewhere, receive_option
+from ...cli.plan_commands.engines import print_elsewhere, receive_option
 from ...cli.tables.plan import warn_if_edited
+from ..engine_costs import ENGINE_COSTS
+from ..engine_runs import run_by
 from ..plan import read_plan
 from .export import write_export
 
@@ -51,17 +53,19 @@ def export_plan(
     cost with tp-run.
     """
     plan = read_plan(plan_path)
+    known = next((each for each in ENGINE_COSTS if each == engine), None)
+    if known is None:
+        refuse(("receive",), f"isn't for {engine}, of which no costs are known")
     with naming(plan_path):
         written, notes = write_export(plan, engine, folder)
-    found = elsewhere(plan, engine, receive)
+    found = plan if known is None else run_by(plan, known, receive)
     if as_json:
-        said = {} if found is None else {"predicted": found._asdict()}
+        said = {} if known is None else {"predicted": found.predicted}
         print_json({"engine": engine, "files": written, **said})
     elif not quiet:
         for path in written:
             output().print(f"wrote {path}")
         for note in notes:
             output().print(note)
-        if found is not None:
-            print_elsewhere(plan, engine, found)
+        print_elsewhere(plan, found)
         warn_if_edited(plan, plan_path)

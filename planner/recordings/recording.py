@@ -16,7 +16,7 @@ import msgspec
 from ..costs.memory import MemoryByKind
 from ..plan import Plan
 
-MEMORY_KINDS = (
+ACCOUNTED_KINDS = (
     "weights",
     "versions",
     "gradients",
@@ -25,6 +25,9 @@ MEMORY_KINDS = (
     "boundary",
     "workspace",
 )
+"""What a run accounts for, in its logs' sequence."""
+
+MEMORY_KINDS = (*ACCOUNTED_KINDS, "engine")
 """What `MemoryPoint.nbytes` counts, in its sequence: that of `memory.MemoryByKind`."""
 
 

@@ -182,7 +182,7 @@ class OperationLog(GrowingFile):
 
         Args:
             text: its name, its mini-batch counted from the run's beginning.
-            held: bytes by kind meanwhile (`recording.MEMORY_KINDS`).
+            held: bytes by kind meanwhile (`recording.ACCOUNTED_KINDS`).
             left: the same after it.
         """
         line = {

@@ -371,7 +371,7 @@ def _held(rank: int, lines: Iterable[_Logged], shift: float) -> Iterator[MemoryP
         for at_s, nbytes in ((line.start_s, line.held), (line.end_s, line.left)):
             if nbytes is not None and nbytes != last:
                 last = tuple(nbytes)
-                yield MemoryPoint(rank, at_s + shift, last)
+                yield MemoryPoint(rank, at_s + shift, (*last, 0))
 
 
 def _period_s(spans: Iterable[Span]) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...planner.costs.memory import MemoryByKind
 from ...planner.plan import Plan
-from ...planner.recordings.recording import MEMORY_KINDS
+from ...planner.recordings.recording import ACCOUNTED_KINDS
 from ...planner.systems.hooks import HookChain
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.optimizers import state_bytes
@@ -19,7 +19,7 @@ from ..prepare.devices import dense_bytes
 from ..prepare.workers import Replica
 from ..weights.stash import WeightVersions
 
-_FIELDS = tuple(f"{kind}_bytes" for kind in MEMORY_KINDS)
+_FIELDS = tuple(f"{kind}_bytes" for kind in ACCOUNTED_KINDS)
 
 _LOOKS = 100
 """Moments at which state is looked for elsewhere than in an optimizer's `state`."""
@@ -33,7 +33,7 @@ class MemoryAccount:
 
     Attributes:
         last: what was held at the last moment that was accounted for, by all stages of the worker,
-            by kind (`MEMORY_KINDS`); None: there was none.
+            by kind (`ACCOUNTED_KINDS`); None: there was none.
         peak: the most there was at moments of this stage.
         most_versions: of its weights, held at once.
         activations_bytes: that are kept for backwards to come.
@@ -82,7 +82,7 @@ class MemoryAccount:
         self.most_versions = max(self.most_versions, self._versions.held)
 
     def held(self, boundary_bytes: int) -> tuple[int, ...]:
-        """Bytes that all stages of the worker hold now, by kind (`MEMORY_KINDS`), with what was
+        """Bytes that all stages of the worker hold now, by kind (`ACCOUNTED_KINDS`), with what was
         seen of gradients and states at the moment last accounted for."""
         own = self.own(boundary_bytes)
         if not self.beside:
@@ -139,7 +139,7 @@ def out_of_memory(
     It says what the worker held, what the plan said, and what to change.
 
     Args:
-        held: bytes by kind when the operation began (`MEMORY_KINDS`); none: nothing has run yet.
+        held: bytes by kind when the operation began (`ACCOUNTED_KINDS`); none: nothing has run yet.
     """
     text = _no_memory(error)
     if text is None:
@@ -155,7 +155,7 @@ def out_of_memory(
     of = "" if spec.memory_bytes is None else f" of {format_bytes(spec.memory_bytes)} (--memory)"
     parts = [f"out of memory on {device}{wanted}"]
     if held:
-        kinds = zip(MEMORY_KINDS, held, strict=True)
+        kinds = zip(ACCOUNTED_KINDS, held, strict=True)
         names = {"boundary": "messages"}
         by_kind = ", ".join(f"{names.get(k, k)} {format_bytes(n)}" for k, n in kinds if n)
         parts.append(f"the worker held {format_bytes(sum(held))} ({by_kind or 'nothing'})")

@@ -84,7 +84,7 @@ class TiedWeights:
     # Updates ---------------------------------------------------------------------------------
 
     def held(self) -> tuple[int, ...]:
-        """Bytes by kind (`recording.MEMORY_KINDS`); the optimizer's state is the owner's."""
+        """Bytes by kind (`recording.ACCOUNTED_KINDS`); the optimizer's state is the owner's."""
         own = [p.grad for p in self.parameters]
         gradients = [own, *self._aside.values()]
         gradient_bytes = sum(dense_bytes(g) for grads in gradients for g in grads if g is not None)

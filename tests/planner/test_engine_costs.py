@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,13 +16,12 @@ from helpers.plans import chain_plan, plan_by_hand
 from timeprest.planner.engine_costs import (
     ENGINE_COSTS,
     EngineCosts,
-    beyond_memory,
-    engine_pipeline,
     on_engine,
-    predicted_on,
     with_receives,
 )
-from timeprest.planner.plan import pipeline_of
+from timeprest.planner.engine_runs import beyond_memory, run_by
+from timeprest.planner.plan import check_plan, pipeline_of
+from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
@@ -165,37 +167,65 @@ def test_every_figure_of_the_table_has_its_source():
 
 def test_bytes_besides_are_those_of_the_table():
     plan = chain_plan("pipedream-flush")
-    held = [stage.memory_bytes for stage in plan.predicted.stages]
-    assert predicted_on(plan, ENGINE_COSTS["megatron"]).memory_bytes == tuple(held)
-    copied = predicted_on(plan, ENGINE_COSTS["deepspeed"]).memory_bytes
-    assert copied == tuple(
-        nbytes + 2 * stage.parameter_bytes
-        for nbytes, stage in zip(held, plan.predicted.stages, strict=True)
-    )
+    ours = plan.predicted.stages
+
+    def kept(engine):
+        """By stage; what else the account has is as it was."""
+        found = run_by(plan, engine).predicted.stages
+        for stage, own in zip(found, ours, strict=True):
+            assert stage.memory.total == stage.memory_bytes
+            assert stage.memory_bytes - own.memory_bytes == stage.memory.engine_bytes
+            assert stage.holds.engine == stage.memory.engine_bytes
+        return [stage.memory.engine_bytes for stage in found]
+
+    assert kept("megatron") == [0] * len(ours)
+    assert kept("deepspeed") == [2 * stage.parameter_bytes for stage in ours]
     # A buffer for each micro-batch that comes, and for each gradient.
-    came = [0, *[0] * (len(held) - 1)]
+    came = [0] * len(ours)
     for edge in plan.edges:
         came[edge.target] += edge.bytes_per_micro_batch * plan.micro_batches
         came[edge.source] += edge.needs_grad * edge.bytes_per_micro_batch * plan.micro_batches
-    assert predicted_on(plan, ENGINE_COSTS["torch"]).memory_bytes == tuple(
-        nbytes + max(came[s] - plan.predicted.stages[s].memory.boundary_bytes, 0)
-        for s, nbytes in enumerate(held)
-    )
+    assert kept("torch") == [
+        max(nbytes - stage.memory.boundary_bytes, 0)
+        for nbytes, stage in zip(came, ours, strict=True)
+    ]
+
+
+def test_devices_of_several_stages_keep_the_sum():
+    plan = run_by(planned(placement=[0, 1, 0]), "torch")
+    (first, _) = plan.predicted.devices
+    kept = [stage.memory.engine_bytes for stage in plan.predicted.stages]
+    assert first.memory.engine_bytes == kept[0] + kept[2] > 0
+    assert first.memory_bytes == first.memory.total
+
+
+def test_pictures_are_of_the_engines_run():
+    plan = chain_plan("pipedream-flush")
+    there = run_by(plan, "deepspeed")
+    assert pipeline_of(there).late == (2, 1, 0)
+    assert pipeline_of(plan).late == ()
+    recording = predicted(there)
+    assert recording.end_s > predicted(plan).end_s
+    peaks = [max(sum(p.nbytes) for p in recording.memory if p.lane == k) for k in range(3)]
+    assert peaks == [stage.memory_bytes for stage in there.predicted.stages]
+
+
+def test_what_an_engine_runs_is_no_plan_for_other_commands():
+    there = run_by(chain_plan("pipedream-flush"), "torch")
+    with pytest.raises(PlanError, match=r"plan: engine: .*; give the plan it was made of"):
+        check_plan(there)
 
 
 def test_plans_that_an_engine_cant_run_are_refused():
-    deepspeed = ENGINE_COSTS["deepspeed"]
     with pytest.raises(PlanError, match="DeepSpeed can't run this plan: timeprest never flushes"):
-        engine_pipeline(chain_plan("timeprest"), deepspeed)
+        run_by(chain_plan("timeprest"), "deepspeed")
     with pytest.raises(PlanError, match="it has no schedule like gpipe's"):
-        predicted_on(chain_plan("gpipe"), deepspeed)
-    assert predicted_on(chain_plan("gpipe"), ENGINE_COSTS["torch"]).period_s > 0
+        run_by(chain_plan("gpipe"), "deepspeed")
+    assert run_by(chain_plan("gpipe"), "torch").predicted.period_s > 0
     with pytest.raises(PlanError, match="as many replicas"):
-        predicted_on(planned(replicas=[1, 2]), ENGINE_COSTS["torch"])
-    twice = planned(placement=[0, 1, 0])
+        run_by(planned(replicas=[1, 2]), "torch")
     with pytest.raises(PlanError, match="several stages"):
-        predicted_on(twice, deepspeed)
-    assert predicted_on(twice, ENGINE_COSTS["torch"]).period_s > 0
+        run_by(planned(placement=[0, 1, 0]), "deepspeed")
 
 
 def planned(**how):
@@ -221,7 +251,28 @@ def test_simulate_and_export_say_what_runs_cost_elsewhere(tmp_path, monkeypatch)
     write_file("other.json", chain_plan("timeprest"))
     said = called("tp-plan", "simulate", "other.json", "--engine", "megatron", code=2)
     assert ": Megatron-Core can't run this plan: timeprest never flushes" in said
-    assert pipeline_of(plan).late == ()
+
+
+def test_tables_and_pages_have_what_an_engine_keeps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_file("plan.json", chain_plan("pipedream-flush"))
+    there = ("--engine", "deepspeed")
+    for words in (
+        ("simulate", "plan.json", *there),
+        ("show", "plan.json", *there, "--html", "page.html", "--operations", "0"),
+        ("export", "plan.json", "--to", "deepspeed", "-o", "out"),
+    ):
+        said = called("tp-plan", *words)
+        assert re.search(r"^stage .* boundary engine$", said, re.MULTILINE)
+        assert len(re.findall(r"^\d .* 200 B$", said, re.MULTILINE)) == 3
+        assert len(re.findall("^in DeepSpeed: ", said, re.MULTILINE)) == 1
+    assert '"engine_bytes":200' in Path("page.html").read_text(encoding="utf-8")
+    assert "engine" not in called("tp-plan", "show", "plan.json")
+    said = json.loads(called("tp-plan", "show", "plan.json", *there, "--json"))
+    assert said["engine"] == "deepspeed"
+    Path("there.json").write_text(json.dumps(said), encoding="utf-8")
+    said = called("tp-plan", "show", "there.json", code=2)
+    assert ": there.json: engine: it says what a run in DeepSpeed costs" in said
 
 
 def test_a_plan_that_does_not_fit_elsewhere_is_warned_of(tmp_path, monkeypatch):
@@ -233,9 +284,10 @@ def test_a_plan_that_does_not_fit_elsewhere_is_warned_of(tmp_path, monkeypatch):
     plan = changed(plan, cluster=changed(plan.cluster, devices=devices))
     write_file("plan.json", plan)
     said = called("tp-plan", "simulate", "plan.json", "--engine", "deepspeed")
-    found = predicted_on(plan, ENGINE_COSTS["deepspeed"])
-    s, more = beyond_memory(plan, found)
-    assert more == max(found.memory_bytes) - held
-    assert f"warning: in DeepSpeed stage {s} needs {format_bytes(max(found.memory_bytes))}" in said
+    found = run_by(plan, "deepspeed")
+    s, more = beyond_memory(found)
+    most = max(stage.memory_bytes for stage in found.predicted.stages)
+    assert more == most - held
+    assert f"warning: in DeepSpeed stage {s} needs {format_bytes(most)}" in said
     assert "--headroom" in said
     assert "warning" not in called("tp-plan", "simulate", "plan.json", "--engine", "megatron")

@@ -295,7 +295,7 @@ def plans_report(plans: Mapping[str, Plan], path: str) -> None:
     title = f"{len(plans)} plans: {systems}"
     if len(plans) == 1:
         (plan,) = plans.values()
-        title = f"{plan.profile.target}: {plan.variant}, {len(plan.stages)} stages"
+        title = f"{plan.profile.target}: {plan.title}, {len(plan.stages)} stages"
     write_page(
         path,
         {

@@ -385,11 +385,11 @@ def wide(stages=64, n=256):
             for i in range(n):
                 start = b * period + (s + i) * 1e-3
                 spans.append(Span(s, s, "F", b, i, start, start + 1e-3, b, None))
-                memory.append(MemoryPoint(s, start, (1000, 0, 0, 0, i, 0, 0)))
+                memory.append(MemoryPoint(s, start, (1000, 0, 0, 0, i, 0, 0, 0)))
             for i in range(n):
                 start = b * period + (n + stages - 1 + 2 * (stages - 1 - s) + 2 * i) * 1e-3
                 spans.append(Span(s, s, "B", b, i, start, start + 2e-3, b, b))
-                memory.append(MemoryPoint(s, start, (1000, 0, 0, 0, n - i, 0, 0)))
+                memory.append(MemoryPoint(s, start, (1000, 0, 0, 0, n - i, 0, 0, 0)))
     lanes = tuple(Lane(f"stage {s}", (s,), 0) for s in range(stages))
     return Recording("predicted", "gpipe", lanes, tuple(spans), (), tuple(memory), period)
 

@@ -210,7 +210,6 @@
 
 // Sections of a plan with figures for each stage: bytes, staleness, and the table of everything.
 (() => {
-  const KINDS = ["weights", "versions", "gradients", "optimizer", "activations", "boundary", "workspace"];
   const figure = (s, path, value, text) => TP.figure(`predicted.stages.${s}.${path}`, value, text(value));
 
   TP.section({
@@ -223,11 +222,14 @@
       const { plan } = view.plan;
       const found = TP.onDevices(plan), one = view.plan.placement ? "device" : "stage";
       const stages = found.map(({ held }) => held), limits = found.map(({ limit }) => limit), free = found.map((each) => each.free);
+      const of = (stage, kind) => stage.memory[`${kind}_bytes`] ?? 0;
+      // Only another engine's runs have any of its own.
+      const KINDS = Object.keys(TP.data.palette.memory).filter((kind) => stages.some((stage) => `${kind}_bytes` in stage.memory));
       const peak = Math.max(...stages.map((stage) => stage.memory_bytes), 1);
       const least = Math.min(...limits.filter((limit) => limit !== null));
       const shown = Number.isFinite(least) && least < 2.5 * peak;
       const most = Math.max(peak, ...(shown ? limits.filter((limit) => limit !== null && limit < 2.5 * peak) : [])) * 1.02;
-      const bar = (s) => TP.memoryBar(KINDS, KINDS.map((kind) => stages[s].memory[`${kind}_bytes`]), most,
+      const bar = (s) => TP.memoryBar(KINDS, KINDS.map((kind) => of(stages[s], kind)), most,
         shown && limits[s] !== null && limits[s] <= most ? [
           free[s] ? TP.el("i", { class: "free", title: `kept free: ${TP.bytes(free[s])}`, style: { left: `${100 * (limits[s] - free[s]) / most}%`, width: `${100 * free[s] / most}%` } }) : null,
           TP.el("i", { class: "limit", title: `limit: ${TP.bytes(limits[s])}`, style: { left: `${100 * limits[s] / most}%` } })] : null);
@@ -237,7 +239,7 @@
           Number.isFinite(least) && !shown ? limits.every((limit) => limit === least)
             ? ` The limit, ${TP.bytes(least)}, lies far to the right of these bars.`
             : ` The limits, ${TP.bytes(least)} and more, lie far to the right of these bars.` : ""),
-        TP.memoryLegend(KINDS.filter((kind) => stages.some((stage) => stage.memory[`${kind}_bytes`])), shown, shown && free.some((bytes) => bytes > 0)),
+        TP.memoryLegend(KINDS.filter((kind) => stages.some((stage) => of(stage, kind))), shown, shown && free.some((bytes) => bytes > 0)),
         TP.el("div", { class: "bars", tabindex: stages.length > 24 ? "0" : null, role: "group", "aria-label": `Bytes of each ${one}` },
           stages.map((stage, s) => TP.el("div", { class: "bar-row" },
             TP.el("span", { class: "name" }, found[s].name), bar(s),
@@ -246,7 +248,7 @@
         TP.asTable(`Bytes of each ${one}, as a table`, () => TP.table(`Bytes of each ${one}`,
           [one, ...KINDS.map((kind) => TP.data.palette.memory[kind][0]), "total", "limit", "kept free"],
           stages.map((stage, s) => [found[s].name,
-            ...KINDS.map((kind) => TP.figure(`${found[s].path}.memory.${kind}_bytes`, stage.memory[`${kind}_bytes`], TP.bytes(stage.memory[`${kind}_bytes`]))),
+            ...KINDS.map((kind) => TP.figure(`${found[s].path}.memory.${kind}_bytes`, of(stage, kind), TP.bytes(of(stage, kind)))),
             TP.figure(`${found[s].path}.memory_bytes`, stage.memory_bytes, TP.bytes(stage.memory_bytes)), limits[s] === null ? "–" : TP.bytes(limits[s]), TP.bytes(free[s])]))));
     },
   });
