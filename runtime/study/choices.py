@@ -58,6 +58,12 @@ class StudyChoices:
     longer: Annotated[float, Meta(ge=1, le=1000), Option(TRAINING)] = 1.5
     """Every training is so many times as long as the steps that set the target, so that slower
     systems get there too."""
+    longest: Annotated[
+        Annotated[float, Meta(ge=1, le=1000)] | None,
+        Option(TRAINING, usual="as --longer; with --budget as long as it allows"),
+    ] = None
+    """What may be the soonest by its period but doesn't reach the target trains on, up to so many
+    times the steps."""
     eval_every: Annotated[Tally | None, Option(TRAINING, usual="a fifteenth of all")] = None
     """Mini-batches between evaluations; 0: none."""
     uniform_delay: Annotated[bool, Option(TRAINING)] = False

@@ -125,11 +125,16 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
     blown = [_diverging(arm) for arm in study.arms if any(c.diverged_at for c in arm.curves)]
     if blown:
         lines.append(Text(f"diverged: {'; '.join(blown)}"))
-    lost = [arm.arm for arm in results.arms if arm.reached < len(arm.samples)]
+    usual = study.question.length
+    lost = [
+        found.arm + (f" (in {length})" if (length := study.arm(found.arm).length) != usual else "")
+        for found in results.arms
+        if found.reached < len(found.samples)
+    ]
     if lost:
         lines.append(
             Text(
-                f"not all seeds reach the target in {study.question.length} mini-batches: "
+                f"not all seeds reach the target in {usual} mini-batches: "
                 f"{', '.join(lost)}; times are more than is shown"
             )
         )

@@ -223,7 +223,7 @@ def _recommend(
     if undecided:
         why += (
             f"; not decided, since the target isn't reached in what was trained: "
-            f"{', '.join(undecided)} (a larger --longer)"
+            f"{', '.join(undecided)} (a larger --longest)"
         )
     if left:
         why += f"; not decided within the budget: {', '.join(left)} (a larger --budget)"

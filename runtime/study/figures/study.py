@@ -66,6 +66,9 @@ class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Mini-batches after which plain training's level is the target, where none is given."""
     length: Count
     """Mini-batches of every final training: more, so that others get there too."""
+    longest: Factor | msgspec.UnsetType = msgspec.UNSET
+    """Times the steps, of those that may be the best though they don't get there in that length;
+    unset: without a budget there are none, with one as long as it allows."""
     tune_length: Count
     """Mini-batches of a training that a rate is judged by."""
     seeds: Count

@@ -6,6 +6,11 @@ after it that one is trained to the end whose interval overlaps the best's most,
 the budget is over. Its rates are tried anew at the whole length, around the rung's best: short
 trainings tend to favour rates that are too low.
 
+Samples aren't time: while a pipeline with a flush trains once, one with a fifth of its period does
+five times. So a plan that doesn't reach the target, but in less time than the best takes to it,
+trains anew for twice as long, or as long as decides it; the one with the least such time first,
+until no plan is open in that way, up to `StudyQuestion.longest`, or the budget.
+
 What is due follows from curves alone, never from what came first: the study is the same whatever
 the number of processes, and however often it was stopped.
 """
@@ -46,10 +51,57 @@ class _Effort:
     Attributes:
         grid: of its rates.
         confirm: of these, so many train with all seeds.
+        length: mini-batches of its trainings.
+        tune_length: of those that rates are judged by.
     """
 
     grid: TuningGrid
     confirm: int
+    length: int
+    tune_length: int
+
+
+def _effort(asked: StudyQuestion, rate: float, tune: int, confirm: int, length: int = 0) -> _Effort:
+    """Around a rate that is known to be good for shorter trainings."""
+    grid = TuningGrid(rate, asked.factor, tune, asked.warmups, halves=False)
+    same = asked.tune_length == asked.length
+    length = length or asked.length
+    return _Effort(grid, confirm, length, length if same else asked.tune_length)
+
+
+def _cost(asked: StudyQuestion, effort: _Effort) -> float:
+    """At most, in trainings of the whole length."""
+    # The best trials are among the others.
+    seeds = asked.seeds - (effort.tune_length == effort.length)
+    mini_batches = effort.grid.budget * effort.tune_length + effort.confirm * seeds * effort.length
+    return mini_batches / asked.length
+
+
+def _whole(asked: StudyQuestion) -> float:
+    """What an arm takes without a budget."""
+    return _cost(asked, _effort(asked, asked.rate, asked.tune, asked.confirm))
+
+
+def _few(asked: StudyQuestion) -> int:
+    """Trials of rates where as many as are asked for would be too many."""
+    return min(asked.tune, max(RATES, len(asked.warmups)))
+
+
+def _to_go_on(study: Study, results: StudyResults, longest: float) -> tuple[StudyArm, int] | None:
+    """What trains for longer, and for how many mini-batches: of the plans that don't reach the
+    target, but in less time than the best takes to it, the one with the least; None: there is none.
+    """
+    asked = study.question
+    best_s = min((p.time_s.mean for p in results.plans if p.time_s is not None), default=math.inf)
+    for plan in sorted(results.plans, key=lambda plan: plan.at_least_s or math.inf):
+        arm = study.arm(plan.arm)
+        sets_target = arm is study.plain and asked.target is None
+        if sets_target or plan.at_least_s is None or plan.at_least_s >= best_s:
+            continue
+        length = min(2 * arm.length, longest, best_s / plan.period_s + 1)
+        if length >= arm.length + 1:
+            return arm, int(length)
+    return None
 
 
 ENOUGH = 1.05
@@ -93,13 +145,13 @@ class Choosing:
         self._race: Race | None = None
         if not isinstance(budget, msgspec.UnsetType):
             self._budget = budget.trainings or math.inf
-            whole = len(arms) * self._cost(question.tune, question.confirm)
+            whole = len(arms) * _whole(question)
             if len(arms) > 1 and (budget.trainings is None or whole > budget.trainings):
                 self._race = Race(question, [arm.name for arm in arms], plans, self._wanted)
                 self._check_budget()
         if self._race is None:
             grid = TuningGrid(question.rate, question.factor, question.tune, question.warmups)
-            effort = _Effort(grid, question.confirm)
+            effort = _Effort(grid, question.confirm, question.length, question.tune_length)
             self._efforts = dict.fromkeys(range(len(arms)), effort)
 
     @property
@@ -107,7 +159,7 @@ class Choosing:
         """Of all trainings, about."""
         asked = self._question
         if self._race is None:
-            return len(self._arms) * self._cost(asked.tune, asked.confirm) * asked.length
+            return len(self._arms) * _whole(asked) * asked.length
         return (self._budget if self._budget < math.inf else self._least(self._race)) * asked.length
 
     def due(self) -> list[Asked]:
@@ -148,12 +200,33 @@ class Choosing:
         results = results_of(study)
         first = next(iter(results.dropped), None)
         if first is None or not first.overlap:
-            return self._budget < math.inf and self._more_seeds(results)
+            return self._further(study, results) or (
+                self._budget < math.inf and self._more_seeds(results)
+            )
         arm = next(k for k, arm in enumerate(self._arms) if arm.name == first.arm)
         if not self._spend(arm):
             self.notes.append(f"the budget is over; {first.plan} may be the best, too")
             return False
         self.notes.append(f"next {first.arm}, which may be the best")
+        return True
+
+    def _further(self, study: Study, results: StudyResults) -> bool:
+        """Have a plan trained for longer that may be the best though it doesn't reach the target.
+        False: there is none, or the budget is over."""
+        asked = self._question
+        longest = math.inf if self._budget < math.inf else 0.0
+        if not isinstance(asked.longest, msgspec.UnsetType):
+            longest = asked.longest * asked.steps
+        found = _to_go_on(study, results, longest)
+        if found is None:
+            return False
+        arm, length = found
+        effort = _effort(asked, arm.rate, _few(asked), 1, length)
+        if self._spent + _cost(asked, effort) > self._budget + 1e-9:
+            self.notes.append(f"the budget is over; {arm.name} may be the best, too")
+            return False
+        self._efforts[next(k for k, a in enumerate(self._arms) if a.name == arm.name)] = effort
+        self.notes.append(f"{arm.name} may be the best: for {length} mini-batches")
         return True
 
     def _more_seeds(self, results: StudyResults) -> bool:
@@ -173,8 +246,9 @@ class Choosing:
         arms = [k for k, arm in enumerate(self._arms) if arm.name in names]
         seeds = max(self._seeds[k] for k in arms) + 1
         which = ", ".join(plan.plan for plan in (best, *rivals))
-        spent = sum(each.length for each in self._wanted.met) / self._question.length
-        if spent + sum(seeds - self._seeds[k] for k in arms) > self._budget + 1e-9:
+        whole = self._question.length
+        more = sum((seeds - self._seeds[k]) * self._efforts[k].length / whole for k in arms)
+        if self._spent + more > self._budget + 1e-9:
             self.notes.append(f"the budget is over; {which} are equal so far")
             return False
         self.notes.append(f"another seed, since {which} are equal so far")
@@ -184,34 +258,27 @@ class Choosing:
 
     # The budget, in trainings of the whole length -----------------------------------------------
 
-    def _cost(self, tune: int, confirm: int) -> float:
-        """Of an arm that is trained to the end, at most."""
-        asked = self._question
-        # The best trials are among the others.
-        seeds = asked.seeds - (asked.tune_length == asked.length)
-        return tune * asked.tune_length / asked.length + confirm * seeds
+    @property
+    def _spent(self) -> float:
+        return sum(each.length for each in self._wanted.met) / self._question.length
 
     def _spend(self, *arms: int) -> bool:
         """Train arms to the end, as well as the budget allows; or not."""
         asked, race = self._question, self._race
         assert race is not None
-        spent = sum(each.length for each in self._wanted.met) / asked.length
-        few = min(asked.tune, max(RATES, len(asked.warmups)))
-        for tune, confirm in ((asked.tune, asked.confirm), (few, 1)):
-            if spent + len(arms) * self._cost(tune, confirm) <= self._budget + 1e-9:
-                for k in arms:
-                    grid = TuningGrid(
-                        race.rates[k], asked.factor, tune, asked.warmups, halves=False
-                    )
-                    self._efforts[k] = _Effort(grid, confirm)
+        for tune, confirm in ((asked.tune, asked.confirm), (_few(asked), 1)):
+            efforts = {k: _effort(asked, race.rates[k], tune, confirm) for k in arms}
+            cost = sum(_cost(asked, effort) for effort in efforts.values())
+            if self._spent + cost <= self._budget + 1e-9:
+                self._efforts |= efforts
                 return True
         return False
 
     def _least(self, race: Race) -> float:
         """What a race takes at least: its rungs, plain training and one arm."""
         asked = self._question
-        few = min(asked.tune, max(RATES, len(asked.warmups)))
-        return race.mini_batches / asked.length + 2 * self._cost(few, 1)
+        arm = _cost(asked, _effort(asked, asked.rate, _few(asked), 1))
+        return race.mini_batches / asked.length + 2 * arm
 
     def _check_budget(self, each_s: float = 0.0) -> None:
         """Raise UserError where the budget is too small for the rungs and what comes after them.
@@ -244,11 +311,11 @@ class Choosing:
         """An arm's trials of rates; None: some are due, or plain training has to set the target
         before they can be judged."""
         trials: list[Trial] = []
-        length = self._question.tune_length
-        while following := next_trials(self._efforts[arm].grid, trials):
+        effort = self._efforts[arm]
+        while following := next_trials(effort.grid, trials):
             curves = self._wanted.curves(
                 [
-                    Asked(arm=arm, rate=rate, warmup=warmup, seed=0, length=length)
+                    Asked(arm=arm, rate=rate, warmup=warmup, seed=0, length=effort.tune_length)
                     for rate, warmup in following
                 ]
             )
@@ -295,9 +362,9 @@ class Choosing:
         return (trials, best_trial(judged)) if len(judged) == len(best) else None
 
     def _finals(self, arm: int, trial: Trial) -> list[Asked]:
-        asked = self._question
+        length = self._efforts[arm].length
         return [
-            Asked(arm=arm, rate=trial.rate, warmup=trial.warmup, seed=seed, length=asked.length)
+            Asked(arm=arm, rate=trial.rate, warmup=trial.warmup, seed=seed, length=length)
             for seed in range(self._seeds[arm])
         ]
 
@@ -328,10 +395,10 @@ class Choosing:
         )
 
     def _arm(self, k: int, trials: Sequence[Trial], best: Trial) -> StudyArm:
-        asked = self._question
+        asked, tune_length = self._question, self._efforts[k].tune_length
         finals = self._finals(k, best)
         tried = [
-            Asked(arm=k, rate=trial.rate, warmup=trial.warmup, seed=0, length=asked.tune_length)
+            Asked(arm=k, rate=trial.rate, warmup=trial.warmup, seed=0, length=tune_length)
             for trial in trials
         ]
         for trial in candidates(trials, self._efforts[k].confirm):

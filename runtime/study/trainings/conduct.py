@@ -90,6 +90,7 @@ def prospect(
         mini_batch=first.mini_batch,
         steps=steps,
         length=length,
+        longest=choices.longest or msgspec.UNSET,
         tune_length=min(choices.tune_steps or length, length),
         seeds=choices.seeds,
         tune=choices.tune,

@@ -71,7 +71,7 @@ class StudyWork(msgspec.Struct, frozen=True, kw_only=True):
     def evaluated_every(self, length: int) -> int:
         """Of a training so long: a shorter one is evaluated as often, or not at all where its
         target is of the training loss."""
-        if length == self.length or not self.eval_every:
+        if length >= self.length or not self.eval_every:
             return self.eval_every
         return 0 if self.metric == "loss" else max(self.eval_every * length // self.length, 1)
 

@@ -285,3 +285,52 @@ def test_what_delays_rule_out_isnt_trained():
     other = msgspec.structs.replace(dropped, plans=(unlike,))
     (told,) = results_of(msgspec.structs.replace(found, dropped=(other,))).dropped
     assert told.overhead.low < told.overhead.mean == pytest.approx(1.0, rel=0.05)
+
+
+FAST = [
+    System(1.0, 0.1, 2.0),
+    System(1.3, 0.1, 2.0),
+    System(4.0, 0.1, 0.3),
+    System(60.0, 0.1, 0.3),
+]
+"""The first takes 2, the third 1.2, but four times as many mini-batches; the last one
+needs too many."""
+
+
+@pytest.mark.parametrize("budget", [None, Budget(trainings=90)])
+def test_what_is_late_but_fast_trains_until_it_is_decided(budget):
+    longest = {"longest": 20.0} if budget is None else {}
+    made, found, spent, _ = conducted(FAST, budget, **longest)
+    said = results_of(found).recommendation
+    assert (said.plan, said.open) == ("s2", ())
+    lengths = {arm.name: arm.length for arm in found.arms}
+    assert lengths[PLAIN] == lengths["s1"] == LENGTH < lengths["s2"]
+    # No longer than what the best plan takes: 4 times as many as plain training.
+    assert lengths["s3"] == pytest.approx(4 * 400, rel=0.2)
+    assert {curve.length for curve in found.arm("s2").curves if curve.phase != "rung"} == {2400}
+    assert "s2 may be the best: for 1200 mini-batches" in made.notes
+    assert budget is None or spent <= budget.trainings
+
+
+def test_without_more_time_it_is_said_to_be_open():
+    _, found, _, _ = conducted(FAST)
+    said = results_of(found).recommendation
+    assert (said.plan, set(said.open)) == (PLAIN, {"s2", "s3"})
+    assert "a larger --longest" in said.why
+    # Two thirds of what it needs.
+    made, found, _, _ = conducted(FAST, longest=3.0)
+    assert results_of(found).recommendation.open
+    assert max(arm.length for arm in found.arms) == 1200
+    made, found, spent, _ = conducted(FAST, Budget(trainings=27))
+    assert spent <= 27
+    assert "the budget is over; s2 may be the best, too" in made.notes
+
+
+def test_a_longer_training_is_the_same_however_it_was_stopped():
+    _, found, _, known = conducted(FAST, longest=20.0)
+    again = dict(itertools.islice(known.items(), len(known) // 2))
+    made = choosing(FAST, None, again.get, longest=20.0)
+    while due := made.due():
+        again[due[-1]] = curve_of(FAST)(due[-1])
+    assert made.study() == found
+    assert set(again) == set(known)
