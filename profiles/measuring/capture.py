@@ -32,6 +32,10 @@ _MOST = 200
 
 _BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
+_KEEP_SEEDS = ("flash_attention", "efficient_attention", "cudnn_attention")
+"""In their names. What they drew with is kept on the host, and on the device while it is captured
+(PyTorch's attention.cu, on the device of seed and offset)."""
+
 
 class CannotCaptureError(Exception):
     """What a pass does can't be captured; it says what. Nothing is wrong with the pass."""
@@ -80,10 +84,11 @@ class Capturable(TorchDispatchMode):
         return made
 
     def _look(self, name: str, tensors: list[Tensor]) -> None:
+        seeds = name.startswith("aten.") and any(part in name for part in _KEEP_SEEDS)
         for t in tensors:
             if t.layout != torch.strided:
                 raise CannotCaptureError(f"{name} has a sparse tensor")
-            if t.device.type != self._device.type:
+            if t.device.type != self._device.type and not (seeds and not t.is_floating_point()):
                 raise CannotCaptureError(f"{name} has a tensor of the {t.device.type}")
 
 
@@ -166,8 +171,8 @@ class Capture:
             with self._aside(), warnings.catch_warnings():
                 # A stage or a layer may do nothing but look at its input in another way.
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     with Capturable(self._device):
                         yield graph
                     graph.capture_end()
@@ -183,16 +188,27 @@ class Capture:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+            try:
+                yield
+            finally:
+                # What failed has handed in work all the same; what it wrote to is put back now.
+                current.wait_stream(self._stream)
 
     def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture that failed. One that CUDA broke off may go on for torch's allocator (its
+        #180395), and for its generator, which draws nothing then until another one ends (#171265).
+        """
         with suppress(RuntimeError):
             graph.capture_end()
             return
-        # Torch's allocator ends with a capture, but with one that failed.
-        with suppress(RuntimeError):
+        # It is refused where torch has done it.
+        with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
+            torch._C._cuda_releasePool(self._device.index or 0, pool)
+        with suppress(RuntimeError):
+            nothing = torch.cuda.CUDAGraph()
+            nothing.capture_begin(capture_error_mode="thread_local")
+            nothing.capture_end()
 
 
 def capture_on(device: torch.device) -> Capture | None:

@@ -19,6 +19,7 @@ numbers there are no graphs. Passes that differ from those that were captured ru
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,6 +48,11 @@ from .piece import Forwarded, piece_of
 
 _ALIKE = 0.02
 """By how much a replay's numbers may differ from a pass's, as a share of their norm."""
+
+_ROUNDING = 8
+"""By how many steps of their precision gradients may be off, beside the largest of them."""
+
+_GRADIENT = "gradient of"
 
 _NORMS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What norms of such numbers are added up in."""
@@ -110,10 +116,12 @@ class MicroBatchInSlot(MicroBatch):
 
     Attributes:
         weight: of its loss in an update's gradient.
+        found: what gradients came to.
     """
 
     slot: Slot = field(kw_only=True)
     weight: float = 1.0
+    found: set[Leaf] = field(default_factory=set)
 
     def take_back(self, leaves: set[Leaf]) -> None:
         """The backward was replayed, and came to these: the inlets get their gradients."""
@@ -171,6 +179,11 @@ class Graphs:
         why = ", ".join(sorted(self._missed))
         return f"of {every} forwards {self._replayed} were replayed ({held}); the others: {why}"
 
+    @property
+    def _tied(self) -> bool:
+        """Whether other stages use some parameters too, which have versions of their own."""
+        return len(self._weights.every) > len(self._weights.parameters)
+
     # Capture -----------------------------------------------------------------------------------
 
     def record(self, values: Mapping[str, Tensor], target: Any, slots: int) -> None:
@@ -224,7 +237,11 @@ class Graphs:
                     self._run(slot)
             for slot in every:
                 self._capture_backward(on, slot)
-            self._check(every[0], wanted)
+            # A first replay loads a graph, which may wait for all that the device has: no message
+            # is there yet.
+            for slot in every:
+                with numbers_unchanged(module):
+                    self._check(slot, wanted)
         return every
 
     def _numbers(self, slot: Slot) -> dict[str, Tensor]:
@@ -232,8 +249,8 @@ class Graphs:
         inlets = slot.micro.inlets.items()
         back = slot.back or {n: inlet.grad for n, inlet in inlets if inlet.grad is not None}
         found = {f"output {name}": t for name, t in slot.outputs.items()}
-        found |= {f"gradient of {name}": t for name, t in back.items()}
-        found |= {f"gradient of parameter {k}": t for k, t in enumerate(self._sums)}
+        found |= {f"{_GRADIENT} {name}": t for name, t in back.items()}
+        found |= {f"{_GRADIENT} parameter {k}": t for k, t in enumerate(self._sums)}
         if slot.loss is not None:
             found["loss"] = slot.loss
         return {name: t.detach().clone() for name, t in found.items()}
@@ -248,9 +265,10 @@ class Graphs:
         for kind in (FORWARD, BACKWARD, WEIGHT):
             if kind in slot.graphs:
                 slot.graphs[kind].replay()
-        found = self._numbers(slot)
+        found, noise = self._numbers(slot), _noise(wanted, self.piece.autocast)
         for name, tensor in wanted.items():
-            if name not in found or _is_other(found[name], tensor):
+            apart = noise if name.startswith(_GRADIENT) else 0.0
+            if name not in found or _is_other(found[name], tensor, apart):
                 raise capture.CannotCaptureError(f"a replay gives another {name} than a pass")
 
     def leave(self, error: BaseException) -> None:
@@ -263,11 +281,9 @@ class Graphs:
         """Memory for the gradients' sums, and for weights where passes run on others than the
         latest. To copy these is little beside a pass."""
         variant = self._variant
-        # What other stages use too has versions of its own.
-        tied = len(self._weights.every) > len(self._weights.parameters)
         enters = self._first and variant.forward_weights == "micro-batch-entry"
-        forward = tied or not (enters or variant.forward_weights == "latest")
-        backward = tied or variant.backward_weights != "latest"
+        forward = self._tied or not (enters or variant.forward_weights == "latest")
+        backward = self._tied or variant.backward_weights != "latest"
         if not variant.flushes and (forward or backward):
             one = memory_for(self._weights)
             self._forward_on, self._backward_on = (
@@ -425,7 +441,11 @@ class Graphs:
         if not isinstance(micro, MicroBatchInSlot):
             return False
         if WEIGHT in micro.slot.graphs:
+            # What other stages use too was put aside since.
+            before = self._begin_sums(several=False) if self._tied else {}
             micro.slot.graphs[WEIGHT].replay()
+            if self._tied:
+                self._end_sums(before, micro.found)
         self._free.append(micro.slot)
         return True
 
@@ -447,6 +467,7 @@ class Graphs:
         if BACKWARD in slot.graphs:
             slot.graphs[BACKWARD].replay()
         micro.take_back(found)
+        micro.found = found
         return found
 
     # Gradients ---------------------------------------------------------------------------------
@@ -496,10 +517,14 @@ def why_not(prepared: Prepared, stage: int) -> str:
         "forwards are compiled (--compile)": settings.compile,
         "batch norms are deferred (--deferred-batch-norm)": settings.deferred_batch_norm,
         "mini-batches differ in shape": prepared.varies,
+        "the loss gives (sum, weight)": prepared.model.loss.weighted,
         "samples have the same random numbers in all stages, for a comparison": (
             prepared.random is not None and bool(prepared.random.calls)
         ),
         "modules or parameters have hooks": any(getattr(x, n, None) for x in every for n in names),
+        "the model has compiled parts": any(
+            x._compiled_call_impl is not None or "_orig_mod" in x._modules for x in module.modules()
+        ),
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
@@ -524,15 +549,28 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _is_other(found: Tensor, wanted: Tensor) -> bool:
-    """Whether numbers differ by more than a sequence of additions makes."""
+def _rms(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_NORMS.get(tensor.dtype))
+    return norm.div(max(tensor.numel(), 1) ** 0.5)
+
+
+def _noise(wanted: Mapping[str, Tensor], autocast: torch.dtype | None) -> float:
+    """What rounding alone may make of a gradient: one that is 0, as that of a bias before a batch
+    norm, is what is left of large ones."""
+    found = [t for n, t in wanted.items() if n.startswith(_GRADIENT)]
+    eps = [torch.finfo(autocast or t.dtype).eps for t in found]
+    sizes = [size for size in (float(_rms(t)) for t in found) if math.isfinite(size)]
+    return _ROUNDING * max(eps, default=0.0) * max(sizes, default=0.0)
+
+
+def _is_other(found: Tensor, wanted: Tensor, noise: float) -> bool:
+    """Whether numbers differ by more than a sequence of additions makes. `noise`: of each."""
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return not torch.equal(found, wanted)
     there = torch.isfinite(wanted)
     if not torch.equal(torch.isfinite(found), there):
         return True
-    norm = partial(torch.linalg.vector_norm, dtype=_NORMS.get(wanted.dtype))
-    return bool(norm(found[there] - wanted[there]) > _ALIKE * norm(wanted[there]))
+    return bool(_rms(found[there] - wanted[there]) > _ALIKE * _rms(wanted[there]) + noise)
 
 
 def _put_weights(

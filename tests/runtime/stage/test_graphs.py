@@ -114,9 +114,14 @@ def test_models(model, variant, stages, tmp_path, graphs):
     assert all(line.startswith("all passes are replayed") for line in lines), lines
 
 
-@pytest.mark.choice(3)
-@pytest.mark.parametrize("name", ["TiedV", "TiedLoop"])
-@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "pipedream-flush"])
+@pytest.mark.choice(5)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *itertools.product(["TiedV", "TiedLoop"], ["timeprest", "pipedream-2bw", "zb-h1"]),
+        *itertools.product(["TiedV"], ["pipedream-flush", "zb-v", "v-half"]),
+    ],
+)
 def test_tied_weights(name, variant, tmp_path, graphs):
     """That several stages of a device use; they have versions and gradients of their own."""
     task = f"{TASKS / 'mlp_task.py'}:{name}"
@@ -172,6 +177,20 @@ def test_what_isnt_captured(options, more, reason, tmp_path, graphs):
     assert all(line.startswith("nothing is captured") and reason in line for line in lines), lines
 
 
+class SumTask(MLPTask):
+    def loss(self, output, target):
+        return ((output - target) ** 2).sum(), target.numel()
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "timeprest"])
+def test_sums_as_losses_arent_captured(variant, tmp_path, graphs):
+    """What counts is a number; and gradients are put aside from mini-batch to mini-batch."""
+    task, every = f"{Path(__file__)}:SumTask", 2 if VARIANTS[variant].flushes else 1
+    plan = plan_by_hand(profile_of(task), variant, 2, 4, update_every=every)
+    lines = check_same(plan, RunSettings(task=task, steps=4), tmp_path)
+    assert all("nothing is captured: the loss gives (sum, weight)" in line for line in lines)
+
+
 class Odd(torch.nn.Module):
     """Does what a graph can't, as its task says."""
 
@@ -210,6 +229,15 @@ class Looks(OddTask):
     how = "looks"
 
 
+class Compiled(MLPTask):
+    """A layer is compiled; what is captured would be what it computes without."""
+
+    def model(self):
+        model = super().model()
+        model[0].compile(backend="eager")
+        return model
+
+
 class Hooks(MLPTask):
     """Somebody looks at what a layer makes."""
 
@@ -226,6 +254,7 @@ class Hooks(MLPTask):
         ("Draws", "Python's or NumPy's random numbers"),
         ("Looks", "_local_scalar_dense"),
         ("Hooks", "have hooks"),
+        ("Compiled", "compiled parts"),
     ],
 )
 def test_a_model_that_cant_be_captured(name, reason, tmp_path, graphs):
@@ -304,6 +333,50 @@ def test_a_replay_that_gives_other_numbers_is_never_trained_with(
     assert all("nothing is captured: a replay gives another " in line for line in lines), lines
     # Of each stage the first one's.
     assert len(replayed) == 4
+
+
+def test_each_slot_is_replayed_before_it_is_trained_with(tmp_path, graphs, monkeypatch):
+    """The last one too, before the first message."""
+    replay = Recorded.replay
+
+    def replay_wrongly(graph):
+        replay(graph)
+        if graph.pool is RecordedGraphs.pools[-1]:
+            for _, _, _, outputs in graph.calls:
+                for tensor in outputs:
+                    if tensor is not None and tensor.is_floating_point():
+                        tensor.fill_(7.0)
+
+    plan = plan_by_hand(profile_of(MODELS["resnet"]), "gpipe", 1, 4)
+    monkeypatch.setattr(Recorded, "replay", replay_wrongly)
+    (line,) = check_same(plan, RunSettings(task=MODELS["resnet"], steps=2), tmp_path)
+    assert len(RecordedGraphs.pools) >= 4
+    assert line.startswith("nothing is captured: a replay gives another ")
+
+
+class BiasBeforeNorm(MLPTask):
+    """Its gradient is 0, and what is computed is rounding."""
+
+    def model(self):
+        return torch.nn.Sequential(
+            torch.nn.Linear(5, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)
+        ).double()
+
+
+def test_rounding_alone_is_no_other_gradient(tmp_path, graphs, monkeypatch):
+    replay, task = Recorded.replay, f"{Path(__file__)}:BiasBeforeNorm"
+
+    def replay_roughly(graph):
+        replay(graph)
+        for tensor in graph.aliases.values():
+            if tensor.shape == (6,) and graph.pool.index(graph):
+                tensor.add_(3e-17)
+
+    plan = plan_by_hand(profile_of(task), "timeprest", 1, 2)
+    monkeypatch.setattr(Recorded, "replay", replay_roughly)
+    settings = RunSettings(task=task, steps=2, evaluate=False)
+    (stage,) = run(plan, settings, tmp_path, inline=True).stages
+    assert stage.graphs.startswith("all passes are replayed")
 
 
 def test_users_cant_ask_for_graphs_on_the_cpu(mlp_profile, mlp_target, tmp_path):
