@@ -165,7 +165,7 @@ class CycleSearch:
             try:
                 self.tables[way] = StageTable(problem, lattice, search.budget.deadline)
             except OutOfTime:
-                raise OutOfBudget("time limit") from None
+                raise search.budget.over() from None
         return self.tables[way]
 
     # Bounds and first plans --------------------------------------------------------------------
@@ -267,6 +267,7 @@ class CycleSearch:
             # The cut's plan has to be looked at, too.
             deadline = time.monotonic() + left * _TABLES_SHARE
         found = program.best(low_s, search.period_s, deadline, within=within)
+        search.budget.noted(deadline)
         # What was found is kept, whether there was room for it or not.
         search.budget.effort -= (program.entries - before) // _PER_OPERATION
         return found
@@ -327,7 +328,7 @@ class CycleSearch:
                     search.budget.take(_PER_CUT)
                     unresolved = min(unresolved, self._resolved(program, branch, steps))
             except OutOfTime:
-                raise OutOfBudget("time limit") from None
+                raise search.budget.over() from None
             search.budget.take((program.entries - before) // _PER_OPERATION)
         search.bounds[branch] = max(search.bounds[branch], min(unresolved, search.period_s))
 

@@ -19,7 +19,7 @@ from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import TIED, Tied, misplaced
 from ..evaluate import Question, gap_between
 from ..partition.problem import SAME
-from ..plan import Plan
+from ..plan import Plan, SolverReport
 from ..systems.orders import Order
 from ..systems.variants import Variant, variant_named
 from .answer.diagnosis import Fitting
@@ -192,7 +192,7 @@ def _split_or_not(ask: _Ask) -> Plan:
     if not isinstance(split, Plan):
         return together
     if together.predicted.period_s <= split.predicted.period_s * SAME:
-        return _with_bound(together, split.solver.bound_s, ask.profile)
+        return _beside(together, split.solver, ask.profile)
     return _with_copies(split, f": {_period(split)}, where --tied together has {_period(together)}")
 
 
@@ -216,7 +216,7 @@ def _in_a_v_or_not(ask: _Ask) -> Plan:
         return choosing(placed, words)
     if 1 - ratio(placed.predicted.period_s, plan.predicted.period_s) < LEAST_GAIN:
         return plan
-    placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
+    placed = _beside(placed, plan.solver, ask.profile)
     return choosing(
         placed, f"{words}: {_period(placed)}, where --tied together has {_period(plan)}"
     )
@@ -239,7 +239,7 @@ def _on_each_device(ask: _Ask, plan: Plan) -> Plan:
     placed = _tried(quick, plan.tied, 1.0, before=plan, stages_per_device=2, effort=_EFFORT)
     if not isinstance(placed, Plan) or placed.predicted.period_s > most_s:
         return plan
-    placed = _with_bound(placed, plan.solver.bound_s, ask.profile)
+    placed = _beside(placed, plan.solver, ask.profile)
     return choosing(
         placed,
         f"--stages-per-device 2: {_period(placed)}, where --stages-per-device 1 has "
@@ -294,15 +294,17 @@ def _as_it_is(plan: Plan, profile: Profile) -> Plan:
     return signed(plan, question_of(plan, profile))
 
 
-def _with_bound(plan: Plan, bound_s: float, profile: Profile) -> Plan:
-    """The plan, where others were looked at that may be as fast as that, too."""
+def _beside(plan: Plan, other: SolverReport, profile: Profile) -> Plan:
+    """The plan, where others were looked at, too: as little is proven, and as hurried."""
     solver = plan.solver
-    bound_s = min(bound_s, solver.bound_s)
+    bound_s = min(other.bound_s, solver.bound_s)
     optimal = solver.objective_s <= bound_s * SAME
+    stopped = other.stopped if solver.stopped in (None, "effort") else solver.stopped
     report = msgspec.structs.replace(
         solver,
         bound_s=bound_s,
         gap=0.0 if optimal else gap_between(solver.objective_s, bound_s),
         optimal=optimal,
+        stopped=None if optimal else stopped or solver.stopped,
     )
     return signed(msgspec.structs.replace(plan, solver=report), question_of(plan, profile))

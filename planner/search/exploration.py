@@ -31,7 +31,7 @@ from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
 from .local_search.improve import LocalSearch, improve, improve_others, start
 from .relaxed.places import Assumptions, fixed_in_flight
-from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
+from .state import CLOSE, OutOfBudget, SearchState, shown
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
@@ -192,7 +192,9 @@ def _bound_all(search: SearchState) -> None:
             if _grain(search) > 1 and not assumed.identical:
                 seconds = _BOUND_S if seconds is None else min(seconds, _BOUND_S)
             problem = search.relaxation.problem(branch, assumed)
+            until = None if seconds is None else time.monotonic() + seconds
             answer = _solve(search, problem, seconds)
+            search.budget.noted(until)
             if answer.bound_s >= search.bounds[branch]:
                 search.bounds[branch], sharper[branch] = answer.bound_s, assumed.view
             if answer.cut is not None:
@@ -240,7 +242,7 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
         least_s = search.relaxation.seconds.shared_out_s(branch.micro_batches)
         search.bounds[branch] = max(search.bounds[branch], least_s)
     begun, done = set[Branch](), set[Branch]()
-    while not is_late(end):
+    while not search.budget.noted(end):
         search.budget.check()
         search.say(search.standing)
         lowest = next((b for b in search.promising() if b not in done), None)
@@ -269,7 +271,7 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
             try:
                 cut = solver.under(target, end)
             except OutOfTime:
-                return
+                break
             if cut is None:
                 search.bounds[lowest] = target
                 break
@@ -417,7 +419,7 @@ def _prove(search: SearchState, cycles: CycleSearch) -> None:
                 if not search.try_cut(problem, cut, branch.micro_batches, every_limit=True):
                     unresolved = min(unresolved, cut.objective_s)
         except OutOfTime:
-            raise OutOfBudget("time limit") from None
+            raise search.budget.over() from None
         search.bounds[branch] = max(search.bounds[branch], min(unresolved, search.period_s))
 
 

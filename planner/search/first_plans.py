@@ -88,7 +88,7 @@ def try_blocks(search: SearchState) -> None:
     left = search.budget.seconds_left
     until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
     most = MOST_BLOCKS
-    while most <= MOST_BLOCKS * _FINER and search.best is None and not is_late(until):
+    while most <= MOST_BLOCKS * _FINER and search.best is None and not search.budget.noted(until):
         _try_between(search, most, until)
         if most >= len(search.question.profile.layers):
             break
@@ -124,7 +124,7 @@ def _try_between(search: SearchState, most: int, until: float | None) -> None:
     found.sort(key=lambda item: item.expected_s > least * (1 + _ALIKE) and item.expected_s)
     for item in found:
         # Guesses that are no better than what there is aren't worth a simulation.
-        late = search.best and is_late(until)
+        late = search.best and search.budget.noted(until)
         if item.expected_s * CLOSE < search.period_s and not late:
             _try_in_blocks(search, item)
 
@@ -169,7 +169,7 @@ def _guesses(
             if answer is not None:
                 found.append(_Guessed(guess, room, answer, _expected_s(search, guess, answer)))
                 expected_s = min(expected_s, found[-1].expected_s)
-            if is_late(until):
+            if search.budget.noted(until):
                 break
         if is_late(until) and (found or search.budget.is_late):
             break

@@ -18,7 +18,7 @@ from .choices import Branch, PlacedBranch
 from .local_search.standing import Standing
 from .relaxed.relaxation import Relaxation
 from .relaxed.rows import Rows
-from .state import OutOfBudget, SearchState
+from .state import SearchState
 
 _MOST_DOWNSETS = 1_200
 """Of graphs with more, cuts are guessed at with few places alone."""
@@ -141,6 +141,7 @@ class PlacedBounds:
         source = self.search.source
         if self.relaxation is not self.search.relaxation:
             source = source_for(self._problem, deadline=self.search.budget.deadline)
+            self.search.budget.noted(self.search.budget.deadline)
         return source.lattice if isinstance(source, DpSource) else None
 
     def rows(self, micro_batches: int, *, coarse: bool = False) -> Rows | None:
@@ -161,7 +162,7 @@ class PlacedBounds:
             try:
                 found = Rows(self.relaxation, lattice, micro_batches, self._pins, budget.deadline)
             except OutOfTime:
-                raise OutOfBudget("time limit") from None
+                raise budget.over() from None
             budget.take(len(found.links.begin) // _PER_OPERATION)
             self._rows[key] = found
         return self._rows[key]

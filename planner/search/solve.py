@@ -39,7 +39,7 @@ from .given_order import check_asked, search_of, under
 from .local_search.improve import LocalSearch
 from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch, no_branches
-from .state import EFFORT, FAR_OFF, SOON_S, Budget, OutOfBudget, Progress, SearchState
+from .state import EFFORT, FAR_OFF, SOON_S, Budget, OutOfBudget, Progress, SearchState, is_late
 
 INTERRUPTED = "interrupted"
 """What ends a search by Ctrl-C."""
@@ -379,6 +379,9 @@ def _report(
     assert best is not None
     bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
+    if search.budget.hurried and stopped == "effort":
+        # With more time the same effort may have gone elsewhere.
+        stopped = "time limit"
     by_loads = best.pipeline.placement or search.question.order
     return SolverReport(
         method="loads" if by_loads else search.source.method,
@@ -437,7 +440,7 @@ def explore(
         source=source,
         branches=branches,
         most_stages=most or devices,
-        budget=Budget(request.effort, deadline),
+        budget=Budget(request.effort, deadline, hurried=is_late(listed)),
         progress=progress,
         seen=seen or (lambda _: None),
     )

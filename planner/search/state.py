@@ -73,12 +73,15 @@ class Budget:
         effort: simulated operations.
         deadline: by `time.monotonic`; None: no limit.
         by_length: simulations of several stages on each device count by how long they really were.
+        hurried: some part of the search ended by its share of the time: another run may find
+            another plan.
     """
 
     effort: int = EFFORT
     deadline: float | None = None
     by_length: bool = False
     tried: int = 0
+    hurried: bool = False
     _slowest: float = 0.0
 
     def spend(self, operations: int, *, needed: bool = True) -> None:
@@ -89,7 +92,7 @@ class Budget:
         """
         left = self.seconds_left
         if not needed and left is not None and self.expected_s(operations) > left:
-            raise OutOfBudget("time limit")
+            raise self.over()
         self.tried += 1
         self.effort -= operations
         if self.effort < 0 and self.tried > _LEAST_TRIED:
@@ -125,13 +128,25 @@ class Budget:
         try:
             yield
         finally:
+            self.noted(self.deadline)
             left_over = 0 if besides else max(self.effort, 0)
             self.effort, self.deadline = left_over + rest, deadline
 
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise OutOfBudget("time limit")
+        if self.is_late:
+            raise self.over()
+
+    def over(self) -> OutOfBudget:
+        """What ends a part of the search whose time is over."""
+        self.hurried = True
+        return OutOfBudget("time limit")
+
+    def noted(self, until: float | None) -> bool:
+        """Whether a part's own deadline has passed (`is_late`); then it is `hurried`."""
+        late = is_late(until)
+        self.hurried |= late
+        return late
 
     def took(self, operations: int, seconds: float) -> None:
         """So many operations were simulated in so much time."""

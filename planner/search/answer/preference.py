@@ -217,7 +217,8 @@ def signed_plan(search: SearchState, met: Candidates, moves: Moves) -> Evaluatio
             _descend(search, met, moves(search))
     except (OutOfBudget, KeyboardInterrupt):
         pass
-    budget.tried, search.budget = search.budget.tried, budget
+    budget.tried, budget.hurried = search.budget.tried, search.budget.hurried
+    search.budget = budget
     return met.preferred(search.best)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from itertools import islice, pairwise, product
+from itertools import count, islice, pairwise, product
 from types import SimpleNamespace
 
 import msgspec
@@ -290,6 +290,22 @@ def test_a_time_limit_keeps_what_was_found():
     assert plan.solver.optimal == (plan.solver.gap == 0)
     if not plan.solver.optimal:
         assert plan.solver.stopped == "effort"
+
+
+def test_a_plan_that_another_run_may_not_find_says_that_time_ended_it(monkeypatch):
+    """Also where a part of the search had too little of it, and the whole had enough."""
+    asked = (chain(12), uniform_cluster(4), "pipedream-flush")
+    others, begun = {"effort": 2000, "stages_per_device": 2}, time.monotonic()
+    best, ended = solve(*asked, time_limit_s=None, **others), set()
+    assert best.solver.stopped == "effort"
+    for each_s in (1.0, 0.5, 0.25, 0.125, 0.01):
+        clock = count(begun, each_s)
+        monkeypatch.setattr(time, "monotonic", lambda clock=clock: next(clock))
+        plan = solve(*asked, time_limit_s=60.0, **others)
+        found = plan.stages, plan.solver.bound_s
+        assert plan.solver.stopped == "time limit" or found == (best.stages, best.solver.bound_s)
+        ended.add((plan.solver.stopped, next(clock) < begun + 60.0))
+    assert ended >= {("time limit", True), ("time limit", False), ("effort", True)}
 
 
 def test_without_memory_limits_there_is_a_plan_however_little_time(monkeypatch):
