@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.study.figures.overhead import LatePlan, fit_overheads
+from timeprest.runtime.study.figures.study import read_study, write_study
 
 REACH = LENGTH / STEPS
 """What is slower by more doesn't reach the target, with the mean of the seeds."""
@@ -127,6 +128,23 @@ def test_where_samples_are_mixed_micro_batches_count():
     between = fit.at(asked(1, 0, system="timeprest", n=4, parameters=(1, 19)))
     assert between.exact
     assert fit.at(asked(3, 0, system="timeprest", n=2)) is None
+
+
+def test_a_fit_is_a_function_of_the_studys_file(tmp_path):
+    """Whatever the sequence of what was trained in it."""
+    some = trained({(1, 0): 1.1, (2, 0): 1.25, (2, 2): 1.2, (4, 0): 1.33, (6, 3): 9.0})
+    plain, *arms = some.arms
+    turned = msgspec.structs.replace(some, arms=(*reversed(arms), plain), plans=some.plans[::-1])
+    fits = [fit_overheads(some)]
+    for made in (some, turned):
+        write_study(tmp_path / "study.json", made)
+        fits.append(fit_overheads(read_study(tmp_path / "study.json")))
+    asked_of = [asked(*delays) for delays in ((1, 1), (3, 0), (3, 3), (5, 3), (7, 7), (2, 0))]
+    own, read, other = (
+        [(f.number, f.miss, f.residual), *map(f.at, asked_of), *map(f.least, asked_of)]
+        for f in fits
+    )
+    assert own == read == other
 
 
 def test_too_few_trainings_are_refused_and_plain_training_must_get_there():
