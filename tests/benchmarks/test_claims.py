@@ -10,11 +10,12 @@ import pytest
 import timeprest
 import torch
 from helpers.by_hand.profiles import chain
-from helpers.by_hand.studies import arm, study
+from helpers.by_hand.studies import arm, curve, study
 from helpers.plans import chain_plan
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
+from timeprest.runtime.study.figures.curves import points_of
 from timeprest.runtime.study.figures.study import PLAIN, studied, write_study
 from timeprest.tests.benchmarks.claims import tasks
 from timeprest.tests.benchmarks.claims.alike import delayed, lags_of, order_on_two, training_of
@@ -28,8 +29,14 @@ from timeprest.tests.benchmarks.claims.claims import (
     more_samples,
     shorter_period,
 )
-from timeprest.tests.benchmarks.claims.further import at_unit_times
-from timeprest.tests.benchmarks.claims.page import found_cells, verdict, write_page
+from timeprest.tests.benchmarks.claims.further import PARTS, at_unit_times, in_whole
+from timeprest.tests.benchmarks.claims.page import (
+    _choices,
+    _mini_batches,
+    found_cells,
+    verdict,
+    write_page,
+)
 from timeprest.tests.benchmarks.claims.plans import (
     BANDWIDTHS,
     SWEPT,
@@ -105,6 +112,30 @@ def test_a_claim_holds_where_its_interval_is_on_its_side(judge, outcome, figure)
     judged = judge(found())
     assert judged.outcome == outcome
     assert judged.figure.startswith(figure)
+
+
+def test_pipedream_stands_with_both_mini_batches():
+    """A curve of parts counts in whole mini-batches, at the same samples."""
+    parts = curve(window=4, length=1200)
+    whole = in_whole(parts, 4)
+    assert (whole.length, whole.window) == (300, 1)
+    assert points_of(whole, "loss", 8) == points_of(parts, "loss", 2)
+    assert in_whole(curve(diverged_at=3), 4).diverged_at == 1
+    some = found()
+    assert _mini_batches([some]) == []
+    name = f"pipedream, {PARTS}"
+    plan = msgspec.structs.replace(some.plan("pipedream"), name=name, arm=name, period_s=0.1)
+    study_of_both = msgspec.structs.replace(
+        some.study,
+        arms=(*some.study.arms, arm(name, (0.5, 0.5, 0.5))),
+        plans=(*some.study.plans, plan),
+    )
+    both = replace(some, study=study_of_both)
+    *_, table = _mini_batches([both])
+    assert "| plain, S = 2 | M | 0.90" in table
+    assert "| plain, S = 2 | M / N | 0.50" in table
+    # It isn't a plan that mini-batches of M can be planned with.
+    assert _choices([both]) == _choices([some])
 
 
 def test_who_never_gets_there_has_a_bound():

@@ -1,4 +1,5 @@
-"""What stands beside a cell's study: longer trainings, the smallest limits, unit times, N = 3.
+"""What stands beside a cell's study: longer trainings, the smallest limits, unit times, N = 3,
+and PipeDream's mini-batches of M / N.
 
 A study gives all its systems one length and one grid. What doesn't get to the level of a third of
 plain training's way within that length trains here for longer, at rates around those that its kin
@@ -59,6 +60,8 @@ FEW = 4
 """N at the smallest limits, so that they train alike on any number of stages."""
 UNIT = "unit times"
 UNIFORM: Final = "uniform delay"
+PARTS = "M / N"
+"""A mini-batch is one of N parts of what the others have."""
 
 
 class Further(NamedTuple):
@@ -68,7 +71,7 @@ class Further(NamedTuple):
         system: or `UNIFORM`: plain training with gradients S − 1 updates late.
         rates: tried with seed 0; the best is taken.
         length: mini-batches.
-        where: "" is the papers' limits; `UNIT`: in the schedule of unit times; "N = 3".
+        where: "" is the papers' limits; `UNIT`: in the schedule of unit times; "N = 3"; `PARTS`.
     """
 
     task: str
@@ -103,7 +106,7 @@ def further_of(cell: Cell) -> list[Further]:
 def plan_at(cell: Cell, system: str, micro_batches: int, where: str, work: Path) -> Path:
     """A system's plan with so many micro-batches, at the papers' limits or the smallest."""
     most = FEWEST if where == f"L = {FEWEST}" else None
-    return solved_as(cell, system, work, micro_batches, most)
+    return solved_as(cell, system, work, micro_batches, most, parts=FEW if where == PARTS else 1)
 
 
 def at_unit_times(plan: Plan) -> Plan:
@@ -119,6 +122,17 @@ def at_unit_times(plan: Plan) -> Plan:
         edges=tuple(replace(edge, bytes_per_micro_batch=0) for edge in plan.edges),
         cluster=uniform_cluster(len(stages), latency="0s"),
         predicted=replace(plan.predicted, stages=tuple(stages)),
+    )
+
+
+def in_whole(curve: Curve, parts: int) -> Curve:
+    """A curve of mini-batches that are so small a part of the study's, counted in those."""
+    at = curve.diverged_at
+    return msgspec.structs.replace(
+        curve,
+        length=curve.length // parts,
+        window=curve.window // parts,
+        diverged_at=None if at is None else max(at // parts, 1),
     )
 
 
@@ -140,8 +154,10 @@ def _options(task: TaskPlan, rate: float) -> OptimizerChoice:
     )
 
 
-def _trained(wanted: Further, cell: Cell, level: float, work: Path) -> tuple[StudyArm, Hashable]:
-    """Train what isn't yet; and the key of what trains alike."""
+def _trained(
+    wanted: Further, cell: Cell, level: float, work: Path
+) -> tuple[StudyArm, tuple[Hashable, int]]:
+    """Train what isn't yet; and the key of what trains alike, with the parts of a mini-batch."""
     uniform = wanted.system == UNIFORM
     system = "pipedream" if uniform else wanted.system
     path = plan_at(cell, system, wanted.micro_batches, wanted.where, work)
@@ -152,7 +168,9 @@ def _trained(wanted: Further, cell: Cell, level: float, work: Path) -> tuple[Stu
         path = _on_two_stages(plan, wanted, cell, work)
         plan = read_plan(path)
     first, *_ = wanted.rates
-    settings = settings_of(plan, {"optimizer": _options(cell.task, first), "steps": wanted.length})
+    parts = FEW if wanted.where == PARTS else 1
+    length = wanted.length * parts
+    settings = settings_of(plan, {"optimizer": _options(cell.task, first), "steps": length})
     choices = StudyChoices(
         longer=1, tune=1, confirm=1, target_loss=level, eval_every=0, uniform_delay=uniform
     )
@@ -161,14 +179,13 @@ def _trained(wanted: Further, cell: Cell, level: float, work: Path) -> tuple[Stu
 
     def curve(rate: float, seed: int) -> Curve:
         last = len(due.work.arms) - 1
-        asked = Asked(arm=last, rate=rate, warmup=0, seed=seed, length=wanted.length)
+        asked = Asked(arm=last, rate=rate, warmup=0, seed=seed, length=length)
         done = kept.read(asked)
-        if done is not None:
-            return done.curve
-        begun = monotonic()
-        found = train_one(due.work, asked)
-        kept.write(asked, found, monotonic() - begun)
-        return found
+        if done is None:
+            begun = monotonic()
+            found = train_one(due.work, asked)
+            done = kept.write(asked, found, monotonic() - begun)
+        return in_whole(done.curve, parts)
 
     trials = [curve(rate, 0) for rate in wanted.rates]
     best = min(trials, key=lambda c: badness_of(c, "loss", target=level, steps=1))
@@ -183,8 +200,8 @@ def _trained(wanted: Further, cell: Cell, level: float, work: Path) -> tuple[Stu
         at_edge=best.rate in (min(wanted.rates), max(wanted.rates)),
         curves=(*tuning, *finals),
     )
-    mixes = due.question.mixes
-    return arm, delayed(cell.devices - 1) if uniform else training_of(plan, mixes=mixes)
+    key = delayed(cell.devices - 1) if uniform else training_of(plan, mixes=due.question.mixes)
+    return arm, (key, parts)
 
 
 def _on_two_stages(plan: Plan, wanted: Further, cell: Cell, work: Path) -> Path:
@@ -215,7 +232,7 @@ def write_further(cell: Cell, work: Path, studies: Path) -> None:
     level = reckoning.level(own.question.steps * A_THIRD)
     trained = [_trained(each, cell, level, work) for each in further_of(cell)]
     arms = {arm.name: arm for arm, _ in trained}
-    longer = {key: arm for arm, key in reversed(trained)}
+    longer = {key: arm for arm, (key, parts) in reversed(trained) if parts == 1}
     before = dict(reversed([*_studied_before(cell, own, work, studies)]))
     plans = [plan for plan in own.plans if plan.is_plain_training]
     for name, plan, path in _wanted(cell, work):
@@ -241,6 +258,8 @@ def _own_arm(own: Study, name: str) -> StudyArm | None:
 
 def _recorded(plan: Plan, name: str, path: Path, arm: str) -> StudiedPlan:
     found = studied(plan, name, str(path), arm)
+    if name.endswith(PARTS):
+        found = msgspec.structs.replace(found, period_s=FEW * found.period_s)
     if name.endswith(UNIT):
         in_its = at_unit_times(plan)
         found = msgspec.structs.replace(
@@ -330,6 +349,7 @@ FURTHER = (
     Further("plain", 4, "v-timeprest", 4, (0.01,), 600),
     Further("plain", 4, "i-timeprest", 1, (0.0025,), 1200),
     Further("plain", 4, "timeprest", 4, (0.01, 0.005), 600, UNIT),
+    Further("plain", 4, "pipedream", 1, (0.005, 0.0025, 0.00125), 600, PARTS),
     Further("plain", 8, _LATE, 1, (0.00125,), 1800),
     Further("plain", 8, UNIFORM, 1, (0.00125,), 1800),
     Further("plain", 8, "v-timeprest", 8, (0.005,), 600),
@@ -338,20 +358,25 @@ FURTHER = (
     Further("plain", 8, "timeprest", 8, (0.01,), 600, UNIT),
     Further("characters", 2, "timeprest", 4, (0.002828,), 600, UNIT),
     Further("characters", 4, "timeprest", 4, (0.002828,), 600, UNIT),
+    Further("characters", 4, "pipedream", 1, (0.002, 0.001, 0.0005), 600, PARTS),
     Further("characters", 8, _LATE, 1, (0.001414,), 1200),
     Further("characters", 8, UNIFORM, 1, (0.001414,), 1200),
     Further("characters", 8, "i-timeprest", 1, (0.001414,), 1200),
     Further("characters", 8, "timeprest", 8, (0.002,), 600, UNIT),
     Further("normed", 2, "timeprest", 4, (0.07071,), 600, UNIT),
+    Further("normed", 2, "timeprest", 3, (0.05, 0.025), 600, "N = 3"),
     Further("normed", 4, "timeprest", 4, (0.025, 0.0125), 600),
     Further("normed", 4, "timeprest-stashed", 4, (0.025,), 600),
     Further("normed", 4, "i-timeprest", 4, (0.025,), 600),
     Further("normed", 4, "v-timeprest", 4, (0.07071,), 600),
     Further("normed", 4, "timeprest", 4, (0.05,), 600, UNIT),
+    Further("normed", 4, "timeprest", 3, (0.025, 0.0125), 600, "N = 3"),
+    Further("normed", 4, "pipedream", 1, (0.05, 0.025, 0.0125), 600, PARTS),
     Further("normed", 8, "timeprest", 8, (0.0125,), 1000),
     Further("normed", 8, "timeprest-stashed", 8, (0.0125,), 1000),
     Further("normed", 8, "i-timeprest", 8, (0.0125,), 1000),
     Further("normed", 8, "v-timeprest", 8, (0.07071,), 600),
     Further("normed", 8, "timeprest", 8, (0.05,), 600, UNIT),
+    Further("normed", 8, "timeprest", 3, (0.0125, 0.025), 1000, "N = 3"),
 )
 """Beside the studies."""

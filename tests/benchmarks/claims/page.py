@@ -18,7 +18,7 @@ from timeprest.runtime.study.figures.study import PLAIN, StudiedPlan, read_study
 
 from ..shared import around, markdown
 from .claims import CLAIMS, LEVELS, FoundCell, Outcome, Verdict, shown
-from .further import FEWEST, UNIT, whole_study
+from .further import FEWEST, PARTS, UNIT, whole_study
 from .plans import BANDWIDTHS, SWEPT, plans_path, read_plans
 from .studies import FULL, SHORT, Cell, Effort, cells, study_path
 
@@ -50,7 +50,7 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     found = found_cells(studies, effort)
     parts = [_missing(found)]
     if found:
-        parts += [*_claims(found), *_staleness(found)]
+        parts += [*_claims(found), *_staleness(found), *_mini_batches(found)]
         parts += [*_choices(found), *_recommendations(found), *_bandwidths(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,9 +160,10 @@ def _choices(found: Sequence[FoundCell]) -> list[str]:
     gets there first."""
     rows, gains = [], []
     for each in found:
-        shortest = min(each.study.plans, key=lambda plan: (plan.period_s, plan.name))
+        plans = [plan for plan in each.study.plans if not plan.name.endswith(PARTS)]
+        shortest = min(plans, key=lambda plan: (plan.period_s, plan.name))
         level = each.levels[" at ⅓"]
-        times = {plan: each.seconds(plan.name, level) for plan in each.study.plans}
+        times = {plan: each.seconds(plan.name, level) for plan in plans}
         known = {plan: time for plan, time in times.items() if time is not None}
         best = min(known, key=lambda plan: (known[plan], plan.name), default=None)
         own = times[shortest]
@@ -325,6 +326,42 @@ all micro-batches, or nearly all, are S − 1 updates late at the papers' limits
 it trains as `pipedream-unstashed` does where no layer mixes samples. With {FEWEST} in flight all
 are one late. Samples over plain training's; the period (in real times) and the time to ⅓ over those
 at the papers' limits."""
+
+
+def _mini_batches(found: Sequence[FoundCell]) -> list[str]:
+    """PipeDream with mini-batches of M, and of M / N."""
+    rows = []
+    for each in found:
+        own = [plan for plan in each.study.plans if plan.name.startswith("pipedream")]
+        small = next((plan for plan in own if plan.name.endswith(PARTS)), None)
+        if small is None:
+            continue
+        third = [*each.levels.values()][-1]
+        whole = each.plan("pipedream")
+        late = each.seconds("timeprest", third)
+        for plan, size in ((whole, "M"), (small, PARTS)):
+            time = each.seconds(plan.name, third)
+            rows.append(
+                [
+                    _short_name(each.cell),
+                    size,
+                    *(_overhead(each, plan, level) for level in each.levels.values()),
+                    f"{plan.period_s / whole.period_s:.2f}",
+                    _times(time, each.seconds("pipedream", third)),
+                    _times(late, time),
+                ]
+            )
+    if not rows:
+        return []
+    head = ["", "mini-batch", "to the end", "⅔", "⅓", "time of M samples", "time"]
+    return [
+        "## PipeDream with mini-batches of M, and of M / N",
+        "It knows no micro-batches: its mini-batch may be as large as the others', M, or one of "
+        "their micro-batches, with N = 4 times as many updates. Samples over plain training's of "
+        "mini-batches of M; predicted times of as many samples, and to ⅓, over those with M; and "
+        "that of `timeprest` (mini-batches of M, the papers' limits) over its own.",
+        markdown([*head, "`timeprest` over that"], rows),
+    ]
 
 
 def _times(time_s: float | None, own_s: float | None) -> str:

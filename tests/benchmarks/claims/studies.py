@@ -151,17 +151,20 @@ def solved_as(
     most: int | None = None,
     *,
     bandwidth: str = BANDWIDTH,
+    parts: int = 1,
 ) -> Path:
     """A system's plan.
 
     Args:
         micro_batches: None: those of the cell.
         most: mini-batches in flight at the most; None: as many as the papers have.
+        parts: mini-batches are so many times as small.
 
     Raises UserError.
     """
     variant = VARIANTS[name]
     named = [name, f"N{micro_batches}" if micro_batches else "", f"L{most}" if most else ""]
+    named.append(f"of{parts}" if parts > 1 else "")
     link = "" if bandwidth == BANDWIDTH else f"@{bandwidth.replace('/', '')}"
     path = work / cell.task.name / str(cell.devices) / f"{'-'.join(filter(None, named))}{link}.json"
     if not path.exists():
@@ -173,6 +176,8 @@ def solved_as(
             where += ["--stages", str(cell.devices)]
         if most is not None:
             where += ["--max-in-flight", str(most)]
+        if parts > 1:
+            what += ["--mini-batch", str(cell.task.mini_batch // parts)]
         profile = str(profiled(cell.task, work))
         command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
     return path
