@@ -12,7 +12,7 @@ from timeprest.tests.benchmarks.objective import tasks
 from timeprest.tests.benchmarks.objective.__main__ import SYSTEMS, Cell, Outcome, _row, _same
 
 
-@pytest.mark.parametrize("name", ["regression", "letters"])
+@pytest.mark.parametrize("name", ["regression", "letters", "waves", "rows"])
 def test_tasks_have_layers_for_eight_stages_and_a_loss(name):
     task = getattr(tasks, name)
     torch.manual_seed(0)
@@ -44,7 +44,10 @@ def test_a_row_says_what_wasnt_reached_and_what_was_said():
         equal=False,
         said=True,
         predicted=0.9,
+        cost=0.2,
         shortest="`timeprest`, delay 1",
         shortest_over_best=math.inf,
     )
-    assert _row(found).endswith("| 1.20 |  | yes | 0.90 | `timeprest`, delay 1 | not reached |")
+    assert _row(found).endswith(
+        "| 1.20 |  | yes | 0.90 | 20% | `timeprest`, delay 1 | not reached |"
+    )

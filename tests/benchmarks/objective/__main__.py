@@ -3,8 +3,8 @@
 Of each cell, a task on 2, 4 or 8 devices: plans of several systems at several delays are trained at
 full length, and their times to the target are compared with that of the plan which `tp-plan solve
 --objective loss` chooses by a study of a tenth of the steps, whose trainings have the smallest and
-the largest delays alone; and with that of the plan with the shortest period. What was trained
-before isn't trained again.
+the largest delays alone, and go on where a plan's period may still make it the soonest; and with
+that of the plan with the shortest period. What was trained before isn't trained again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ SYSTEMS = (
     *("pipedream-flush", "timeprest", "v-timeprest", "pipedream", "pipedream-2bw"),
     *("spectrain", "pipedream-nesterov"),
 )
-CELLS = ("regression-2", "regression-4", "regression-8", "letters-2", "letters-4", "letters-8")
+CELLS = (
+    *("regression-2", "regression-4", "regression-8", "letters-2", "letters-4", "letters-8"),
+    *("waves-4", "waves-8", "rows-4", "rows-8"),
+)
 MINI_BATCH, STEPS = 64, 240
+LONGEST = 6.0
+"""Of the short study, times its steps."""
 TASKS = {
     "regression": OptimizerChoice(name="sgd", lr=0.1, momentum=0.9),
     "letters": OptimizerChoice(name="adam", lr=0.005),
+    "waves": OptimizerChoice(name="sgd", lr=0.01, momentum=0.9),
+    "rows": OptimizerChoice(name="adamw", lr=0.002),
 }
 
 
@@ -99,16 +106,23 @@ class Cell:
                     found.append(plan)
         return found
 
-    def study(self, plans: Sequence[Plan], steps: int, seeds: int, path: Path) -> StudyResults:
-        """Train by plans."""
+    def study(
+        self,
+        plans: Sequence[Plan],
+        steps: int,
+        seeds: int,
+        path: Path,
+        longest: float | None = None,
+    ) -> tuple[StudyResults, int]:
+        """Train by plans; and for how many mini-batches in all."""
         settings = RunSettings(task=self.target, steps=steps, optimizer=TASKS[self.task])
-        choices = StudyChoices(seeds=seeds, tune=3, confirm=1, eval_every=0)
+        choices = StudyChoices(seeds=seeds, tune=3, confirm=1, eval_every=0, longest=longest)
         files = [f"{plan.variant}.json" for plan in plans]
         due = prospect(plans, files, settings, choices)
         kept = self.work / f"{self.task}.trainings"
         found = conduct(due, kept.absolute(), 1, lambda *_: None)
         write_study(path, found)
-        return results_of(found)
+        return results_of(found), sum(c.length for arm in found.arms for c in arm.curves)
 
 
 def _same(plan: Plan, other: Plan) -> bool:
@@ -132,6 +146,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The choice's interval reaches down so far, or it called the best one's system undecided."""
     predicted: float
     """Its overhead by the short study, over that of the full training."""
+    cost: float
+    """Mini-batches that the short study trained, over those of the full trainings."""
     shortest: str
     shortest_over_best: float
 
@@ -141,7 +157,7 @@ def outcome(cell: Cell) -> Outcome:
     name = f"{cell.task}-{cell.stages}"
     short = cell.work / f"{name}-short.json"
     ends = cell.plans((1, cell.stages - 1))
-    cell.study(ends, STEPS // 10, 3, short)
+    _, trained_short = cell.study(ends, STEPS // 10, 3, short, LONGEST)
     planning = cell.request(SYSTEMS, study=str(short), micro_batches=None).read()
     judged = StudyJudge(planning, str(short)).plans(planning, {s: s for s in SYSTEMS}, None).judged
     assert judged is not None
@@ -149,7 +165,7 @@ def outcome(cell: Cell) -> Outcome:
     candidates = cell.plans(cell.delays)
     if not any(_same(chosen, plan) for plan in candidates):
         candidates.append(chosen)
-    full = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json")
+    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json")
     times = [_time(found) for found in full.plans]
     best = min(range(len(times)), key=times.__getitem__)
     mine = next(k for k, plan in enumerate(candidates) if _same(plan, chosen))
@@ -170,6 +186,7 @@ def outcome(cell: Cell) -> Outcome:
         equal=full.plans[mine].equal,
         said=wide or candidates[best].variant in open_systems,
         predicted=inf if own is None else target.overhead / own.mean,
+        cost=trained_short / trained,
         shortest=_text(candidates[shortest]),
         shortest_over_best=times[shortest] / times[best],
     )
@@ -196,6 +213,7 @@ def _row(found: Outcome) -> str:
         "=" if found.equal else "",
         "" if found.over_best <= 1.05 else "yes" if found.said else "no",
         _ratio(found.predicted),
+        f"{found.cost:.0%}",
         found.shortest,
         _ratio(found.shortest_over_best),
     )
@@ -216,8 +234,9 @@ def main(names: str, work: str) -> None:
             Cell(task, int(stages), Path(work))
             for task, stages in (name.split("-") for name in names.split(","))
         ]
-        head = "cell | best | chosen | its time | | said | overhead | shortest period | its time"
-        print(f"| {head} |\n|{' --- |' * 9}", flush=True)
+        head = "cell | best | chosen | its time | | said | overhead | cost"
+        head += " | shortest period | its time"
+        print(f"| {head} |\n|{' --- |' * 10}", flush=True)
         found = []
         for cell in cells:
             found.append(outcome(cell))
