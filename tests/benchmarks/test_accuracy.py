@@ -16,7 +16,9 @@ from timeprest.tests.benchmarks.accuracy.calibrate import Calibration
 from timeprest.tests.benchmarks.accuracy.others import ccl_bench, titan
 from timeprest.tests.benchmarks.accuracy.page import (
     by_run,
+    doubted,
     foretold,
+    halves,
     judged,
     own,
     spread,
@@ -29,7 +31,6 @@ from timeprest.tests.benchmarks.accuracy.sailor import (
     Reckoned,
     read_runs,
     read_tables,
-    reckoned_by,
 )
 
 SAMPLES_S = {"fast": (0.010, 0.020), "slow": (0.015, 0.030)}
@@ -80,7 +81,7 @@ def test_a_run_is_reckoned_by_its_tables(tmp_path):
     known = tables(tmp_path)
     run(tmp_path / "runs", "one", 1, [["fast"]], 4, 8)
     run(tmp_path / "runs", "two", 2, [["fast", "slow"], ["slow", "slow"]], 1, 8)
-    one, two = (Reckoned(known, each) for each in read_runs(tmp_path / "runs", known))
+    one, two = (Reckoned(known, each) for each in read_runs(tmp_path / "runs", known)[0])
     # The update was timed on two blocks and both ends: 3 M of 4 M parameters.
     assert one.period_s() == pytest.approx(2 * 6 * 4 * 0.030 + 0.002 * 4 / 3)
     assert two.pipeline.forward_s == pytest.approx((3 * 0.015, 3 * 0.015))
@@ -99,12 +100,11 @@ def test_sizes_between_those_measured_lie_on_a_line(tmp_path):
     known = tables(tmp_path)
     run(tmp_path, "between", 1, [["fast"]], 2, 2)
     run(tmp_path, "beyond", 1, [["fast"]], 8, 8)
-    between, beyond = read_runs(tmp_path, known)
+    (between,), lines = read_runs(tmp_path, known)
     assert Reckoned(known, between).period_s() == pytest.approx(6 * 2 * 0.030 + 0.002 * 4 / 3)
-    runs, lines = reckoned_by(known, [between, beyond])
-    assert runs == [between]
     assert lines == [
-        "beyond: not predicted: no profile of net on fast, micro-batch 8, 2 ranks",
+        "beyond: not predicted: no profile of net on fast, 2 ranks, has a micro-batch of 8, or one "
+        "on either side"
     ]
 
 
@@ -113,13 +113,15 @@ def test_no_run_is_judged_by_figures_it_had_part_in(tmp_path):
     for name, stages, size in (("a", 2, 1), ("b", 2, 1), ("c", 3, 1), ("d", 2, 4)):
         run(tmp_path, name, stages, [["fast"]] * stages, size, 16, max_mem=10**9, red_grads=0.0)
     run(tmp_path, "e", 2, [["slow"]] * 2, 1, 16)
-    a, b, c, d, e = read_runs(tmp_path, known)
+    a, b, c, d, e = read_runs(tmp_path, known)[0]
     calibration = Calibration(known, [a, b, c, d, e])
     assert calibration.known_by(a) == [c, d]
     assert calibration.known_by(c, "smaller") == [a, b, d]
     assert calibration.known_by(e, "elsewhere") == [a, b, c, d]
     assert calibration.known_by(e) == []
-    assert calibration.figures(e) == Figures()
+    # Memory alone is known by another cluster.
+    figures = calibration.figures(e)
+    assert figures == Figures(context_bytes=figures.context_bytes)
 
 
 def test_a_receives_cost_is_found_again(tmp_path):
@@ -127,11 +129,11 @@ def test_a_receives_cost_is_found_again(tmp_path):
     truth = Figures(10 ** (190 / 20), 1.0, 0.0, 2e9, 1.25)
     for name, stages, size in (("a", 2, 1), ("b", 3, 1), ("c", 3, 4), ("d", 6, 1), ("e", 2, 4)):
         run(tmp_path, name, stages, [["fast"]] * stages, size, 48)
-        (plain,) = (r for r in read_runs(tmp_path, known) if r.name == name)
+        (plain,) = (r for r in read_runs(tmp_path, known)[0] if r.name == name)
         reckoned = Reckoned(known, plain)
         measured = {"real": reckoned.period_s(truth), "max_mem": reckoned.memory_bytes(truth)}
         run(tmp_path, name, stages, [["fast"]] * stages, size, 48, **measured)
-    calibration = Calibration(known, read_runs(tmp_path, known))
+    calibration = Calibration(known, read_runs(tmp_path, known)[0])
     found = list(judged(calibration))
     for each in found:
         figures = calibration.figures(each.run)
@@ -140,18 +142,100 @@ def test_a_receives_cost_is_found_again(tmp_path):
         assert each.periods["sums"] == pytest.approx(0, abs=1e-9)
         assert each.memory == pytest.approx(0, abs=1e-9)
     assert by_run(found).count("\n") == 2 + len(found) - 1
-    assert "100" not in summary(found)
+    drawn = halves(calibration, 2)
+    assert drawn.periods == drawn.memory == []
+    assert "100" not in summary(found, drawn)
 
 
 def test_what_cant_be_read_is_one_line(tmp_path):
     with pytest.raises(FileError, match="profiles_tmp"):
         read_tables(tmp_path)
     known = tables(tmp_path)
+    (tmp_path / "runs").mkdir()
     with pytest.raises(FileError, match="has no measured runs"):
-        read_runs(tmp_path, known)
-    (tmp_path / "bad.json").write_text("{")
+        read_runs(tmp_path / "runs", known)
+    (tmp_path / "runs" / "bad.json").write_text("{")
     with pytest.raises(FileError, match=r"bad\.json: can't be read"):
-        read_runs(tmp_path, known)
+        read_runs(tmp_path / "runs", known)
+    (tmp_path / "llm_info.json").unlink()
+    with pytest.raises(FileError, match=r"llm_info\.json: isn't there"):
+        read_tables(tmp_path)
+    # Tables may be those of another folder.
+    tables(tmp_path / "fit")
+    assert read_tables(tmp_path / "fit" / "runs", tmp_path).profiles == known.profiles
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"real": 0}, "`$.real`"),
+        ({"real": "1.5"}, "`$.real`"),
+        ({"mbs": None}, "`$.mbs`"),
+        ({"max_mem": -1}, "`$.max_mem`"),
+        ({"pipeline_list": []}, "0 pipelines"),
+        ({"layers_per_stage": [[0, 1, 2], [4, 5]]}, "all layers in a row"),
+        ({"layers_per_stage": [[0, 1, 2], [3, 4]]}, "0 models of 5 layers on fast"),
+        ({"tmp_per_stage": [[[[["fast", 2, "here"]], 2]]]}, "with replicas of each"),
+        ({"gpus": [["new", 2, "here"]]}, "0 models of 6 layers on new"),
+        ({"gpus": [["fast", 2, "mars"]]}, "multizone_bandwidths_het.json has no mars"),
+        ({"gpus": [["fast", 1, "here"], ["slow", 1, "here"]]}, "2 kinds of GPUs"),
+        ({"gpus": [["fast", 2]]}, "tmp_per_stage"),
+        ({"ranks": 4}, "no profile of net on fast, 4 ranks"),
+    ],
+)
+def test_a_run_that_cant_be_predicted_is_a_line_and_the_others_are(tmp_path, what, why):
+    known = tables(tmp_path)
+    run(tmp_path / "runs", "good", 2, [["fast"], ["fast"]], 1, 8)
+    run(tmp_path / "runs", "odd", 2, [["fast"], ["fast"]], 1, 8)
+    path = tmp_path / "runs" / "odd.json"
+    said = json.loads(path.read_text())
+    (pipeline,) = said["pipeline_list"]
+    for name, value in what.items():
+        if name in ("gpus", "ranks"):
+            pipeline["tmp_per_stage"][0][0][name == "ranks"] = value
+        else:
+            (pipeline if name in pipeline else said)[name] = value
+    path.write_text(json.dumps(said), encoding="utf-8")
+    runs, (line,) = read_runs(tmp_path / "runs", known)
+    assert [each.name for each in runs] == ["good"]
+    assert line.startswith("odd: not predicted: ")
+    assert why in line
+    (alone,) = judged(Calibration(known, runs))
+    assert "By their tables alone, as no other run is of their cluster: good." in doubted([alone])
+
+
+def test_memory_is_known_by_other_clusters_where_a_cluster_says_too_little(tmp_path):
+    known = tables(tmp_path)
+    truth = Figures(context_bytes=2e9, cached=1.25)
+    for k, gpu, size in (
+        (0, "fast", 1),
+        (1, "fast", 2),
+        (2, "fast", 4),
+        (3, "fast", 3),
+        (4, "slow", 4),
+    ):
+        run(tmp_path, f"{k}", 1, [[gpu]], size, 48)
+        (plain,) = (r for r in read_runs(tmp_path, known)[0] if r.name == f"{k}")
+        seen = Reckoned(known, plain).memory_bytes(truth)
+        run(tmp_path, f"{k}", 1, [[gpu]], size, 48, max_mem=seen)
+    run(tmp_path, "5", 1, [["slow"]], 1, 48)
+    calibration = Calibration(known, read_runs(tmp_path, known)[0])
+    figures = calibration.figures(calibration.runs[5])
+    # One run of its own: as steep as the others', through that one.
+    assert figures.cached == pytest.approx(1.25)
+    assert figures.context_bytes == pytest.approx(2e9)
+
+
+def test_the_runs_of_another_folder_go_before_a_folders_own(tmp_path):
+    known = tables(tmp_path / "all")
+    for name, stages, size in (("a", 2, 1), ("b", 3, 1), ("c", 2, 4)):
+        run(tmp_path / "all" / "validation", name, stages, [["fast"]] * stages, size, 16)
+    run(tmp_path / "few", "a", 2, [["fast"]] * 2, 1, 16)
+    (a,), (others, _) = read_runs(tmp_path / "few", known)[0], read_runs(tmp_path / "all", known)
+    calibration = Calibration(known, [a], others)
+    # Itself is there, too.
+    assert [each.name for each in calibration.known_by(a)] == ["b", "c"]
+    assert not calibration.doubts[a]
 
 
 def test_one_run_says_something_of_another():
@@ -176,7 +260,7 @@ def test_our_races_are_summed_up():
 @pytest.mark.slow
 def test_sailors_runs_are_predicted():
     known = read_tables(published("sailor"))
-    runs = read_runs(published("sailor"), known)
+    runs, _ = read_runs(published("sailor"), known)
     found = list(judged(Calibration(known, runs)))
     trusted = [each for each in found if "period" not in each.doubts]
     assert len(trusted) >= len(runs) - 2
@@ -197,7 +281,7 @@ def test_sailors_runs_are_predicted():
 def test_stages_cost_what_tp_profile_reads_of_the_same_tables():
     known = read_tables(published("sailor"))
     found = 0
-    for each in read_runs(published("sailor"), known):
+    for each in read_runs(published("sailor"), known)[0]:
         if len(each.gpus) > 1:
             continue
         (gpu,) = each.gpus

@@ -12,8 +12,8 @@ import click
 from timeprest.profiles.errors import TimeprestError
 
 from .calibrate import Calibration
-from .page import by_run, doubted, judged, page, summary
-from .sailor import read_runs, read_tables, reckoned_by
+from .page import by_run, doubted, halves, judged, page, summary
+from .sailor import read_runs, read_tables
 
 
 @click.command()
@@ -23,18 +23,18 @@ from .sailor import read_runs, read_tables, reckoned_by
 def main(sailor: str, fit: str | None, target: str | None) -> None:
     """Predict every run of a folder as `tp-plan simulate --engine deepspeed` does."""
     try:
-        folder = Path(sailor)
-        tables = read_tables(folder)
-        others = read_runs(Path(fit), tables) if fit else []
-        runs = read_runs(folder, tables)
-        known, unknown = reckoned_by(tables, runs)
-        found = list(judged(Calibration(tables, known, reckoned_by(tables, others)[0])))
+        folders = [Path(folder) for folder in (sailor, fit) if folder]
+        tables = read_tables(*folders)
+        (runs, lines), *others = (read_runs(folder, tables) for folder in folders)
+        calibration = Calibration(tables, runs, others[0][0] if others else ())
+        found, drawn = list(judged(calibration)), halves(calibration)
     except TimeprestError as error:
         print(f"accuracy: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    print("\n\n".join((by_run(found), doubted(found), summary(found), *unknown)))
+    lines += [line for _, more in others for line in more]
+    print("\n\n".join(filter(None, (by_run(found), doubted(found), summary(found, drawn), *lines))))
     if target:
-        Path(target).write_text(page(found), encoding="utf-8")
+        Path(target).write_text(page(found, drawn), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ class Calibration:
     """Runs, and what is known by others of each.
 
     Attributes:
-        doubts: per run's name, what of its figures can't be trusted, and why.
+        doubts: per run, what of its figures can't be trusted, and why.
     """
 
     def __init__(self, tables: Tables, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
         """`others`: are used to find figures, and aren't judged."""
         self.tables, self.runs, self.others = tables, runs, others
-        self.doubts = {run.name: dict(doubts(tables, run, runs)) for run in (*runs, *others)}
+        every = (*runs, *others)
+        self.doubts = {run: dict(doubts(tables, run, every)) for run in every}
         self.reckoned = lru_cache(maxsize=None)(self._reckoned)
         self._figures = lru_cache(maxsize=None)(self._find_figures)
         self._period_s = lru_cache(maxsize=None)(self._find_period_s)
@@ -44,38 +45,45 @@ class Calibration:
         return found
 
     def known_by(self, run: Run, which: str = "others") -> list[Run]:
-        """Runs that figures for one may be found by.
+        """Runs that figures for one may be found by: never one of the same setting.
 
         Args:
-            which: "others": of another model on its cluster, if there are any with several stages;
-                else the cluster's that have other stages or another micro-batch. "smaller": the
-                cluster's with fewer GPUs. "elsewhere": other clusters'.
+            which: "others": those of its cluster among `others`, if any has several stages; else
+                those of another model there; else those that have other stages or another
+                micro-batch; else all. "smaller": the cluster's with fewer GPUs. "elsewhere": other
+                clusters'.
         """
         own = next(mine for mine in self.clusters if run in mine)
         if which == "elsewhere":
             return [r for mine in self.clusters if mine is not own for r in mine]
+        own = [r for r in own if r.setting != run.setting]
         if which == "smaller":
             return [r for r in own if r.devices < run.devices]
-        models = [r for r in own if r.model != run.model]
-        several = any(len(r.stages) > 1 for r in models)
         cut = run.stages, run.micro_batch
-        return models if several else [r for r in own if (r.stages, r.micro_batch) != cut]
+        ways = (
+            [r for r in own if r in self.others],
+            [r for r in own if r.model != run.model],
+            [r for r in own if (r.stages, r.micro_batch) != cut],
+        )
+        return next((w for w in ways if any(len(r.stages) > 1 for r in w)), own)
 
     def figures(self, run: Run, which: str = "others") -> Figures:
         """Found by such runs."""
-        return self._figures(tuple(self.known_by(run, which)))
+        known, elsewhere = self.known_by(run, which), self.known_by(run, "elsewhere")
+        return self._figures(tuple(known), tuple(elsewhere))
 
-    def _find_figures(self, runs: tuple[Run, ...]) -> Figures:
+    def _find_figures(self, runs: tuple[Run, ...], elsewhere: tuple[Run, ...]) -> Figures:
         sync_s, sync = self._sync(self._trusted(runs, "sync"))
         timed = [run for run in self._trusted(runs, "period") if len(run.stages) > 1]
         rate = inf
         if timed:
             rate = _least(lambda k: self._off(timed, Figures(RATES[k], sync, sync_s)))
-        context, cached = self._memory(self._trusted(runs, "memory"))
+        known, more = (self._trusted(each, "memory") for each in (runs, elsewhere))
+        context, cached = self._memory(known, more)
         return Figures(rate, sync, sync_s, context, cached)
 
     def _trusted(self, runs: Iterable[Run], what: str) -> list[Run]:
-        return [run for run in runs if what not in self.doubts[run.name]]
+        return [run for run in runs if what not in self.doubts[run]]
 
     def _sync(self, runs: Iterable[Run]) -> tuple[float, float]:
         """Of a line through rings' times and what was measured."""
@@ -93,18 +101,22 @@ class Calibration:
     def _find_period_s(self, run: Run, figures: Figures) -> float:
         return self.reckoned(run).period_s(figures)
 
-    def _memory(self, runs: Sequence[Run]) -> tuple[float, float]:
-        """Of a line through what runs' fullest ranks keep and what was measured; of few runs, of
-        one that is as steep as tensors alone."""
-        points: list[tuple[float, float, float]] = []
-        for run in runs:
-            if run.memory_bytes:
-                held, kept = max(self.reckoned(run).held(), key=sum)
-                points.append((held, kept, run.memory_bytes))
-        if not points:
-            return NOTHING.context_bytes, NOTHING.cached
-        besides = median(seen - held - kept for held, kept, seen in points)
-        return _line(points, 1.0) or (besides, 1.0)
+    def _memory(self, runs: Iterable[Run], elsewhere: Iterable[Run]) -> tuple[float, float]:
+        """Of a line through what runs' fullest ranks keep and what was measured. Where they all
+        keep about as much, it is as steep as with other clusters' runs; of few, as tensors
+        alone."""
+        own, more = self._kept(runs), self._kept(elsewhere)
+        kept = [point[1] for point in own] or [0.0]
+        if max(kept) > 2 * min(kept) and (line := _line(own, 1.0)):
+            return line
+        _, steep = _line([*own, *more], 1.0) or (0.0, NOTHING.cached)
+        besides = [seen - held - steep * kept for held, kept, seen in own or more]
+        return median(besides or [NOTHING.context_bytes]), steep
+
+    def _kept(self, runs: Iterable[Run]) -> list[tuple[float, float, float]]:
+        """What their fullest ranks hold for parameters, keep of activations, and were seen with."""
+        found = [(max(self.reckoned(r).held(), key=sum), r.memory_bytes) for r in runs]
+        return [(*parts, seen) for parts, seen in found if seen]
 
 
 def _least(off: Callable[[int], float]) -> float:
@@ -133,7 +145,11 @@ def doubts(tables: Tables, run: Run, runs: Iterable[Run]) -> Iterable[tuple[str,
     """What of a run's figures can't be trusted, and why."""
     reckoned = Reckoned(tables, run)
     figures = (run.period_s, run.sync_s, run.memory_bytes)
-    twins = [r for r in runs if r is not run and figures == (r.period_s, r.sync_s, r.memory_bytes)]
+    twins = [
+        r
+        for r in runs
+        if figures == (r.period_s, r.sync_s, r.memory_bytes) and r.setting != run.setting
+    ]
     if twins and run.replicas == 1 and run.sync_s:
         for what in ("period", "sync", "memory"):
             yield what, f"has {twins[0].name}'s figures"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 from timeprest.planner.engine_costs import EngineCosts
+from timeprest.profiles.errors import FileError
 
 from ..shared import around, markdown
 from .calibrate import Calibration
@@ -54,6 +57,7 @@ class Judged(NamedTuple):
             smaller runs or of other clusters.
         memory: with figures of other runs; None: it wasn't measured.
         tensors: the same of tensors alone.
+        known: whether other runs of its cluster say what messages, sums or memory cost there.
     """
 
     run: Run
@@ -61,6 +65,7 @@ class Judged(NamedTuple):
     periods: Mapping[str, float]
     memory: float | None
     tensors: float | None
+    known: bool
 
 
 def judged(calibration: Calibration) -> Iterator[Judged]:
@@ -71,12 +76,13 @@ def judged(calibration: Calibration) -> Iterator[Judged]:
         figures = calibration.figures(run)
         seconds = {
             "naive": naive_s(tables, run),
-            "Sailor's": sailors_s(tables, run),
             "order": reckoned.period_s(engine=OURS),
             "DeepSpeed's": reckoned.period_s(),
             "receive": reckoned.period_s(replace(figures, sync=1.0, sync_s=0.0)),
             "sums": reckoned.period_s(figures),
         }
+        with suppress(FileError):  # of a link that only it asks for
+            seconds["Sailor's"] = sailors_s(tables, run)
         for which in ("smaller", "elsewhere"):
             if any(len(other.stages) > 1 for other in calibration.known_by(run, which)):
                 seconds[which] = reckoned.period_s(calibration.figures(run, which))
@@ -85,7 +91,33 @@ def judged(calibration: Calibration) -> Iterator[Judged]:
             memory = reckoned.memory_bytes(figures) / run.memory_bytes - 1
             tensors = reckoned.memory_bytes(NOTHING) / run.memory_bytes - 1
         errors = {name: found / run.period_s - 1 for name, found in seconds.items()}
-        yield Judged(run, calibration.doubts[run.name], errors, memory, tensors)
+        known = bool(calibration.known_by(run))
+        yield Judged(run, calibration.doubts[run], errors, memory, tensors, known)
+
+
+class Halves(NamedTuple):
+    """Errors of runs that were judged by figures of half of all runs, in which they weren't."""
+
+    draws: int
+    periods: list[float]
+    memory: list[float]
+
+
+def halves(calibration: Calibration, draws: int = 20) -> Halves:
+    """Half of the runs, drawn so many times, by the other half alone."""
+    drawn, found = Random(0), Halves(draws, [], [])
+    runs = sorted(calibration.runs, key=lambda run: run.name)
+    for _ in range(draws if len(runs) > 7 else 0):
+        drawn.shuffle(runs)
+        judge, known = runs[: len(runs) // 2], runs[len(runs) // 2 :]
+        half = Calibration(calibration.tables, judge, known)
+        for run in judge:
+            figures, reckoned = half.figures(run), half.reckoned(run)
+            if "period" not in calibration.doubts[run]:
+                found.periods.append(reckoned.period_s(figures) / run.period_s - 1)
+            if run.memory_bytes and "memory" not in calibration.doubts[run]:
+                found.memory.append(reckoned.memory_bytes(figures) / run.memory_bytes - 1)
+    return found
 
 
 class Spread(NamedTuple):
@@ -99,7 +131,7 @@ class Spread(NamedTuple):
     @property
     def cells(self) -> tuple[str, ...]:
         """For a table."""
-        return tuple(f"{share:.1%}" for share in self[1:])
+        return tuple(f"{share:.1%}" if self.runs else "–" for share in self[1:])
 
 
 def spread(errors: Iterable[float]) -> Spread:
@@ -110,11 +142,11 @@ def spread(errors: Iterable[float]) -> Spread:
     return Spread(len(sizes), median(sizes), float(np.percentile(sizes, 90)), max(sizes))
 
 
-def page(found: list[Judged]) -> str:
+def page(found: list[Judged], drawn: Halves) -> str:
     """The whole text, from accuracy.head.md."""
     head = (DOCS / "accuracy.head.md").read_text(encoding="utf-8")
     parts = [
-        summary(found),
+        summary(found, drawn),
         "Run by run, errors in percent (predicted over measured); ranks of a tensor-parallel group "
         "are one replica:",
         by_run(found),
@@ -136,18 +168,16 @@ def page(found: list[Judged]) -> str:
     return "\n\n".join(around(head, [part for part in parts if part])) + "\n"
 
 
-def summary(found: list[Judged]) -> str:
+def summary(found: list[Judged], drawn: Halves) -> str:
     """What has to be known for what."""
+    half = f"by figures of half of all runs alone, drawn {drawn.draws} times"
     rows = []
     for step in STEPS:
-        errors = [j.periods[step.name] for j in found if "period" not in j.doubts]
-        rows.append([step.name, step.wants, *spread(errors).cells])
+        rows.append([step.name, step.wants, *_spread_of(found, step.name).cells])
     for which, name in (("smaller", "smaller runs"), ("elsewhere", "other clusters")):
-        errors = [
-            j.periods[which] for j in found if which in j.periods and not j.doubts.get("period")
-        ]
-        number = spread(errors).runs
-        rows.append([name, f"by figures of {name} alone, {number} runs", *spread(errors).cells])
+        known = _spread_of(found, which)
+        rows.append([name, f"by figures of {name} alone, {known.runs} runs", *known.cells])
+    rows.append(["halves", half, *spread(drawn.periods).cells])
     for name, wants, value in (
         ("tensors", "memory: tensors alone", "tensors"),
         ("memory", "and a process's own, and the allocator's share, by other runs", "memory"),
@@ -158,7 +188,13 @@ def summary(found: list[Judged]) -> str:
             if "memory" not in j.doubts and (error := getattr(j, value)) is not None
         ]
         rows.append([name, wants, *spread(errors).cells])
+    rows.append(["halves", f"memory: {half}", *spread(drawn.memory).cells])
     return markdown(["", "what is known", "median", "90th", "worst"], rows)
+
+
+def _spread_of(found: list[Judged], way: str) -> Spread:
+    """Of the periods that can be trusted."""
+    return spread(j.periods[way] for j in found if way in j.periods and "period" not in j.doubts)
 
 
 def by_run(found: list[Judged]) -> str:
@@ -174,7 +210,7 @@ def by_run(found: list[Judged]) -> str:
                 f"{len(run.stages)}×{run.replicas}×{run.groups[0][0].ranks}",
                 f"{run.micro_batch}×{run.each}",
                 f"{run.period_s:.3g} s",
-                *(f"{100 * j.periods[step.name]:+.1f}" for step in STEPS),
+                *(_percent(j.periods.get(step.name)) for step in STEPS),
                 memory + ("†" if "memory" in j.doubts else ""),
             ]
         )
@@ -188,6 +224,10 @@ def by_run(found: list[Judged]) -> str:
     )
 
 
+def _percent(error: float | None) -> str:
+    return "–" if error is None else f"{100 * error:+.1f}"
+
+
 def doubted(found: list[Judged]) -> str:
     """What isn't counted, and why."""
     said = [
@@ -196,7 +236,11 @@ def doubted(found: list[Judged]) -> str:
         for what, why in j.doubts.items()
         if what != "sync"
     ]
-    return f"†: not counted above. {'; '.join(said)}." if said else ""
+    text = f"†: not counted above. {'; '.join(said)}." if said else ""
+    alone = ", ".join(j.run.name for j in found if not j.known)
+    if alone:
+        text += f" By their tables alone, as no other run is of their cluster: {alone}."
+    return text.strip()
 
 
 def foretold(found: list[Foretold]) -> str:

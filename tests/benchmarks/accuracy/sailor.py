@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, gcd, inf, log2, sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 from timeprest.planner.engine_costs import ENGINE_COSTS, EngineCosts, on_engine, with_receives
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
@@ -61,6 +62,11 @@ class Run:
     period_s: float
     sync_s: float | None
     memory_bytes: int | None
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What was run; two names may stand for one run."""
+        return self.stages, self.groups, self.micro_batch, self.mini_batch
 
     @property
     def layers(self) -> int:
@@ -155,8 +161,8 @@ class Tables:
         above = min((size for size in found if size > micro_batch), default=None)
         if below is None or above is None:
             raise FileError(
-                f"no profile of {model} on {group.gpu}, micro-batch {micro_batch}, "
-                f"{group.ranks} ranks"
+                f"no profile of {model} on {group.gpu}, {group.ranks} ranks, has a micro-batch of "
+                f"{micro_batch}, or one on either side"
             )
         share = (micro_batch - below) / (above - below)
         return [
@@ -167,7 +173,7 @@ class Tables:
     def has_head(self, model: str) -> bool:
         """Whether its table has the product with the vocabulary: not where weights are tied, which
         Megatron-DeepSpeed's `GPTModelPipe` does in no layer of its own."""
-        layers = list(self.facts[model]["1"].values())
+        layers = list(_found(self.facts, "llm_info.json", model, "1").values())
         return bool(layers[-1][PARAMETERS] > layers[0][PARAMETERS] / 2)
 
     def _tied_head(self, run: Run, s: int, group: Group) -> tuple[float, float]:
@@ -190,15 +196,15 @@ class Tables:
         for model in self.profiles:
             try:
                 self._layers(model, group, run.micro_batch)
+                if self.has_head(model):
+                    return model
             except FileError:
                 continue
-            if self.has_head(model):
-                return model
         return None
 
     def fact(self, run: Run, layer: int, ranks: int, name: str, model: str = "") -> float:
         """Bytes of a layer on one of its ranks; of activations, for a sample."""
-        layers = self.facts[model or run.model][str(ranks)]
+        layers = _found(self.facts, "llm_info.json", model or run.model, str(ranks))
         return float(layers[str(layer % len(layers))][name]) * FLOAT
 
     def stage_bytes(self, run: Run, s: int, ranks: int, name: str) -> float:
@@ -217,8 +223,8 @@ class Tables:
     def curve(self, a: Group, b: Group, ranks: tuple[int, int] | None = None) -> list[float]:
         """GB/s from one group to another, as a polynomial of log2 of MB."""
         here, there = ranks or (a.ranks, b.ranks)
-        found = self.between[a.zone][a.gpu][str(here)][b.zone][b.gpu][str(there)][0]
-        return [float(c) for c in found]
+        names = a.zone, a.gpu, str(here), b.zone, b.gpu, str(there)
+        return [float(c) for c in _found(self.between, "multizone_bandwidths_het.json", *names)[0]]
 
     def link_s(self, a: Group, b: Group, nbytes: float) -> float:
         """A message's time between two groups."""
@@ -236,6 +242,16 @@ class Tables:
         return 2 * (n - 1) * max(self.link_s(a, b, chunk) for a, b in ends)
 
 
+def _found(table: Any, where: str, *names: str) -> Any:
+    """What a table of tables has by these names. Raises FileError."""
+    for k, name in enumerate(names):
+        if name not in table:
+            within = f" of {' / '.join(names[:k])}" if k else ""
+            raise FileError(f"{where} has no {name}{within}, only {', '.join(table) or 'nothing'}")
+        table = table[name]
+    return table
+
+
 def bytes_per_s(curve: Sequence[float], nbytes: float) -> float:
     """What a curve gives for a message of so many bytes."""
     x = log2(nbytes / 1e6)
@@ -244,66 +260,116 @@ def bytes_per_s(curve: Sequence[float], nbytes: float) -> float:
 
 # Reading ------------------------------------------------------------------------------------------
 
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Number = Annotated[int, msgspec.Meta(ge=1)]
 
-def read_tables(folder: Path) -> Tables:
-    """Of a folder, or of the first above it that has them. Raises FileError."""
-    for place in (folder, *folder.resolve().parents):
+
+class _Pipeline(msgspec.Struct):
+    """Per stage, its layers; and its replicas, each a list of GPUs and how many ranks they are."""
+
+    layers_per_stage: list[Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]]
+    tmp_per_stage: list[
+        Annotated[list[tuple[list[tuple[str, int, str]], Number]], msgspec.Meta(min_length=1)]
+    ]
+
+
+class _RunFile(msgspec.Struct):
+    """A measured run as its file has it (`Run`)."""
+
+    pipeline_list: list[_Pipeline]
+    mbs: Number
+    gbs: Number
+    real: Seconds
+    red_grads: float | None = None
+    max_mem: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+def read_tables(*folders: Path) -> Tables:
+    """Of the first of these folders, or of those above them, that has them. Raises FileError."""
+    for place in (above for folder in folders for above in (folder, *folder.resolve().parents)):
         if (place / "profiles_tmp.json").is_file():
             names = ("profiles_tmp.json", "llm_info.json", "multizone_bandwidths_het.json")
             return Tables(*(_json(place / name) for name in names))
-    raise FileError(f"{folder}: has no profiles_tmp.json, nor has a folder above it")
+    raise FileError(f"{folders[0]}: has no profiles_tmp.json, nor has a folder above it")
 
 
-def read_runs(folder: Path, tables: Tables) -> list[Run]:
-    """All measured runs below a folder, by name. Raises FileError."""
-    found = []
+def read_runs(folder: Path, tables: Tables) -> tuple[list[Run], list[str]]:
+    """All measured runs below a folder that the tables have all of, by name; and a line for each of
+    the others. Raises FileError where there are none."""
+    runs, lines = list[Run](), list[str]()
     for path in sorted(folder.rglob("*.json")):
         said = _json(path)
-        if isinstance(said, dict) and "pipeline_list" in said and "real" in said:
-            found.append(_run(path.relative_to(folder).as_posix()[:-5], said, tables))
-    if not found:
-        raise FileError(f"{folder}: has no measured runs (JSON with pipeline_list and real)")
-    return found
+        if not isinstance(said, dict) or "pipeline_list" not in said:
+            continue
+        name = path.relative_to(folder).as_posix()[:-5]
+        name = name.replace("validation/", "").replace("plan_config_", "")
+        try:
+            run = _run(name, msgspec.convert(said, _RunFile), tables)
+            Reckoned(tables, run).pipeline  # noqa: B018
+        except (FileError, msgspec.ValidationError) as error:
+            lines.append(f"{name}: not predicted: {error}")
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            lines.append(f"{name}: not predicted: its tables lack something: {error!r}")
+        else:
+            runs.append(run)
+    if not runs:
+        why = lines[0] if lines else "has no measured runs (JSON with pipeline_list and real)"
+        raise FileError(f"{folder}: {why}")
+    return runs, lines
 
 
-def _run(name: str, said: Mapping[str, Any], tables: Tables) -> Run:
-    if len(said["pipeline_list"]) != 1:
-        raise FileError(f"{name}: has several pipelines, which isn't read")
-    pipeline = said["pipeline_list"][0]
-    stages = tuple(tuple(layers) for layers in pipeline["layers_per_stage"])
+def _run(name: str, said: _RunFile, tables: Tables) -> Run:
+    if len(said.pipeline_list) != 1:
+        raise FileError(f"{len(said.pipeline_list)} pipelines, where one is read")
+    (pipeline,) = said.pipeline_list
+    stages = tuple(pipeline.layers_per_stage)
+    layers = [layer for stage in stages for layer in stage]
+    if len(stages) != len(pipeline.tmp_per_stage) or layers != list(range(len(layers))):
+        raise FileError("its stages aren't all layers in a row, with replicas of each")
     groups = tuple(
-        tuple(Group(gpus[0][0], ranks, gpus[0][2]) for gpus, ranks in stage)
-        for stage in pipeline["tmp_per_stage"]
+        tuple(_group(gpus, ranks) for gpus, ranks in stage) for stage in pipeline.tmp_per_stage
     )
-    layers = sum(map(len, stages))
     return Run(
-        name=name.replace("validation/", "").replace("plan_config_", ""),
-        model=_model(layers, groups[0][0].gpu, tables, name),
+        name=name,
+        model=_model(len(layers), groups[0][0].gpu, tables, name),
         stages=stages,
         groups=groups,
-        micro_batch=said["mbs"],
-        mini_batch=said["gbs"],
-        period_s=said["real"],
-        sync_s=said.get("red_grads"),
-        memory_bytes=said.get("max_mem"),
+        micro_batch=said.mbs,
+        mini_batch=said.gbs,
+        period_s=said.real,
+        sync_s=said.red_grads,
+        memory_bytes=round(said.max_mem) if said.max_mem else None,
     )
+
+
+def _group(gpus: list[tuple[str, int, str]], ranks: int) -> Group:
+    kinds = {(gpu, zone) for gpu, _, zone in gpus}
+    if len(kinds) != 1:
+        raise FileError(f"a group of {len(kinds)} kinds of GPUs, where one is read")
+    ((gpu, zone),) = kinds
+    return Group(gpu, ranks, zone)
 
 
 def _model(layers: int, gpu: str, tables: Tables, name: str) -> str:
-    """The one model of so many layers that was profiled on such a GPU."""
+    """The one model of so many layers that was profiled on such a GPU; of several, the named."""
     found = [
         model
         for model, by_gpu in tables.profiles.items()
-        if gpu in by_gpu and len(next(iter(tables.facts[model].values()))) == layers
+        if gpu in by_gpu and model in tables.facts
+        if len(next(iter(tables.facts[model].values()))) == layers
     ]
+    if len(found) > 1:
+        found = [model for model in found if model in name]
     if len(found) != 1:
-        raise FileError(f"{name}: {len(found)} models of {layers} layers were profiled on {gpu}")
+        raise FileError(f"the profiles have {len(found)} models of {layers} layers on {gpu}")
     return found[0]
 
 
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileError(f"{path}: isn't there") from None
     except (OSError, ValueError) as error:
         raise FileError(f"{path}: can't be read: {error}") from None
 
@@ -400,16 +466,3 @@ class Reckoned:
                 kept = tables.stage_bytes(run, s, group.ranks, "act_mem_floats") * run.micro_batch
                 params = tables.stage_bytes(run, s, group.ranks, PARAMETERS)
                 yield copies * params, in_flight * kept
-
-
-def reckoned_by(tables: Tables, runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The runs that the tables have all of, and a line for each of the others."""
-    known, lines = [], []
-    for run in runs:
-        try:
-            Reckoned(tables, run).pipeline  # noqa: B018
-        except FileError as error:
-            lines.append(f"{run.name}: not predicted: {error}")
-        else:
-            known.append(run)
-    return known, lines
