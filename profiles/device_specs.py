@@ -115,12 +115,14 @@ def load_spec(name_or_path: str) -> DeviceSpec:
     """
     shipped = read_toml(_SHIPPED, "")
     name = name_or_path.strip().lower()
-    longer = [key for key in shipped if key.startswith(f"{name}-")]
+    longer = [key for key in shipped if name and key.startswith(name)]
     if name in shipped or len(longer) == 1:
         name = name if name in shipped else longer[0]
         return _spec(shipped[name], f"device {name!r}")
     path = Path(name_or_path)
     if path.suffix.lower() != ".toml" and not is_file(path):
+        if longer:
+            raise FileError(f"device {name_or_path!r}: may be {' or '.join(longer)}")
         raise FileError(
             f"no device {name_or_path!r}: give one of {', '.join(sorted(shipped))}, or a TOML "
             "file with the same fields"

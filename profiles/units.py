@@ -229,6 +229,14 @@ def parse_seconds(text: str | float, what: str = "time") -> float:
     return value * factor if value * factor >= MIN_SECONDS else 0.0
 
 
+def parse_latency(text: str | float, what: str = "latency") -> float:
+    """The same of a link's latency; a bare number must be less than a second."""
+    found = parse_seconds(text, what)
+    if found >= 1 and re.fullmatch(r"[\d.]+", str(text).strip()):
+        raise UserError(f"{what}: {text} is {text} seconds; write its unit, as in {text}us")
+    return found
+
+
 def format_bytes(count: float) -> str:
     """Bytes as people read them: ``1536`` → ``"1.5 KiB"``."""
     size = float(count)

@@ -24,7 +24,9 @@ from .links import MAX_DEVICES
 BETWEEN_LATENCY = "20us"
 """Of a message between machines, by NCCL over InfiniBand or RoCE: an assumption."""
 
-_PART = re.compile(r"(?P<kind>[^:]+)(?::(?P<count>\d{1,6})(?:x(?P<machines>\d{1,6}))?)?")
+_PART = re.compile(
+    r"(?P<kind>(?!\d+x\d+$)[^:]+)(?::(?P<count>\d{1,6})(?:x(?P<machines>\d{1,6}))?)?", re.IGNORECASE
+)
 _HOW = "a number of devices, or kinds: a100-80gb:8, or a100-80gb:8x2 (8 in each of 2 machines)"
 
 
@@ -61,6 +63,11 @@ def cluster_of_kinds(
             f"{what} {asked.devices}: say how fast its machines are linked: "
             f"{spelled('between_bandwidth')} 100Gbit/s"
         )
+    if not several and (asked.between_bandwidth, asked.between_latency) != (None, None):
+        raise UserError(
+            f"{what} {asked.devices}: is one machine, with no links between; "
+            f"{kinds[0].name}:{kinds[0].count}x2 would be two"
+        )
     speeds, notes = _speeds(kinds, profile)
     link_notes = _link_notes(kinds, asked, what)
     inside = [_inside(kind, asked, several, spelled) for kind in kinds]
@@ -93,7 +100,7 @@ def cluster_of_kinds(
 
 def _parse(text: str, what: str) -> list[_Kind]:
     kinds = []
-    for part in text.split("+"):
+    for part in re.split("[+,]", text):
         found = _PART.fullmatch(part.strip())
         count, machines = (int(found[n] or 1) if found else 0 for n in ("count", "machines"))
         if found is None or not count or not machines:
@@ -101,7 +108,7 @@ def _parse(text: str, what: str) -> list[_Kind]:
         try:
             spec = load_spec(found["kind"])
         except FileError as error:
-            raise UserError(f"{what}: give {_HOW}; {error}") from None
+            raise UserError(f"{what}: {error}") from None
         name = found["kind"].strip().lower().removesuffix(".toml")
         kinds.append(_Kind(name, spec, count, machines))
     total = sum(kind.count * kind.machines for kind in kinds)

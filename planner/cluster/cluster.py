@@ -21,6 +21,7 @@ from ...profiles.units import (
     format_bytes,
     parse_bandwidth,
     parse_bytes,
+    parse_latency,
     parse_memory,
     parse_seconds,
     shown,
@@ -467,7 +468,7 @@ class EqualDevices:
         bandwidth, latency = map(amount, names)
         return Network(
             bandwidth_bytes_per_s=parse_bandwidth(*bandwidth),
-            latency_s=parse_seconds(*latency),
+            latency_s=parse_latency(*latency),
             half_duplex=truth(self.half_duplex, spelled("half_duplex")),
             overlap=truth(self.overlap, spelled("overlap")),
         )
@@ -681,7 +682,7 @@ def _costs(
             raise FileError(f"{where}.{name}: is missing; or give times by size")
     return {
         "bandwidth_bytes_per_s": parse_bandwidth(str(bandwidth), f"{where}.bandwidth"),
-        "latency_s": parse_seconds(str(latency), f"{where}.latency"),
+        "latency_s": parse_latency(str(latency), f"{where}.latency"),
     }
 
 
@@ -699,7 +700,7 @@ def _by_size(link: _Timed, where: str) -> dict[str, Any]:
         seconds = nbytes / parse_bandwidth(text, at) if rate else parse_seconds(text, at)
         times.append((nbytes, seconds))
     latency = link.latency
-    latency_s = None if latency is None else parse_seconds(str(latency), f"{where}.latency")
+    latency_s = None if latency is None else parse_latency(str(latency), f"{where}.latency")
     try:
         return costs_by_size(times, latency_s, most=1.0)
     except ValueError as error:

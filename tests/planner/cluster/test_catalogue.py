@@ -122,7 +122,9 @@ def test_the_plan_says_what_was_assumed():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"devices": "a101:8"}, "devices: give a number .*; no device 'a101': give one of a10, "),
+        ({"devices": "a101:8"}, "devices: no device 'a101': give one of a10, "),
+        ({"devices": "a100:8"}, "devices: device 'a100': may be a100-40gb or a100-80gb$"),
+        ({"devices": "8x2"}, "devices '8x2': give a number of devices, or kinds"),
         ({"devices": "a100-80gb:8x"}, "devices 'a100-80gb:8x': give a number of devices, or kinds"),
         ({"devices": "a100-80gb:0"}, "devices 'a100-80gb:0': give a number of devices"),
         ({"devices": "t4:8+"}, r"devices 't4:8\+': give a number of devices"),
@@ -130,7 +132,11 @@ def test_the_plan_says_what_was_assumed():
         ({"devices": "t4:65537"}, "65537 devices; 65536 at most"),
         ({"devices": "t4:8x2"}, "say how fast its machines are linked: between_bandwidth 100Gbit"),
         ({"devices": "t4:8", "per_machine": 4}, "per_machine: leave it out; devices t4:8 says it"),
-        ({"devices": "t4:8", "between_bandwidth": "1GB/s"}, "per_machine: say how many devices"),
+        (
+            {"devices": "t4:8", "between_bandwidth": "1GB/s"},
+            "devices t4:8: is one machine, with no",
+        ),
+        ({"devices": "t4:2", "latency": "5"}, "latency: 5 is 5 seconds; write its unit, as in 5us"),
         ({"devices": "t4:8", "memory": "0"}, "memory: must be more than 0"),
     ],
 )

@@ -138,7 +138,7 @@ def test_broken_spec_is_named(tmp_path, old, new, words):
 
 def test_the_beginning_of_a_name_does():
     assert load_spec("h100") == load_spec("h100-80gb")
-    with pytest.raises(UserError, match="no device 'a100': give one of a10, a100-40gb"):
+    with pytest.raises(UserError, match="device 'a100': may be a100-40gb or a100-80gb"):
         load_spec("a100")
 
 
