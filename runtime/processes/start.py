@@ -5,8 +5,9 @@ So on Linux a fork server is started first (`main`): it loads the workers' modul
 for each of them; so it does with libraries that the task needs and that take as long. What is known
 to be needed it loads while its launcher gets ready (`load_ahead`). It never
 computes, so nothing of torch has begun that a fork would break. It stays
-for the next run of the same thread with the same environment, and ends with its launcher, or when
-it hasn't been asked for a while. Elsewhere each worker is a process of its own from the beginning.
+for the next run of the same thread with the same environment, and ends with its launcher, when it
+hasn't been asked for a while, or when there are runs in two others. Elsewhere each worker is a
+process of its own from the beginning.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ IDLE_S = 300.0
 
 LOADING_S = 300.0
 """Longest wait for a fork server to load torch."""
+
+_MOST_KEPT = 2
+"""Fork servers of a thread: where one run has another environment, that of the others stays."""
 
 _MESSAGE_BYTES = 1 << 16
 _AT_ONCE = 200
@@ -344,21 +348,21 @@ def _server_of_this_thread(module: str, err: Callable[[], IO[bytes]]) -> _Server
     """
     if sys.platform != "linux":
         return None
-    server: _Server | None = getattr(_servers, "server", None)
-    if server is not None and not server.fits():
-        _close_server()
-        server = None
-    if server is None:
-        server = _servers.server = _Server(module, err())
+    kept: list[_Server] = getattr(_servers, "kept", [])
+    server = next((one for one in kept if one.fits()), None) or _Server(module, err())
+    others = [one for one in kept if one is not server and not one.ended]
+    _servers.kept = [server, *others[: _MOST_KEPT - 1]]
+    for one in others[_MOST_KEPT - 1 :]:
+        one.close()
     return server
 
 
 @atexit.register
-def _close_server() -> None:
-    server: _Server | None = getattr(_servers, "server", None)
-    if server is not None and not server.ended:
-        server.close()
-    _servers.server = None
+def _close_servers() -> None:
+    for server in getattr(_servers, "kept", []):
+        if not server.ended:
+            server.close()
+    _servers.kept = []
 
 
 # The server's side ---------------------------------------------------------------------------

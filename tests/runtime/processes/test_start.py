@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -76,13 +77,15 @@ class Started:
 def forked(tmp_path, monkeypatch):
     (tmp_path / "drawn_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # Those of other tests stay.
+    monkeypatch.setattr(start, "_servers", threading.local())
     made = Started(tmp_path)
     yield made
     for process in made.all:
         process.end(signal.SIGKILL)
         process.wait(5)
         process.forget()
-    start._close_server()
+    start._close_servers()
 
 
 @pytest.fixture(params=["forked", "by themselves"])
@@ -124,7 +127,7 @@ def test_what_is_loaded_ahead_is_there_for_the_first_worker(forked, tmp_path):
     (tmp_path / "drawn_library.py").write_text("import os\nLOADED_IN = os.getpid()\n")
     start.load_ahead("drawn_worker")
     start.load_ahead("drawn_worker", ["drawn_library"])
-    server = start._servers.server.process.pid
+    server = start._servers.kept[0].process.pid
     assert forked("0").wait(30) == 0
     told = forked.told(0)
     assert told["loaded_in"] == told["library_in"] == told["parent"] == server
@@ -137,7 +140,7 @@ def test_what_it_cant_load_ahead_is_said_in_the_workers_log(forked, late):
     (forked.folder / "drawn_worker.py").write_text(text)
     start.load_ahead("drawn_worker")
     if late:
-        start._servers.server.process.wait(30)
+        start._servers.kept[0].process.wait(30)
     assert forked("0").wait(30) == 1
     assert "No module named 'no_such_module_at_all'" in (forked.folder / "0.err").read_text()
 
@@ -202,6 +205,16 @@ def test_another_environment_is_another_server(forked, monkeypatch):
     forked("0").wait(30)
     assert forked.told(0)["loaded_in"] != forked.told(1)["loaded_in"]
     assert (forked.told(0)["other"], forked.told(1)["other"]) == (None, "one")
+    # That of before stays for who goes back to it, until there is a third.
+    for value in (None, "one", "two", "one"):
+        monkeypatch.setenv("OTHER", value) if value else monkeypatch.delenv("OTHER")
+        forked("0").wait(30)
+    told = [forked.told(at)["loaded_in"] for at in range(6)]
+    assert told[2:4] == told[:2]
+    assert told[5] == told[1]
+    monkeypatch.delenv("OTHER")
+    forked("0").wait(30)
+    assert forked.told(6)["loaded_in"] not in told
 
 
 def test_a_server_that_is_killed_takes_its_workers_along(forked):
