@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_users
 from ..tracing.call import Call, unchanged
 from ..tracing.pieces import map_tensors
-from ..tracing.random_states import GENERATORS, seed_all, set_own_states, state_of
+from ..tracing.random_states import GENERATORS, seed_all, seed_torch, set_own_states, state_of
 from ..tracing.remembered import changes, kept_in, mark, places_of, scope_of
 from .task import Loss, Task, read_figure, read_loss
 
@@ -131,7 +131,7 @@ def _check_reads(
     result: Any = None
 
     def seed() -> None:
-        torch.manual_seed(0)
+        seed_torch(0)
         seed_all(0)
 
     def asked() -> list[float] | str:

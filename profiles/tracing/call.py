@@ -159,9 +159,11 @@ class _Makeup:
         modules = _python_modules(model)
         self._attributes = [(module, type(module), dict(vars(module))) for module in modules]
         tables = [then[name] for _, _, then in self._attributes for name in _TABLES if name in then]
+        # Most of them are, of every module: of hooks that it has none of.
+        self._empty = [table for table in tables if not table]
         # What a class or the scope around a hook has is looked at with the rest.
         self._inside = kept_in(places_of(model)) | {
-            id(table): Remembered(table) for table in tables
+            id(table): Remembered(table) for table in tables if table
         }
         self._learnt = [(p, p.requires_grad) for p in model.parameters()]
         self._hooks = [
@@ -180,6 +182,8 @@ class _Makeup:
             now.update(then)
             if type(module) is not kind:
                 module.__class__ = kind
+        for table in self._empty:
+            table.clear()
         for kept in self._inside.values():
             kept.put_back()
         for p, name, hooks, kept in self._hooks:

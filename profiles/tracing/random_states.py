@@ -32,6 +32,15 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def seed_torch(seed: int) -> None:
+    """As `torch.manual_seed`, which looks for 6 ms from where it is called, to say so of cards that
+    aren't there."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def same_states(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether nothing was drawn between the two."""
     # Also where tensors are fake.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import TraceError
 from .call import Call, numbers_unchanged, unchanged
 from .pieces import Built, take_apart
-from .random_states import seed_all
+from .random_states import seed_all, seed_torch
 from .remembered import changes, dense, mark, marks, places_of
 
 _WITHIN = 1e-3, 5e-2
@@ -262,7 +262,7 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
 
 
 def _seed() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     seed_all(0)
 
 
