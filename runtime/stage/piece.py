@@ -3,8 +3,8 @@ it, and in evaluation. Which weights it runs on is said from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -117,19 +117,25 @@ class StagePiece:
         """
         return micro
 
-    def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-        """Forward without gradients in evaluation mode: outputs by name, and the result."""
-        assert self.evaluated is not None
-        values, module = self.evaluation_handed_over.safe(values), self.evaluated.module
-        self.modes.set(module, training=False)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In evaluation mode, if there is one."""
+        if self.evaluated is not None:
+            self.modes.set(self.evaluated.module, training=False)
         try:
-            with torch.no_grad(), self._precision():
-                arguments = [self._admit(name, values, MicroBatch()) for name in self.inputs]
-                self.evaluation_handed_over.watch(self.inputs, arguments)
-                out = module(*arguments)
-                self.evaluation_handed_over.check()
+            yield
         finally:
             self.modes.set(self.module, training=True)
+
+    def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Forward without gradients while `evaluating`: outputs by name, and the result."""
+        assert self.evaluated is not None
+        values = self.evaluation_handed_over.safe(values)
+        with torch.no_grad(), self._precision():
+            arguments = [self._admit(name, values, MicroBatch()) for name in self.inputs]
+            self.evaluation_handed_over.watch(self.inputs, arguments)
+            out = self.evaluated.module(*arguments)
+            self.evaluation_handed_over.check()
         return self._named(out), out[-1] if self.has_result else None
 
     def lasts(self, output: Tensor) -> bool:

@@ -428,6 +428,7 @@ class Course:
             for runner in self.runners:
                 if runner.replica.leads:
                     stack.enter_context(for_use(runner.stage.updates.optimizer))
+                    stack.enter_context(runner.stage.piece.evaluating())
             return self._evaluate_all()
 
     def _evaluate_all(self) -> dict[str, float]:

@@ -151,10 +151,6 @@ def evaluate_once(stage: Stage, values: Mapping[str, Tensor]) -> None:
     piece, evaluated = stage.piece, stage.piece.evaluated
     if evaluated is None:
         return
-    with torch.no_grad(), unchanged(evaluated.module):
-        piece.modes.set(evaluated.module, training=False)
-        try:
-            with forward_context(piece.autocast, piece.device.type):
-                evaluated.module(*_arguments(stage, evaluated.inputs, values))
-        finally:
-            piece.modes.set(piece.module, training=True)
+    precision = forward_context(piece.autocast, piece.device.type)
+    with torch.no_grad(), unchanged(evaluated.module), piece.evaluating(), precision:
+        evaluated.module(*_arguments(stage, evaluated.inputs, values))
