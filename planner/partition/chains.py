@@ -140,9 +140,23 @@ class Chains:
         self.stages = self._within.shape[1]
         self._allowed = allowed
         self._weights = np.full(len(terms), 1.0 / len(terms))
+        self._base, self._besides = self._most_common()
         self._spent, self._most_spent = 0, inf
         # The shortest period that is asked about so far, and what is left below it.
         self._left: tuple[float, list[_Row]] = inf, self._all_rows
+
+    def _most_common(self) -> tuple[Vector, list[Vector]]:
+        """Weights of the term that the most others contain: 1 of one, where these are more than
+        stages; and per stage, what they have besides, [others, M]. No chain has any of them
+        shorter than the shortest one by that term and what is besides."""
+        within, containing = self._within, np.zeros(0, dtype=np.intp)
+        weights = np.zeros(len(within))
+        for number in np.flatnonzero(~self._memory):
+            more = np.flatnonzero((within >= within[number]).all(axis=(1, 2)) & ~self._memory)
+            if len(more) > max(len(containing), self.stages):
+                containing, weights = more, np.eye(len(within))[number]
+        besides = within[containing] - np.tensordot(weights, within, 1)
+        return weights, [np.unique(x, axis=0) for x in besides.swapaxes(0, 1)]
 
     def begin_as(self, other: Chains) -> None:
         """Look for weights from those of others on, with the same terms."""
@@ -257,7 +271,7 @@ class Chains:
             own = np.unique(np.concatenate([self._within[:, s], most], axis=1), axis=0)
             some: Flags = np.logical_and.reduce(own[:, :-1] @ row.values <= own[:, -1:], axis=0)
             found.append(row if some.all() else row.those(some))
-        return found
+        return self._reduced(found, self._base, target, self._besides)
 
     def _costs(self, rows: Sequence[_Row], weights: Vector) -> list[Vector]:
         """Per stage, its part of the weighted sum."""
@@ -312,15 +326,27 @@ class Chains:
         found: Vector = (self._within * values).sum(axis=(1, 2))
         return found
 
-    def _reduced(self, rows: Sequence[_Row], weights: Vector, target: float) -> list[_Row]:
-        """What is in some chain whose weighted sum isn't above the target."""
+    def _reduced(
+        self,
+        rows: Sequence[_Row],
+        weights: Vector,
+        target: float,
+        besides: Sequence[Vector] | None = None,
+    ) -> list[_Row]:
+        """What is in some chain whose weighted sum isn't above the target.
+
+        Args:
+            besides: per stage, what any of those comes on top, [_, M].
+        """
         costs, found = self._costs(rows, weights), list[_Row]()
         behind = self._behind(rows, costs)
         ahead, room = self._nowhere(), target * _ROUNDING * _ROUNDING
         ahead[: self.links.kinds] = 0.0
-        for row, own, beyond in zip(rows, costs, behind[1:], strict=True):
+        for s, (row, own, beyond) in enumerate(zip(rows, costs, behind[1:], strict=True)):
             sums = ahead[row.begin] + own
             some = sums + beyond[row.end] <= room
+            for more in besides[s] if besides is not None else ():
+                some &= sums + beyond[row.end] + more @ row.values <= room
             # Of what leads nowhere, nothing is below an infinite period, either.
             some &= np.isfinite(sums) & np.isfinite(beyond[row.end])
             ahead = self._nowhere()

@@ -6,8 +6,9 @@ its layers between, and sends all that the next one takes. So no schedule of N m
 faster than
 
 - a device's work of all its stages, and its updates;
-- where the pipeline flushes, that behind the way of one micro-batch there and back on the path
-  before its first stage; or before any of its stages, with the work of those from there on;
+- where the pipeline flushes, the way of one micro-batch there and back, with all N of them where it
+  comes by a device, or a wire, from one time to another: until the first one has come there for the
+  first of these, and after the last one has for the last, nothing of that runs (`_crowded`);
 - a wire's messages, from each stage to the next one;
 - the round trips of micro-batches from a stage to the end and back, one after another as its
   schedule keeps so few at once: N / K of them, or 1 / L of one where L mini-batches are in flight.
@@ -21,8 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,11 +44,27 @@ from .carried import Carried
 from .cycles import stage_problem
 from .relaxation import Relaxation
 
-_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _SENT, _MESSAGES = range(8)
+_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _THERE, _BACK, _MESSAGES = range(9)
 """Measures of links. Of a stage on the path, a micro-batch's forward and backward; of any, all work
 in a period; bytes that are always there, of parameters, and of what each micro-batch keeps, about.
-Between two on the path, what a micro-batch's messages there and back take, and 1, for latencies.
-All on the fastest device or link."""
+Between two on the path, what a micro-batch's messages there take, and those back, and 1, for
+latencies. All on the fastest device or link."""
+
+
+class _Step(NamedTuple):
+    """A part of a micro-batch's way.
+
+    Attributes:
+        where: the device, or both ends of the wire.
+        factor: of the measure, which the stage has.
+        latency_s: besides.
+    """
+
+    where: tuple[int, ...]
+    stage: int
+    measure: int
+    factor: float
+    latency_s: float = 0.0
 
 
 def _over_wires(age: int) -> tuple[int, int]:
@@ -108,7 +126,8 @@ class Rows:
             stages.backward_s[which] * on_path,
             stages.busy_s[which],
             *(held[:, above] - held[:, stages.below[which]]),
-            np.where(linked, sent, 0.0),
+            np.where(linked, there, 0.0),
+            np.where(linked, sent - there, 0.0),
             linked,
             there * n,
             np.where(returns, sent - there, 0.0) * per_period,
@@ -183,19 +202,77 @@ class Rows:
     # Terms ---------------------------------------------------------------------------------------
 
     def _terms(self, devices: tuple[int, ...]) -> Iterator[Term]:
-        stages, n = len(devices), self._n
+        stages = len(devices)
         for d in dict.fromkeys(devices):
             mine = [s for s in range(stages) if devices[s] == d]
             yield self._sum(devices, {s: {_WORK: 1} for s in mine})
-            for at, first in enumerate(mine if self.variant.flushes else ()):
-                behind = {s: {_FORWARD: n, _BACKWARD: n} for s in mine[at:]}
-                yield self._sum(devices, behind, fills=first)
-                if self.variant.forwards_first and mine[-1] < stages - 1:
-                    last = mine[-1]
-                    yield self._sum(devices, behind, fills=first, trip=last, rounds=1)
+        if self.variant.flushes:
+            yield from self._crowded(devices)
         yield from self._wires(devices)
         if self.variant.order is None:
             yield from self._trips(devices)
+
+    def _crowded(self, devices: tuple[int, ...]) -> Iterator[Term]:
+        """Of each device and wire, all micro-batches in one stretch of the way after another."""
+        way, times = self._way(devices), dict[tuple[int, ...], list[int]]()
+        turns, measures = self._turns(way, devices).items(), len(self.links.values)
+        for at, step in enumerate(way):
+            times.setdefault(step.where, []).append(at)
+        found = {
+            where: [mine[i:j] for i in range(len(mine)) for j in range(i + 1, len(mine) + 1)]
+            for where, mine in times.items()
+        }
+        yield _on_way(measures, way)
+        for where, stretches in found.items():
+            for stretch in stretches:
+                yield _on_way(measures, way, dict.fromkeys(stretch, self._n))
+            for last, ahead in turns:
+                mirrored = len(way) - 1 - last
+                first = [dict.fromkeys(x, ahead) for x in stretches if x[-1] <= last]
+                then = [
+                    dict.fromkeys(x, self._n)
+                    for other in {where, where[::-1]}
+                    for x in found.get(other, ())
+                    if x[0] >= mirrored
+                ]
+                for each in product(first, then):
+                    yield _on_way(measures, way, *each, beyond=range(last + 1, mirrored))
+
+    def _turns(self, way: Sequence[_Step], devices: tuple[int, ...]) -> dict[int, int]:
+        """Steps of forwards of which so many, at the least, run before the first backward there;
+        the last such step, and the last of which all do."""
+        found, n, stages = dict[int, int](), self._n, len(devices)
+        forwards = [at for at, step in enumerate(way) if step.measure == _FORWARD]
+        if self.variant.forwards_first:
+            return {forwards[-1]: n}
+        if self.variant.schedule != "interleaved":
+            return {}
+        ahead = [0] * stages
+        for kinds, turns in interleaved(self._pipeline(devices)):
+            begun = set[int]()
+            for kind, s in zip(kinds, turns, strict=True):
+                begun |= {s} if kind == BACKWARDS else set()
+                ahead[s] += kind == FORWARDS and s not in begun
+        # A stage that isn't on the path is passed by; those before it have as many.
+        for at, count in zip(forwards, accumulate(ahead, min), strict=True):
+            if count == n:
+                found = {at: n}
+            last = at, count
+        return dict([*found.items(), last])
+
+    def _way(self, devices: tuple[int, ...]) -> list[_Step]:
+        """A micro-batch's, there and back."""
+        cluster, there, back = self.question.cluster, list[_Step](), list[_Step]()
+        for s, d in enumerate(devices):
+            if s and devices[s - 1] != d:
+                a, link = devices[s - 1], cluster.link(devices[s - 1], d)
+                slower = self._slower(a, d)
+                there.append(_Step((a, d), s - 1, _THERE, slower, link.latency_s))
+                back.append(_Step((d, a), s - 1, _BACK, slower, link.latency_s))
+            pace = 1 / cluster.devices[d].speed
+            there.append(_Step((d,), s, _FORWARD, pace))
+            back.append(_Step((d,), s, _BACKWARD, pace))
+        return [*there, *reversed(back)]
 
     def _trips(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Round trips of micro-batches; of mini-batches where those are the units."""
@@ -235,17 +312,13 @@ class Rows:
 
     def _kept(self, devices: tuple[int, ...]) -> list[int] | None:
         """Per stage, micro-batches that it has at once at the most; None: as many as there are."""
-        variant, stages, n = self.variant, len(devices), self._n
+        variant, stages = self.variant, len(devices)
         if variant.forwards_first or variant.schedule == "v-shaped":
             return None
         if variant.schedule != "interleaved":
             return [stages if variant.split_backward else stages - s for s in range(stages)]
-        numbers = {d: k for k, d in enumerate(dict.fromkeys(devices))}
-        zeros, placement = (0.0,) * stages, tuple(numbers[d] for d in devices)
-        limits = (1,) * stages
-        pipeline = Pipeline(variant, n, zeros, zeros, zeros, (), limits, placement=placement)
         kept, held = [1] * stages, [0] * stages
-        for kinds, turns in interleaved(pipeline):
+        for kinds, turns in interleaved(self._pipeline(devices)):
             for kind, s in zip(kinds, turns, strict=True):
                 held[s] += (kind == FORWARDS) - (kind == BACKWARDS)
                 kept[s] = max(kept[s], held[s])
@@ -253,6 +326,13 @@ class Rows:
             return kept
         # Where a stage isn't on the path, trips are those of the next one that is.
         return [*accumulate(reversed(kept), max)][::-1]
+
+    def _pipeline(self, devices: tuple[int, ...]) -> Pipeline:
+        """For schedules that no times decide."""
+        numbers = {d: k for k, d in enumerate(dict.fromkeys(devices))}
+        zeros, limits = (0.0,) * len(devices), (1,) * len(devices)
+        placement = tuple(numbers[d] for d in devices)
+        return Pipeline(self.variant, self._n, zeros, zeros, zeros, (), limits, placement=placement)
 
     def _wires(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Of each wire between two devices, in each direction."""
@@ -338,6 +418,24 @@ class Rows:
         for s, often in sent:
             a, b = devices[s : s + 2]
             if a != b:
-                within[s, _SENT] += often * self._slower(a, b)
+                within[s, [_THERE, _BACK]] += often * self._slower(a, b)
                 within[s, _MESSAGES] += 2 * often * cluster.link(a, b).latency_s
         return Term(within / over)
+
+
+def _on_way(
+    measures: int, way: Sequence[_Step], *stretches: Mapping[int, int], beyond: Sequence[int] = ()
+) -> Term:
+    """Of one micro-batch; of more in the steps of stretches, and none in what those have
+    between, nor beyond where it turns."""
+    stages = 1 + max(step.stage for step in way)
+    within, often = np.zeros((stages, measures)), [1] * len(way)
+    for at in beyond:
+        often[at] = 0
+    for stretch in stretches:
+        for at in range(min(stretch), max(stretch) + 1):
+            often[at] = stretch.get(at, 0)
+    for step, count in zip(way, often, strict=True):
+        within[step.stage, step.measure] += count * step.factor
+        within[step.stage, _MESSAGES] += step.latency_s * (count > 0)
+    return Term(within)

@@ -77,3 +77,27 @@ def test_a_tensor_that_passes_stages_keeps_their_wires_busy(devices, messages):
     # Four micro-batches of a sample each.
     assert found.bound_s >= 4 * messages * 10e-3 * 0.99
     assert found.bound_s < 4 * (messages + 1) * 10e-3
+
+
+def bound_of(system, times, devices):
+    """In ms, of four micro-batches of one sample, each layer a stage; no messages take time."""
+    layers = [(f"n{k}", 0, 1e-3 * f, 1e-3 * b, 0, []) for k, (f, b) in enumerate(times)]
+    ends = [*(f"n{k}" for k in range(1, len(times))), "output"]
+    edges = [(f"n{k}", end, f"t{k}", 8) for k, end in enumerate(ends)]
+    cluster = uniform_cluster(4, bandwidth="1000TB/s", latency="0s")
+    question = Question(profile_by_hand(layers, edges), cluster, system, 4, 1.0)
+    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+    return 1e3 * Rows(relaxation, lattice, 4).chains(devices).bound(1e-3, inf).bound_s
+
+
+def test_all_forwards_of_a_device_come_before_the_last_ones_way_back():
+    """4 · (5 + 5) of its forwards; then the last stage's forward and all backwards of one."""
+    times = [(5, 0.5), (1, 1), (5, 0.5), (1, 4)]
+    assert bound_of("pipedream-flush", times, (0, 1, 0, 2)) == pytest.approx(40 + 1 + 6, rel=2e-3)
+
+
+def test_where_forwards_come_first_a_device_runs_its_backwards_after_their_way_to_the_end():
+    """4 · (5 + 1) of its forwards, the last stage's two, 4 · (6 + 1) of its backwards."""
+    times = [(5, 1), (1, 1), (1, 6), (1, 4)]
+    assert bound_of("gpipe", times, (0, 1, 0, 2)) == pytest.approx(24 + 5 + 28, rel=2e-3)
