@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import shorten
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..tasks.hooks import describe_error
 from ..tracing.random_states import same_states, states
+from ..tracing.remembered import changes, mark, places_of
 
 _ATEN = torch.ops.aten
 _BY_MASK = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
@@ -97,22 +98,31 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def nothing_left_on_host(module: nn.Module) -> Iterator[None]:
+def nothing_left_on_host(
+    module: nn.Module, functions: Sequence[Callable[..., Any]] = ()
+) -> Iterator[None]:
     """Raises CannotCaptureError where what is run in the context leaves something on the host:
-    attributes of modules, other buffers, states of Python's or NumPy's random numbers."""
+    attributes of modules, other buffers, numbers in whatever these and `functions` can reach,
+    states of Python's or NumPy's random numbers."""
 
     def made() -> dict[tuple[int, str], object]:
         inside = {(id(m), n): value for m in modules for n, value in vars(m).items()}
         return {**inside, **{(id(m), n): b for m in modules for n, b in m._buffers.items()}}
 
+    def left() -> dict[str, Any]:
+        return {name: mark(value) for name, value in places_of(module, functions).items()}
+
     modules = list(module.modules())
-    before, drawn = made(), states()
+    before, left_before, drawn = made(), left(), states()
     yield
     after = made()
     changed = {key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)}
     if changed:
         names = ", ".join(sorted({name for _, name in changed}))
         raise CannotCaptureError(f"a forward gives its modules other attributes ({names})")
+    if found := changes(left_before, left()):
+        names = ", ".join(sorted(found))
+        raise CannotCaptureError(f"a forward or the loss counts or keeps something ({names})")
     if not same_states((drawn[0], *states()[1:]), drawn):
         raise CannotCaptureError("Python's or NumPy's random numbers are drawn")
 

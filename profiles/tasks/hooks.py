@@ -8,7 +8,7 @@ import math
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -187,6 +187,30 @@ def _check_reads(
         "In a pipeline other forwards come between, or none does: have forward return it, and "
         "take it from the output"
     )
+
+
+@contextmanager
+def task_unchanged(task: Task) -> Iterator[None]:
+    """Afterwards a task is what it was: its loss may count its calls, draw from a generator of its
+    own, or have a module with buffers."""
+    attributes = getattr(task, "__dict__", {})
+    before, around = dict(attributes), places_of(nn.Module(), [task.loss])
+    inside = kept_in({**attributes, **around})
+    own = {id(g): g for g in [*attributes.values(), *around.values()] if isinstance(g, GENERATORS)}
+    generators = [(g, state_of(g)) for g in own.values()]
+    modules = [value for value in attributes.values() if isinstance(value, nn.Module)]
+    try:
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(unchanged(module))
+            yield
+    finally:
+        for name in attributes.keys() - before.keys():
+            del attributes[name]
+        attributes.update(before)
+        for kept in inside.values():
+            kept.put_back()
+        set_own_states(generators)
 
 
 def _as_made(tensor: Tensor) -> Tensor:

@@ -285,7 +285,8 @@ def scope_of(function: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, type) and not _of_library(value):
-            named |= _in_class(value)
+            # What one of its objects has for itself is that object's.
+            named = {**_in_class(value), **named}
         elif is_users_object(value):
             named |= {f"{type(value).__name__}.{k}": v for k, v in vars_of(value).items()}
         else:

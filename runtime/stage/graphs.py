@@ -35,6 +35,7 @@ from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op
 from ...profiles.autograd.boundary import Inlet, storage_bytes
 from ...profiles.autograd.dropout import WithoutDropout
 from ...profiles.measuring import capture
+from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tasks.task import Loss
 from ...profiles.tracing.call import numbers_unchanged, unchanged
 from ...profiles.tracing.pieces import fill, take_apart
@@ -42,7 +43,7 @@ from ...profiles.units import format_bytes
 from ..prepare.data import MicroBatchPart
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
-from ..weights.stash import WeightVersions, memory_for
+from ..weights.stash import WeightVersions, let_go, memory_for
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs
 from .piece import Forwarded, piece_of
 
@@ -224,9 +225,12 @@ class Graphs:
     ) -> list[Slot]:
         module, modes = self.piece.module, nullcontext() if self._drops else WithoutDropout()
         leaves, self._structure = take_apart(target)
-        with modes, unchanged(module):
+        task = self.piece.task
+        hooks = [task.loss] if self.piece.has_result else []
+        with modes, unchanged(module), task_unchanged(task):
             self._fix_memory()
-            with numbers_unchanged(module), on.trying(), capture.nothing_left_on_host(module):
+            nothing_left = capture.nothing_left_on_host(module, hooks)
+            with numbers_unchanged(module), nothing_left, on.trying():
                 tried = self._try(values, leaves)
             every, wanted = [tried.like(on.pool()) for _ in range(slots)], self._numbers(tried)
             del tried
@@ -274,6 +278,7 @@ class Graphs:
     def leave(self, error: BaseException) -> None:
         """Have no graphs, for this reason."""
         self.why_not = capture.reason(error)
+        let_go(self._weights, self._forward_on or self._backward_on or ())
         self._forward_on = self._backward_on = None
         self._sums = []
 

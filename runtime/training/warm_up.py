@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...planner.schedules.schedules import make_schedule
+from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import decode, encode
 from ..prepare.devices import forward_context, put, random_kept
@@ -42,7 +43,7 @@ def warm_up(runner: StageRunner) -> None:
     there its message says at which operation."""
     stage = runner.stage
     # The user's model, on numbers that aren't the run's.
-    with random_kept(runner.device), suppress(Exception):
+    with random_kept(runner.device), suppress(Exception), task_unchanged(stage.piece.task):
         values, target = _example(runner)
         train_once(stage, values, target)
         evaluate_once(stage, values)

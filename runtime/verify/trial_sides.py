@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...profiles.autograd.boundary import Inlet
 from ...profiles.measuring.measure import TrialCase
+from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tasks.task import read_loss
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.pieces import Piece, cut, map_items
@@ -31,7 +32,7 @@ from ...profiles.tracing.random_states import (
     state_of,
     states,
 )
-from ...profiles.tracing.remembered import dense, kept_in, places_of
+from ...profiles.tracing.remembered import dense
 from ..prepare.devices import forward_context
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
@@ -118,7 +119,7 @@ def put_back(case: TrialCase) -> Iterator[None]:
     for p in parameters:
         p.grad = None
     try:
-        with unchanged(case.model), _task_unchanged(case), torch.enable_grad():
+        with unchanged(case.model), task_unchanged(case.task), torch.enable_grad():
             yield
     finally:
         with torch.no_grad():
@@ -127,26 +128,6 @@ def put_back(case: TrialCase) -> Iterator[None]:
                 if not torch.equal(data, value):
                     data.copy_(value)
                 p.grad = gradient
-
-
-@contextmanager
-def _task_unchanged(case: TrialCase) -> Iterator[None]:
-    """A loss may count its calls, or have a module with buffers."""
-    attributes = getattr(case.task, "__dict__", {})
-    before = dict(attributes)
-    inside = kept_in({**attributes, **places_of(nn.Module(), [case.task.loss])})
-    modules = [value for value in attributes.values() if isinstance(value, nn.Module)]
-    try:
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(unchanged(module))
-            yield
-    finally:
-        for name in attributes.keys() - before.keys():
-            del attributes[name]
-        attributes.update(before)
-        for kept in inside.values():
-            kept.put_back()
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -383,6 +383,13 @@ def memory_for(versions: WeightVersions) -> list[Tensor]:
     return made
 
 
+def let_go(versions: WeightVersions, made: Sequence[Tensor]) -> None:
+    """Nothing runs on such tensors any more: their memory may become another tensor's."""
+    for owner in (versions, *(other for _, other in versions._joined)):
+        for tensor in made:
+            owner._index.pop(storage_key(tensor), None)
+
+
 def keep_needed(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> None:
     """An update is about to overwrite the latest weights: copy them, where they are needed.
 

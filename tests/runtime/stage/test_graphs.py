@@ -27,7 +27,7 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.graphs import most_in_flight
+from timeprest.runtime.stage.graphs import Graphs, most_in_flight
 
 _profiles = {}
 
@@ -229,6 +229,16 @@ class Looks(OddTask):
     how = "looks"
 
 
+class Annealed(MLPTask):
+    """Its loss counts."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        return super().loss(output, target) * (1 + 1 / self.calls)
+
+
 class Compiled(MLPTask):
     """A layer is compiled; what is captured would be what it computes without."""
 
@@ -253,6 +263,7 @@ class Hooks(MLPTask):
         ("Masks", "as a mask says"),
         ("Draws", "Python's or NumPy's random numbers"),
         ("Looks", "_local_scalar_dense"),
+        ("Annealed", "a forward or the loss counts or keeps something (Annealed.calls)"),
         ("Hooks", "have hooks"),
         ("Compiled", "compiled parts"),
     ],
@@ -276,6 +287,12 @@ def test_what_a_forward_leaves_on_the_host_cant_be_replayed():
         capture.nothing_left_on_host(module),
     ):
         module[0].calls = 1
+    module[0].seen = {"calls": [1]}
+    with (
+        pytest.raises(capture.CannotCaptureError, match=r"counts or keeps something \(0\.seen\)"),
+        capture.nothing_left_on_host(module),
+    ):
+        module[0].seen["calls"].append(2)
     with (
         pytest.raises(capture.CannotCaptureError, match="running_mean"),
         capture.nothing_left_on_host(module),
@@ -294,6 +311,30 @@ def test_a_capture_that_fails_leaves_a_run_as_it_was(at, tmp_path, graphs, monke
     (line,) = check_same(plan, RunSettings(task=task, steps=4), tmp_path)
     assert "nothing is captured" in line
     assert "operation not permitted when stream is capturing" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("TiedV", {"placement": (0, 1, 1, 0)}), ("MLPTask", {})]
+)
+def test_memory_that_was_for_weights_may_become_other_tensors(
+    name, options, tmp_path, graphs, monkeypatch
+):
+    """What autograd saves is told by it to be weights."""
+    known, leave = [], Graphs.leave
+
+    def noted(self, error):
+        leave(self, error)
+        owners = [self._weights, *(other for _, other in self._weights._joined)]
+        known.extend(len(own._index) - len(own.parameters) for own in owners)
+
+    task = f"{TASKS / 'mlp_task.py'}:{name}"
+    plan = plan_by_hand(profile_of(task), "timeprest", 4, 4, **options)
+    monkeypatch.setattr(RecordedGraphs, "free", 0)
+    monkeypatch.setattr(Graphs, "leave", noted)
+    lines = check_same(plan, RunSettings(task=task, steps=4), tmp_path)
+    assert all("nothing is captured" in line for line in lines), lines
+    assert len(known) >= 4
+    assert not any(known)
 
 
 def test_graphs_leave_what_comes_later_its_memory(tmp_path, graphs, monkeypatch):

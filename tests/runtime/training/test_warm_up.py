@@ -69,6 +69,8 @@ def test_losses_are_the_same_to_the_last_bit(
 @pytest.mark.parametrize(
     ("name", "options", "chosen"),
     [
+        # A loss that counts its calls.
+        (TESTS / "runtime/stage/test_graphs.py:Annealed", {}, {}),
         ("checkpoint_tasks.py:ShakenTask", {"recompute": (True, True)}, {}),
         ("checkpoint_tasks.py:ShakenTask", {}, {"lr_schedule": "cosine", "autocast": "bfloat16"}),
         ("batch_norm_tasks.py:Traced", {}, {}),
