@@ -164,6 +164,13 @@ def page(found: list[Judged], drawn: Halves) -> str:
         "([gpu.md](gpu.md)); there periods were of workers that shared a card, which plans don't "
         "reckon with.",
         own(list(raced())),
+        "One plan's rounds differ by more than most of these errors: of two rounds of `timeprest` "
+        "on another machine, 158 and 177 ms for 158 planned (vgg11), 238 and 260 for 233 (lstm), "
+        "206 and 200 for 197 (gpt), 281 and 271 for 275 (resnet50); peaks were 0 to 1.9 % too "
+        "high. [The demo](first_steps.md#the-demo)'s mini-batch takes a few milliseconds, and what "
+        "wakes its workers up shows. By their processor time, on a busy machine, a profile and its "
+        "two runs said 11.4 ms planned, 11.3 and 12.1 taken, and another 11.7, 12.0 and 11.6: what "
+        "Python takes is in the plan, and the rest of its error is waiting.",
     ]
     return "\n\n".join(around(head, [part for part in parts if part])) + "\n"
 
