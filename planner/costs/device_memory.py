@@ -8,6 +8,7 @@ does so when the backwards of all of them are done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import msgspec
 
@@ -175,28 +176,27 @@ def device_peaks(
     """
     needs = {**needs, **ties.needs}
     between = {s: walk.between() for s, walk in walks.items()} | ties.between()
-    known: dict[tuple[int, Moment], int] = {}
-
-    def total(s: int, moment: Moment) -> int:
-        if (s, moment) not in known:
-            known[s, moment] = needs[s].total(moment)
-        return known[s, moment]
-
-    held = sum(total(s, moment) for s, moment in between.items())
+    # There are few different moments, and many operations.
+    total = {s: cache(nbytes.total) for s, nbytes in needs.items()}
+    held = sum(total[s](moment) for s, moment in between.items())
     most = [-1, -1]
     moments = [between, between]
     for s, op in ops:
-        meanwhile = walks[s].step(op)
-        of_ties, after = ties.step(s, op)
-        held -= total(s, between[s]) + sum(total(k, between[k]) for k in of_ties)
-        now = held + total(s, meanwhile) + sum(total(k, m) for k, m in of_ties.items())
-        unseen = needs[s].working(meanwhile.kind)
-        for k, nbytes in enumerate((now, now - unseen)):
-            if nbytes > most[k]:
-                most[k], moments[k] = nbytes, {**between, s: meanwhile, **of_ties}
+        found, after = ties.step(s, op) if ties.walks else ({}, {})
+        found[s] = walks[s].step(op)
         after[s] = walks[s].between()
+        for k in after:
+            held -= total[k](between[k])
+        now = held
+        for k, moment in found.items():
+            now += total[k](moment)
+        if now > most[0]:
+            most[0], moments[0] = now, {**between, **found}
+        if now > most[1] and (seen := now - needs[s].working(found[s].kind)) > most[1]:
+            most[1], moments[1] = seen, {**between, **found}
         between |= after
-        held += sum(total(k, moment) for k, moment in after.items())
+        for k, moment in after.items():
+            held += total[k](moment)
     whole, accounted = (
         together(needs[s].by_kind(moment) for s, moment in found.items()) for found in moments
     )
