@@ -41,7 +41,10 @@ demo: $(READY)
 	$(BIN)/tp-plan show $(DEMO)/plan.json
 	$(BIN)/tp-run $(DEMO)/plan.json --epochs 12 --run-dir $(DEMO)/run
 
-test: check tests
+# What needs one core goes on beside what needs another.
+test:
+	$(MAKE) -j 3 check $(VENV)/.collected browser
+	$(MAKE) tests
 
 check: lint types
 
@@ -57,6 +60,10 @@ types: $(READY)
 # What needs neither processes nor a browser, and doesn't take long: for every change.
 quick: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q -m "not processes and not browser and not slow"
+
+# In a new environment one process compiles what tests load, and not each of several the same.
+$(VENV)/.collected: $(READY)
+	-@$(BIN)/pytest --collect-only -q > $@
 
 tests: $(READY) browser
 	$(BIN)/pytest -n 3 --dist worksteal
