@@ -33,8 +33,8 @@ def seed_all(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, which looks for 6 ms from where it is called, to say so of cards that
-    aren't there."""
+    """As `torch.manual_seed`, which formats the stack for every kind of card that is not there, to
+    say some day where it was."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:
