@@ -60,7 +60,9 @@ def run_by(plan: Plan, name: Engine, receive_bytes_per_s: float = inf) -> Plan:
     )
     if ours.loading_s is not msgspec.UNSET:
         predicted = predicted.loading(ours.loading_s)
-    return changed(plan, engine=name, predicted=predicted, to_target=msgspec.UNSET)
+    # Another plan was faster with tp-run.
+    solver = changed(plan.solver, fastest=msgspec.UNSET)
+    return changed(plan, engine=name, predicted=predicted, to_target=msgspec.UNSET, solver=solver)
 
 
 def beyond_memory(plan: Plan) -> tuple[int, int] | None:

@@ -110,7 +110,7 @@ def verdict(plan: Plan) -> Table:
 def _given(plan: Plan) -> list[tuple[str, str]]:
     """What a plan gives away of the shortest period, and for what; nothing where it is as fast."""
     fastest, shortest_s = plan.solver.fastest, plan.solver.objective_s
-    if fastest is msgspec.UNSET or not shortest_s or plan.engine is not msgspec.UNSET:
+    if fastest is msgspec.UNSET or not shortest_s:
         return []
     lost = plan.predicted.period_s / shortest_s - 1
     difference = plan.predicted.version_difference

@@ -16,11 +16,12 @@ from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plans_report, script_text
 from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
 from timeprest.planner.cluster.headroom import Headroom
+from timeprest.planner.engine_runs import run_by
 from timeprest.planner.plan import FastestPlan, read_plan
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
-from timeprest.profiles.units import format_seconds
+from timeprest.profiles.units import format_bytes, format_seconds
 
 pytestmark = pytest.mark.browser
 
@@ -151,6 +152,22 @@ def test_what_is_kept_free_and_what_was_given_away_are_shown(browser, plan, tmp_
     given = f"0.6 % of the period for a version difference of {plan.predicted.version_difference}"
     told = page.locator("#solver").inner_text()
     assert f"{given} instead of 9" in " ".join(told.split())
+    assert watched.complaints == []
+    watched.page.context.close()
+
+
+def test_another_engines_run_has_its_memory_and_order(browser, tmp_path):
+    there = run_by(made("pipedream-flush"), "deepspeed")
+    plans_report({"p": there}, str(tmp_path / "p.html"))
+    watched = Watched(browser.new_page())
+    page = watched.open(tmp_path / "p.html")
+    kept = format_bytes(there.predicted.stages[0].memory.engine_bytes)
+    titles = page.eval_on_selector_all("#bytes .bar .part", "all => all.map((one) => one.title)")
+    assert titles.count(f"engine's own: {kept}") == S
+    assert "engine's own" in page.locator("#bytes .legend").inner_text()
+    assert "pipedream-flush in DeepSpeed" in page.title()
+    assert "deepspeed" in page.locator("#provenance").inner_text()
+    assert "with tp-run" in page.locator("#solver").inner_text()
     assert watched.complaints == []
     watched.page.context.close()
 

@@ -61,7 +61,7 @@
             `${name}${limit ? `, ${TP.percent(held.memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}${free ? `, ${TP.bytes(free)} kept free` : ""}`),
           tile("staleness", stage(stalest, "version_difference", (d) => TP.counted(d, "update", "updates")),
             `stage ${stalest}, at most${predicted.sequence_distance ? `; v = ${predicted.sequence_distance}` : ""}`),
-          solver.optimal ? tile("solver", "optimal", "proven")
+          solver.optimal ? tile("solver", "optimal", plan.engine ? "with tp-run" : "proven")
             : solver.bound_s > 0 ? tile("solver", TP.figure("solver.gap", solver.gap, `gap ${TP.percent(solver.gap)}`), "to the lower bound")
               : tile("solver", solver.method, "no lower bound")));
     },
@@ -150,7 +150,7 @@
       const number = (key, text) => TP.figure(`solver.${key}`, solver[key], text(solver[key]));
       host.append(facts([
         ["method", solver.method],
-        ["verdict", proof(solver)],
+        ["verdict", `${plan.engine ? "with tp-run " : ""}${proof(solver)}`],
         ["objective", number("objective_s", TP.seconds)],
         ...(solver.fastest ? [["given away", `${TP.percent(plan.predicted.period_s / solver.objective_s - 1)} of the period for ${{
           staleness: `a version difference of ${Math.max(...plan.predicted.stages.map((stage) => stage.version_difference))} instead of ${solver.fastest.version_difference}`,
@@ -199,6 +199,7 @@
         ["network", networkText(cluster.network)],
         cluster.between_machines ? ["between machines", networkText(cluster.between_machines)] : null,
         ["optimizer state", `${TP.number(plan.optimizer_state_factor)} × the parameters' bytes`],
+        plan.engine ? ["as run by", plan.engine] : null,
         plan.update_every > 1 ? ["updates", `every ${plan.update_every} mini-batches`] : null,
         plan.tied === "split" ? ["shared parameters", "may be on several stages"] : null,
         ["format", plan.format],
