@@ -150,8 +150,14 @@ class Graphs:
         self.why_not = why_not(prepared, s) if self.on else ""
         self.nbytes = self.sums_bytes = 0
         planned = prepared.plan.predicted.device_of(s).memory
+        # Micro-batches that are filled up run beside the graphs, with activations of their own.
+        padded = prepared.settings.ragged == "pad"
         self._to_come_bytes = (
-            planned.optimizer_bytes + planned.versions_bytes + planned.boundary_bytes
+            planned.optimizer_bytes
+            + planned.versions_bytes
+            + planned.boundary_bytes
+            + planned.workspace_bytes
+            + (planned.activations_bytes if padded else 0)
         )
         self._weights, self._variant = weights, prepared.pipeline.variant
         self._first, self._drops = s == 0, prepared.settings.dropout
@@ -205,16 +211,10 @@ class Graphs:
             self.leave(error)
         for p in self._weights.every:
             p.grad = None
-        held, free = on.held_bytes() - before, on.free_bytes()
-        if every and free < self._to_come_bytes:
+        held = on.held_bytes() - before
+        if every and (refusal := _too_much(on, held, self._to_come_bytes)):
             every.clear()
-            left, wanted = format_bytes(free), format_bytes(self._to_come_bytes)
-            self.leave(
-                capture.CannotCaptureError(
-                    f"with graphs of {format_bytes(held)} the device would have {left} left, and "
-                    f"optimizer state, versions and messages are to take {wanted}"
-                )
-            )
+            self.leave(refusal)
             held = on.held_bytes() - before
         self._free, self._slots = every, len(every)
         self.sums_bytes = sum(map(storage_bytes, self._sums))
@@ -236,9 +236,15 @@ class Graphs:
             del tried
             # All forwards first: what a later one changes is refused by an earlier one's backward,
             # as it would be without graphs.
-            for slot in every:
+            before = on.held_bytes()
+            for k, slot in enumerate(every):
                 with on.of(slot.pool) as slot.graphs[FORWARD]:
                     self._run(slot)
+                # Rather than find out in a capture, whose memory torch may keep for good.
+                if k == 0:
+                    one = on.held_bytes() - before
+                    if refusal := _too_much(on, one, self._to_come_bytes, slots):
+                        raise refusal
             for slot in every:
                 self._capture_backward(on, slot)
             # A first replay loads a graph, which may wait for all that the device has: no message
@@ -548,6 +554,25 @@ def most_in_flight(ops: Iterable[Op], micro_batches: Callable[[Op], Sequence[int
         now += len(micro_batches(op)) * ((op.kind == FORWARD) - (op.kind == last))
         most = max(most, now)
     return most
+
+
+def _too_much(
+    on: capture.Capture, held: int, to_come: int, times: int = 1
+) -> capture.CannotCaptureError | None:
+    """What there is to say where a device hasn't the memory for graphs and what comes later.
+
+    Args:
+        held: by graphs that there are.
+        times: so much is going to be held in all.
+    """
+    left = on.free_bytes() - (times - 1) * held
+    if left >= to_come:
+        return None
+    return capture.CannotCaptureError(
+        f"with graphs of {format_bytes(times * held)} the device would have "
+        f"{format_bytes(max(left, 0))} left, and optimizer state, versions, messages and the like "
+        f"are to take {format_bytes(to_come)}"
+    )
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -163,12 +163,13 @@ def out_of_memory(
         parts.append(_of_gpu(device))
     parts.append(f"its plan has {format_bytes(planned.memory_bytes)} at most{of}")
     more = "have more micro-batches, or recompute activations (--recompute)"
+    without = "run with --graphs off, as no plan counts what CUDA graphs hold"
     if sum(held) > _MORE * planned.accounted_memory.total:
-        parts.append(
-            "it held more than planned: profile again, on this device and with its largest samples"
-        )
+        again = "profile again, on this device and with its largest samples"
+        mend = f"{without}; or {again}" if device.type == "cuda" else again
+        parts.append(f"it held more than planned: {mend}")
     elif device.type == "cuda":
-        parts.append(f"plan with a --memory that leaves more room, {more}")
+        parts.append(f"plan with a --memory that leaves more room, {more}; or {without}")
     else:
         parts.append(f"plan with a --memory that this machine has for each of its workers, {more}")
     return "; ".join(parts)

@@ -131,7 +131,7 @@ class RecordedGraphs(capture.Capture):
         return sum(memory.numel() for graph in graphs for memory in graph.made.values())
 
     def free_bytes(self):
-        return self.free
+        return self.free - self.held_bytes()
 
     @contextmanager
     def of(self, pool):

@@ -343,14 +343,28 @@ def test_graphs_leave_what_comes_later_its_memory(tmp_path, graphs, monkeypatch)
     plan = plan_by_hand(profile_of(task), "timeprest", 1, 4)
     planned = plan.predicted.device_of(0).memory
     later = planned.optimizer_bytes + planned.versions_bytes + planned.boundary_bytes
+    later += planned.workspace_bytes
     assert planned.optimizer_bytes
-    for free, said in (
-        (later, "all passes are replayed"),
-        (later - 1, "nothing is captured: with"),
+    # The profile's are let go.
+    RecordedGraphs.pools = ()
+    check_same(plan, RunSettings(task=task, steps=4), tmp_path / "held")
+    held = RecordedGraphs(torch.device("cpu")).held_bytes()
+    for free, ragged, said in (
+        (later, "drop", "all passes are replayed"),
+        (later - 1, "drop", "nothing is captured: with graphs of"),
+        # Some micro-batches run beside them.
+        (later + planned.activations_bytes, "pad", "all passes are replayed"),
+        (later + planned.activations_bytes - 1, "pad", "nothing is captured: with graphs of"),
+        # Of four forwards there is room for none.
+        (later - held, "drop", "nothing is captured: with graphs of"),
     ):
-        monkeypatch.setattr(RecordedGraphs, "free", free)
-        (line,) = check_same(plan, RunSettings(task=task, steps=4), tmp_path / said[:3])
-        assert line.startswith(said)
+        monkeypatch.setattr(RecordedGraphs, "free", held + free)
+        RecordedGraphs.pools, RecordedGraphs.captured = (), 0
+        settings = RunSettings(task=task, steps=4, ragged=ragged)
+        (line,) = check_same(plan, settings, tmp_path / f"{ragged} {free}")
+        assert line.startswith(said), (line, free)
+    # It is seen when there is one.
+    assert RecordedGraphs.captured == 1
 
 
 @pytest.mark.parametrize("model", ["dropout-batch-norm", "resnet"])
