@@ -600,7 +600,9 @@ def _is_other(found: Tensor, wanted: Tensor, noise: float) -> bool:
     there = torch.isfinite(wanted)
     if not torch.equal(torch.isfinite(found), there):
         return True
-    return bool(_rms(found[there] - wanted[there]) > _ALIKE * _rms(wanted[there]) + noise)
+    gone = ~there
+    apart, size = (_rms(t.masked_fill(gone, 0)) for t in (found - wanted, wanted))
+    return bool(apart > _ALIKE * size + noise)
 
 
 def _put_weights(
