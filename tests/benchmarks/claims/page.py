@@ -12,9 +12,10 @@ from statistics import median
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_bytes
 from timeprest.profiles.units import format_bytes, format_seconds
+from timeprest.runtime.study.figures.curves import points_of, samples_to, smoothed, value_at
 from timeprest.runtime.study.figures.results import results_of
 from timeprest.runtime.study.figures.spread import spread_of
-from timeprest.runtime.study.figures.study import PLAIN, StudiedPlan, read_study
+from timeprest.runtime.study.figures.study import PLAIN, Curve, StudiedPlan, read_study
 
 from ..shared import around, markdown
 from .claims import CLAIMS, LEVELS, FoundCell, Outcome, Verdict, shown
@@ -50,7 +51,7 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     found = found_cells(studies, effort)
     parts = [_missing(found)]
     if found:
-        parts += [*_claims(found), *_staleness(found), *_mini_batches(found)]
+        parts += [*_claims(found), *_staleness(found), *_mini_batches(found), *_at_one_rate(found)]
         parts += [*_choices(found), *_recommendations(found), *_bandwidths(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
@@ -362,6 +363,46 @@ def _mini_batches(found: Sequence[FoundCell]) -> list[str]:
         "that of `timeprest` (mini-batches of M, the papers' limits) over its own.",
         markdown([*head, "`timeprest` over that"], rows),
     ]
+
+
+_ONE_RATE = ("timeprest", "timeprest-stashed", "v-timeprest", "pipedream")
+
+
+def _at_one_rate(found: Sequence[FoundCell]) -> list[str]:
+    """Trials of two stages at the rates that plain training tried, too."""
+    rows = []
+    for each in found:
+        arms = {arm.name: arm for arm in each.study.arms}
+        if each.cell.devices > FEWEST or not arms.keys() >= {*_ONE_RATE}:
+            continue
+        half = each.study.question.steps // 2
+        at_rates = [{c.rate: c for c in arms[n].curves if not c.seed} for n in (PLAIN, *_ONE_RATE)]
+        for rate in sorted(at_rates[0]):
+            curves = [of.get(rate) for of in at_rates]
+            if all(curves[1:]):
+                told = [_over_plain(curve, curves[0], half) for curve in curves[1:]]
+                rows.append([_short_name(each.cell), f"{rate:g}", *told])
+    if not rows:
+        return []
+    return [
+        "## In mid-training, all at one rate",
+        "The reproduction's finding is of one rate for all, and its systems are ahead in "
+        "mid-training alone. So: samples to the loss that plain training has half-way at the same "
+        "rate, over plain training's, in the trials of each rate (two stages, one seed); – is not "
+        "reached.",
+        markdown(["", "rate", *(f"`{name}`" for name in _ONE_RATE)], rows),
+    ]
+
+
+def _over_plain(curve: Curve | None, plain: Curve | None, mini_batches: int) -> str:
+    assert curve is not None
+    assert plain is not None
+    own, its = (smoothed(points_of(each, "loss", 1)) for each in (curve, plain))
+    level = value_at(its, mini_batches)
+    if level is None:
+        return "–"
+    samples, of_plain = (samples_to(each, level, rises=False) for each in (own, its))
+    return f"{samples / of_plain:.2f}" if samples and of_plain else "–"
 
 
 def _times(time_s: float | None, own_s: float | None) -> str:
