@@ -42,7 +42,7 @@ CELLS = (
 )
 MINI_BATCH, STEPS = 64, 240
 LONGEST = 6.0
-"""Of the short study, times its steps."""
+"""Times the steps: what may be the soonest by its period trains for so long."""
 TASKS = {
     "regression": OptimizerChoice(name="sgd", lr=0.1, momentum=0.9),
     "letters": OptimizerChoice(name="adam", lr=0.005),
@@ -165,7 +165,7 @@ def outcome(cell: Cell) -> Outcome:
     candidates = cell.plans(cell.delays)
     if not any(_same(chosen, plan) for plan in candidates):
         candidates.append(chosen)
-    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json")
+    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json", LONGEST)
     times = [_time(found) for found in full.plans]
     best = min(range(len(times)), key=times.__getitem__)
     mine = next(k for k, plan in enumerate(candidates) if _same(plan, chosen))
