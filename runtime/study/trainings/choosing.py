@@ -221,7 +221,7 @@ class Choosing:
         if found is None:
             return False
         arm, length = found
-        effort = _effort(asked, arm.rate, _few(asked), 1, length)
+        effort = _effort(asked, arm.rate, _few(asked), asked.confirm, length)
         if self._spent + _cost(asked, effort) > self._budget + 1e-9:
             self.notes.append(f"the budget is over; {arm.name} may be the best, too")
             return False

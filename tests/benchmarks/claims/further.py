@@ -377,6 +377,5 @@ FURTHER = (
     Further("normed", 8, "i-timeprest", 8, (0.0125,), 1000),
     Further("normed", 8, "v-timeprest", 8, (0.07071,), 600),
     Further("normed", 8, "timeprest", 8, (0.05,), 600, UNIT),
-    Further("normed", 8, "timeprest", 3, (0.0125, 0.025), 1000, "N = 3"),
 )
 """Beside the studies."""

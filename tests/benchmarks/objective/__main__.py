@@ -112,11 +112,12 @@ class Cell:
         steps: int,
         seeds: int,
         path: Path,
-        longest: float | None = None,
+        confirm: int,
     ) -> tuple[StudyResults, int]:
-        """Train by plans; and for how many mini-batches in all."""
+        """Train by plans, of whose 3 rates `confirm` train with all seeds; and for how many
+        mini-batches in all."""
         settings = RunSettings(task=self.target, steps=steps, optimizer=TASKS[self.task])
-        choices = StudyChoices(seeds=seeds, tune=3, confirm=1, eval_every=0, longest=longest)
+        choices = StudyChoices(seeds=seeds, tune=3, confirm=confirm, eval_every=0, longest=LONGEST)
         files = [f"{plan.variant}.json" for plan in plans]
         due = prospect(plans, files, settings, choices)
         kept = self.work / f"{self.task}.trainings"
@@ -157,7 +158,7 @@ def outcome(cell: Cell) -> Outcome:
     name = f"{cell.task}-{cell.stages}"
     short = cell.work / f"{name}-short.json"
     ends = cell.plans((1, cell.stages - 1))
-    _, trained_short = cell.study(ends, STEPS // 10, 3, short, LONGEST)
+    _, trained_short = cell.study(ends, STEPS // 10, 3, short, 1)
     planning = cell.request(SYSTEMS, study=str(short), micro_batches=None).read()
     judged = StudyJudge(planning, str(short)).plans(planning, {s: s for s in SYSTEMS}, None).judged
     assert judged is not None
@@ -165,7 +166,7 @@ def outcome(cell: Cell) -> Outcome:
     candidates = cell.plans(cell.delays)
     if not any(_same(chosen, plan) for plan in candidates):
         candidates.append(chosen)
-    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json", LONGEST)
+    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json", 2)
     times = [_time(found) for found in full.plans]
     best = min(range(len(times)), key=times.__getitem__)
     mine = next(k for k, plan in enumerate(candidates) if _same(plan, chosen))

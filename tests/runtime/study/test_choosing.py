@@ -297,7 +297,7 @@ FAST = [
 needs too many."""
 
 
-@pytest.mark.parametrize("budget", [None, Budget(trainings=90)])
+@pytest.mark.parametrize("budget", [None, Budget(trainings=140)])
 def test_what_is_late_but_fast_trains_until_it_is_decided(budget):
     longest = {"longest": 20.0} if budget is None else {}
     made, found, spent, _ = conducted(FAST, budget, **longest)
