@@ -358,7 +358,6 @@ FURTHER = (
     Further("plain", 8, "timeprest", 8, (0.01,), 600, UNIT),
     Further("characters", 2, "timeprest", 4, (0.002828,), 600, UNIT),
     Further("characters", 4, "timeprest", 4, (0.002828,), 600, UNIT),
-    Further("characters", 4, "pipedream", 1, (0.002, 0.001, 0.0005), 600, PARTS),
     Further("characters", 8, _LATE, 1, (0.001414,), 1200),
     Further("characters", 8, UNIFORM, 1, (0.001414,), 1200),
     Further("characters", 8, "i-timeprest", 1, (0.001414,), 1200),

@@ -51,13 +51,19 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     found = found_cells(studies, effort)
     parts = [_missing(found)]
     if found:
-        parts += [*_claims(found), *_staleness(found), *_mini_batches(found), *_at_one_rate(found)]
+        parts += [*_claims(found), *_staleness(found)]
         parts += [*_choices(found), *_recommendations(found), *_bandwidths(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
         links = [
             f"[{each[0].cell.task.title}]({folder.name}/{n}.md)" for n, each in by_task.items()
         ]
+        if settings := [*_mini_batches(found), *_at_one_rate(found)]:
+            head = f"# Mini-batches of M / N, and one rate for all\n\nOf [claims](../{page.name})."
+            _write(folder / "settings.md", [head, *settings])
+            links.append(
+                f"[mini-batches of M / N, and one rate for all]({folder.name}/settings.md)"
+            )
         parts.append(f"## Every system's figures\n\n{', '.join(links)}.")
         for name, cells_of_task in by_task.items():
             texts = [f"# {cells_of_task[0].cell.task.title}", f"Of [claims](../{page.name})."]

@@ -166,7 +166,7 @@ def outcome(cell: Cell) -> Outcome:
     candidates = cell.plans(cell.delays)
     if not any(_same(chosen, plan) for plan in candidates):
         candidates.append(chosen)
-    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json", 2)
+    full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json", 3)
     times = [_time(found) for found in full.plans]
     best = min(range(len(times)), key=times.__getitem__)
     mine = next(k for k, plan in enumerate(candidates) if _same(plan, chosen))
