@@ -10,7 +10,7 @@
 # make accuracy  hold predictions against measured runs for docs/accuracy.md (a minute; SAILOR=folder has others' runs)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that, on 2 and 4 devices; some 7 minutes
-# make bench-objective  whether planning by a study of a tenth finds the soonest plan, for docs/objective.md (three quarters of an hour)
+# make bench-objective  whether planning by a study of a tenth finds the soonest plan, for docs/objective.md (hours)
 # make bench-battery    hold everyday plans against a hill climb for docs/planner_battery.md (hours)
 # make bench-freedom    hold questions against freer ones, whose plans may be no slower (half an hour)
 # make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)

@@ -334,3 +334,24 @@ def test_a_longer_training_is_the_same_however_it_was_stopped():
         again[due[-1]] = curve_of(FAST)(due[-1])
     assert made.study() == found
     assert set(again) == set(known)
+
+
+def drawn_by_period(seed):
+    """The shorter a period, the more mini-batches, but not in proportion."""
+    drawn = random.Random(seed)
+    found = [System(1.0, 0.1 * math.exp(drawn.uniform(-1, 1)), 1.0)]
+    for _ in range(8):
+        period = math.exp(drawn.uniform(math.log(0.15), 0))
+        slow = math.exp(drawn.uniform(0.1, 1.0)) * period ** -drawn.uniform(0.2, 1.2)
+        found.append(System(slow, found[0].rate * math.exp(drawn.uniform(-1, 0.3)), period))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_soonest_plan_is_found_by_its_period(seed):
+    systems = drawn_by_period(seed)
+    _, found, _, _ = conducted(systems, tune=3, confirm=1, longest=6.0)
+    told = results_of(found).recommendation.plan
+    times = {f"s{k}": system.slow * system.period for k, system in enumerate(systems)}
+    times[PLAIN] = times.pop("s0")
+    assert times[told] <= 1.05 * min(times.values())
