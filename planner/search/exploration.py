@@ -29,7 +29,7 @@ from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
-from .local_search.improve import LocalSearch, improve, improve_others, start
+from .local_search.improve import LocalSearch, climb_on, improve, improve_others, start
 from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, shown
 
@@ -74,11 +74,14 @@ flight are worth their time."""
 _FEW_TRIES, _TRIES = 6, 40
 """Times that a plan is improved from elsewhere without gain: before the proof, and after it."""
 
+_CLIMBS = 100
+"""The same of climbs from anywhere, in the end, for which there is as much effort again."""
+
 
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
     search.forget_bounds()
-    budget, cycles = search.budget, CycleSearch(search)
+    budget, cycles, effort = search.budget, CycleSearch(search), search.budget.effort
     local = LocalSearch(search, moves_devices=search.any_sequence)
     try:
         _first_plans(search, local, cycles)
@@ -113,6 +116,11 @@ def run(search: SearchState) -> str | None:
         stopped = str(why)
     else:
         stopped = stopped if budget.is_late else "effort"
+    try:
+        with budget.on_top(effort):
+            climb_on(search, local, _CLIMBS, search.branches)
+    except OutOfBudget as why:
+        stopped = str(why)
     return stopped if search.bound_s * SAME < search.period_s else None
 
 

@@ -33,7 +33,7 @@ from ..partition.solve import source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
-from .local_search.improve import LocalSearch, fastest_first, improve, starts_with
+from .local_search.improve import LocalSearch, climb_on, fastest_first, improve, starts_with
 from .local_search.standing import Standing
 from .placed_bounds import PlacedBounds
 from .relaxed.relaxation import Relaxation
@@ -81,6 +81,9 @@ _MOST_STEPS = 20_000
 
 _TRIES = 40
 """Times that a plan is improved from elsewhere without gain."""
+
+_CLIMBS = 100
+"""The same of climbs from anywhere, in the end, for which there is as much effort again."""
 
 
 def placed_branches(
@@ -288,6 +291,7 @@ class PlacedSearch:
     def look_at(self, branches: Sequence[PlacedBranch]) -> None:
         """Look for the best plan of these branches alone. Raises as `run`."""
         search, budget = self.search, self.search.budget
+        effort = budget.effort
         self._enter(branches)
         self._bounds.share_out(len(branches))
         local = self.local_search(search)
@@ -303,9 +307,19 @@ class PlacedSearch:
         budget.check()
         if search.best is None:
             budget.effort = min(budget.effort, _FITTING_EFFORT)
-        improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
-        with suppress(OutOfBudget):
-            self._prove(branches)
+        stopped: OutOfBudget | None = None
+        try:
+            improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
+        except OutOfBudget as why:
+            stopped = why
+        else:
+            with suppress(OutOfBudget):
+                self._prove(branches)
+        with suppress(OutOfBudget), budget.on_top(effort):
+            climb_on(search, local, _CLIMBS, branches)
+        budget.check()
+        if stopped is not None:
+            raise stopped
         if any(map(self._may_gain, branches)):
             raise OutOfBudget("effort")
 

@@ -132,6 +132,15 @@ class Budget:
             left_over = 0 if besides else max(self.effort, 0)
             self.effort, self.deadline = left_over + rest, deadline
 
+    @contextmanager
+    def on_top(self, effort: int) -> Iterator[None]:
+        """Within it so much may be spent; what follows has as much as without it."""
+        rest, self.effort = self.effort, effort
+        try:
+            yield
+        finally:
+            self.effort = rest
+
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
         if self.is_late:

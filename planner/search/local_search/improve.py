@@ -6,7 +6,8 @@ counts, and takes every move that makes the plan better: first what is too much 
 memory, then the period, then how many stages are as busy as the busiest, so that it doesn't stop
 where several set the period. Descents begin at even cuts, and at what was found before; at
 a plan that no move betters, some borders are moved at random and it descends again, as long as that
-pays (iterated local search).
+pays (iterated local search). In the end climbs from anywhere take whatever move is better, in
+random sequence: what decides may be nothing that busy devices tell.
 
 A move is simulated only where what its busiest device, its wires, and a flush need at the least is
 below the period that there is.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise, product
+from itertools import chain, count, islice, pairwise, product
 from math import inf
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from ..effort import operations_of
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .memory_about import fitted, over_about, share_about
-from .neighbours import Neighbours, Point, layings_of
+from .neighbours import STEPS, Neighbours, Point, layings_of
 from .standing import WORTH_IT, Standing
 
 _LAID_OUT = 200
@@ -101,6 +102,12 @@ _SHARP = 64
 _MOST_ELSEWHERE = 12
 """Other places of devices that are looked at, at a plan that no other move betters."""
 
+_KICKS, _MOVED = 0.5, 0.4
+"""How often a few borders alone are moved at random, where any may be; and the share of these."""
+
+_FIRST_CUTS, _MOST_LAYINGS = 6, 12
+"""First cuts that climbs begin at, of so many numbers of micro-batches, stages and replicas."""
+
 _BORDERS = 1
 """Of the kinds of moves, those that are tried there."""
 
@@ -139,6 +146,7 @@ class LocalSearch:
 
     Attributes:
         is_listed: a list schedule makes what stages run, whatever their limits are.
+        begun: first cuts that were climbed from.
     """
 
     def __init__(
@@ -161,6 +169,7 @@ class LocalSearch:
         # Periods that points are known to be longer than.
         self._longer_s: dict[Point, float] = {}
         self._layers_s: dict[tuple[int, int], float] = {}
+        self.begun = set[Point]()
 
     def look(self, point: Point, than: Standing | None = None) -> Standing | None:
         """Evaluate a point; None where it can't be, or can't be better than another.
@@ -654,3 +663,105 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
         begun = local.look(local.near.point_of(found))
         if begun is not None:
             improve(search, local, tries, begun)
+
+
+def climb_on(
+    search: SearchState,
+    local: LocalSearch,
+    tries: int,
+    branches: Sequence[Branch | PlacedBranch],
+) -> None:
+    """Climb so often without gain: in turns from first cuts of branches, and from the best plan
+    with some borders elsewhere. Raises OutOfBudget when the budget is used up."""
+    here = None if search.best is None else local.look(local.near.point_of(search.best))
+    begins, failed = _begins(local, branches), 0
+    # The best plan's own hill is seldom the highest one: a first cut comes before it.
+    for turn in count():
+        if failed >= tries or (here and local._done(here)):
+            return
+        search.say(search.standing)
+        point = None
+        if here is None or not turn % 2:
+            point = next((p for p in begins if p not in local.begun), None)
+        if point is not None:
+            local.begun.add(point)
+        elif here is None:
+            return
+        else:
+            point = _scattered(local, here.point) if turn > 1 else here.point
+        there = local.look(point)
+        there, failed = there and _climbed(local, there), failed + 1
+        if there is not None and (here is None or there.better(here)):
+            failed = 0 if here is None or there.period_s * SAME < here.period_s else failed
+            here = there
+
+
+def _climbed(local: LocalSearch, here: Standing) -> Standing:
+    """As `descend`, by whatever move is better, in random sequence. Raises as that."""
+    while not local._done(here):
+        for point in _any_moves(local, here):
+            found = local.look(point, here) if _may_be_better(local, point, here) else None
+            if found is not None and found.better(here):
+                break
+        else:
+            found = local._elsewhere(here)
+        if found is None:
+            break
+        here = found
+    return here
+
+
+def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
+    """All but those of devices and stages, in random sequence; and of borders one, or all from one
+    on, any far."""
+    near, point, last = local.near, here.point, here.point.stages - 1
+    rows = [(k, end) for k in range(1, last + 1) for end in {k, last}]
+    shifts = [(*row, by * step) for row in rows for step in STEPS for by in (-1, 1)]
+    found = [moved for shift in shifts if (moved := near.shifted(point, *shift)) is not None]
+    for kind in (near.limit_moves, near.recompute_moves, near.replica_moves, near.count_moves):
+        found += kind(point, local._busiest(here))
+    near.random.shuffle(found)
+    return found
+
+
+def _may_be_better(local: LocalSearch, point: Point, here: Standing) -> bool:
+    """By what is known before it is simulated."""
+    if not here.over and local.work_s(point) > here.period_s * SAME:
+        return False
+    seen = local.foreseen(point)
+    if seen is None or local._useless(seen, here):
+        return False
+    over = over_about(seen.laid, point, here, local.question)
+    return over < here.over if here.over else over <= _MAY_FIT
+
+
+def _scattered(local: LocalSearch, point: Point) -> Point:
+    """Kicked, or with any of its borders elsewhere."""
+    near, some = local.near, local.near.random
+    if some.random() < _KICKS:
+        return near.kicked(point)
+    far = max(len(local.question.profile.layers) // point.stages, 2)
+    for border in range(1, point.stages):
+        if some.random() < _MOVED:
+            by = some.choice((-1, 1)) * some.randint(1, far)
+            point = near.shifted(point, border, border, by) or point
+    return point
+
+
+def _begins(local: LocalSearch, branches: Sequence[Branch | PlacedBranch]) -> Iterator[Point]:
+    """First cuts of branches under some limits, those first that may be fastest and nearly fit."""
+    near, bounds = local.near, local.search.bounds
+    ranked = sorted(branches, key=lambda b: (bounds[b], -b.micro_batches))
+    every = ((b.micro_batches, lying) for b in ranked for lying in layings_of(near, b))
+    some = list(islice(every, _MOST_LAYINGS))
+    for at in range(_FIRST_CUTS):
+        found = dict[Point, float]()
+        for n, lying in some:
+            cuts, under = near.first_cuts(n, lying)[at:], limits_and_ways(local, lying, n)
+            for limits, again in under[:: len(under) // 3 or 1] if cuts else ():
+                point = Point(cuts[0], lying, (again,) * len(lying), n, limits)
+                seen = local.foreseen(point)
+                if seen is not None:
+                    share = share_about(seen.laid, point, local.question)
+                    found[point] = max(share, 1.0) * seen.least_s
+        yield from sorted(found, key=lambda point: found[point])

@@ -27,7 +27,7 @@ from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .first_cuts import first_cuts
 
-_STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
+STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
 
 _FEW_STAGES = 8
@@ -242,7 +242,7 @@ class Neighbours:
             for border, by in ((s, 1), (s + 1, -1), (s, -1), (s + 1, 1)):
                 if 0 < border < point.stages and (border, by) not in seen:
                     seen.add((border, by))
-                    for step in _STEPS:
+                    for step in STEPS:
                         yield from self._shifted(point, border, border, by * step)
 
     def row_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
@@ -404,7 +404,7 @@ class Neighbours:
                 break
             first = self.random.randrange(1, point.stages)
             last = self.random.randrange(first, point.stages)
-            by = self.random.choice((-1, 1)) * self.random.choice(_STEPS)
+            by = self.random.choice((-1, 1)) * self.random.choice(STEPS)
             point = self.shifted(point, first, last, by) or point
         return point
 

@@ -390,7 +390,7 @@ def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
         other = evaluate(question, lone_stages(even, [1] * stages), 8).prediction.period_s
         assert plan.predicted.period_s <= other
         with monkeypatch.context() as patch:
-            for name in ("improve", "start"):
+            for name in ("improve", "start", "climb_on"):
                 patch.setattr(exploration, name, lambda *_: None)
             patch.setattr(solving, "signed_plan", lambda search, *_: search.best)
             patch.setattr(CycleSearch, "bound", lambda _: [])
