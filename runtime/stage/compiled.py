@@ -8,6 +8,7 @@ weights are references to them, as ever (`weights.stash`).
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable
 from textwrap import shorten
 from typing import Any
@@ -87,6 +88,9 @@ class StageForward:
 
     def compile(self, *, recomputes: bool) -> None:
         """Have it compiled. `recomputes`: its backward may compute activations again."""
+        # Threads that ask for these at once, as the compiler's may, get a part of them (CPython
+        # fills its table in place).
+        sysconfig.get_config_vars()
         try:
             options = dict(OPTIONS)
             if not recomputes:
