@@ -108,7 +108,8 @@ def _parse(text: str, what: str) -> list[_Kind]:
         try:
             spec = load_spec(found["kind"])
         except FileError as error:
-            raise UserError(f"{what}: {error}") from None
+            how = "" if found["count"] else f"give {_HOW}; "
+            raise UserError(f"{what}: {how}{error}") from None
         name = found["kind"].strip().lower().removesuffix(".toml")
         kinds.append(_Kind(name, spec, count, machines))
     total = sum(kind.count * kind.machines for kind in kinds)
