@@ -1,11 +1,9 @@
-"""Identical devices: the cut by how few of them do the rest of the model, one target at a time.
+"""Identical devices, on a lattice too large for a table of its stages: one target at a time.
 
-Where devices are identical, a stage's load is the same wherever it stands, and what it holds rises
-with the devices behind it: fewer of them for what follows are never worse. So a downset needs one
-number under a target, the fewest devices that do the layers beyond it, where `minimax` keeps one
-for each number of devices left. Stages are made again for each target, the ones with the fewest
-devices first, and only those that can need fewer than the best so far. Targets far below what any
-cut keeps to are excluded before, with a simpler count of the devices that stages need (`excludes`).
+As `identical_devices`, a downset needs one number under a target: the fewest devices that do the
+layers beyond it. Stages are made again for each target, the ones with the fewest devices first, and
+only those that can need fewer than the best so far. Targets far below what any cut keeps to are
+excluded before, with a simpler count of the devices that stages need (`excludes`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy as np
 from ..problem import FITS, Answer, Cut, StageProblem, Vector, cut_on_last_devices
 from ..waits import Waits
 from .cost_tables import Flags, stage_loads
-from .identical_devices import IdenticalPlaces
+from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
 from .sweep import CLOCK, OutOfTime
@@ -28,9 +26,6 @@ MOST_PAIRS = 4_500_000
 
 CLOSE = 1.001
 """Targets are halved until the best cut is so close to the bound; then lowered to just below it."""
-
-NEVER = 2**62
-"""A cost that no chain has."""
 
 CHUNK = 256
 """Stages to look at first; then four times as many, and so on."""
@@ -397,9 +392,7 @@ def identical_by_targets(
     within: float = 1.0,
     deadline: float | None = None,
 ) -> Answer | None:
-    """The cut on a lattice whose largest stage load is smallest, or what is known at the deadline.
-
-    Among cuts with the same objective one with the fewest devices, then with the fewest stages.
+    """As `identical_devices.identical_minimax`, for lattices that are too large for it.
 
     Args:
         below: only objectives less than this, by more than rounding, count.

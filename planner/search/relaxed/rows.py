@@ -245,7 +245,7 @@ class Rows:
         forwards = [at for at, step in enumerate(way) if step.measure == _FORWARD]
         if self.variant.forwards_first:
             return {forwards[-1]: n}
-        if self.variant.schedule != "interleaved" or self.variant.order is not None:
+        if self.variant.schedule != "interleaved":
             return {}
         ahead = [0] * stages
         for kinds, turns in interleaved(self._pipeline(devices)):
