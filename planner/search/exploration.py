@@ -74,9 +74,6 @@ flight are worth their time."""
 _FEW_TRIES, _TRIES = 6, 40
 """Times that a plan is improved from elsewhere without gain: before the proof, and after it."""
 
-_CLIMBS = 100
-"""The same of climbs from anywhere, in the end, for which there is as much effort again."""
-
 
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
@@ -118,7 +115,7 @@ def run(search: SearchState) -> str | None:
         stopped = stopped if budget.is_late else "effort"
     try:
         with budget.on_top(effort):
-            climb_on(search, local, _CLIMBS, search.branches)
+            climb_on(search, local, search.branches)
     except OutOfBudget as why:
         stopped = str(why)
     return stopped if search.bound_s * SAME < search.period_s else None

@@ -82,9 +82,6 @@ _MOST_STEPS = 20_000
 _TRIES = 40
 """Times that a plan is improved from elsewhere without gain."""
 
-_CLIMBS = 100
-"""The same of climbs from anywhere, in the end, for which there is as much effort again."""
-
 
 def placed_branches(
     relaxation: Relaxation,
@@ -316,7 +313,7 @@ class PlacedSearch:
             with suppress(OutOfBudget):
                 self._prove(branches)
         with suppress(OutOfBudget), budget.on_top(effort):
-            climb_on(search, local, _CLIMBS, branches)
+            climb_on(search, local, branches)
         budget.check()
         if stopped is not None:
             raise stopped

@@ -105,6 +105,9 @@ _MOST_ELSEWHERE = 12
 _KICKS, _MOVED = 0.5, 0.4
 """How often a few borders alone are moved at random, where any may be; and the share of these."""
 
+_CLIMBS = 100
+"""Climbs from anywhere without gain, in the end, for which there is as much effort again."""
+
 _FIRST_CUTS, _MOST_LAYINGS = 6, 12
 """First cuts that climbs begin at, of so many numbers of micro-batches, stages and replicas."""
 
@@ -666,18 +669,15 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
 
 
 def climb_on(
-    search: SearchState,
-    local: LocalSearch,
-    tries: int,
-    branches: Sequence[Branch | PlacedBranch],
+    search: SearchState, local: LocalSearch, branches: Sequence[Branch | PlacedBranch]
 ) -> None:
-    """Climb so often without gain: in turns from first cuts of branches, and from the best plan
-    with some borders elsewhere. Raises OutOfBudget when the budget is used up."""
+    """Climb until that gains nothing for long: in turns from first cuts of branches, and from the
+    best plan with some borders elsewhere. Raises OutOfBudget when the budget is used up."""
     here = None if search.best is None else local.look(local.near.point_of(search.best))
     begins, failed = _begins(local, branches), 0
     # The best plan's own hill is seldom the highest one: a first cut comes before it.
     for turn in count():
-        if failed >= tries or (here and local._done(here)):
+        if failed >= _CLIMBS or (here and local._done(here)):
             return
         search.say(search.standing)
         point = None
