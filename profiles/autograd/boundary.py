@@ -97,7 +97,8 @@ class SavedBytes:
         size = storage_bytes(tensor)
         if size and key not in self.ignored:
             self.storages[key] = size
-        return tensor
+        # An operation's own output would keep its operation, and that the output, for good.
+        return tensor.detach()
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()

@@ -86,6 +86,8 @@ class Capturable(TorchDispatchMode):
 
     def _look(self, name: str, tensors: list[Tensor]) -> None:
         seeds = name.startswith("aten.") and any(part in name for part in _KEEP_SEEDS)
+        # What is kept for a backward is detached, which computes nothing.
+        seeds = seeds or name == "aten.detach.default"
         for t in tensors:
             if t.layout != torch.strided:
                 raise CannotCaptureError(f"{name} has a sparse tensor")
@@ -166,7 +168,10 @@ class Capture:
         """Run something as it will be captured; later draws are as if it hadn't drawn. Raises
         CannotCaptureError."""
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self._aside(), Capturable(self._device):
+        # Where a pass of before is still there, so are the nodes at which gradients come to
+        # parameters, and a captured backward would wait for the stream of these.
+        gc.collect()
+        with torch.random.fork_rng(devices), self.aside(), Capturable(self._device):
             yield
 
     @contextmanager
@@ -178,7 +183,7 @@ class Capture:
         # Of another stream's memory, what is collected here might be asked for in vain.
         gc.disable()
         try:
-            with self._aside(), warnings.catch_warnings():
+            with self.aside(), warnings.catch_warnings():
                 # A stage or a layer may do nothing but look at its input in another way.
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 try:
@@ -194,7 +199,8 @@ class Capture:
                 gc.enable()
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
+        """Run something on the stream that is captured."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

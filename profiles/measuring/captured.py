@@ -41,11 +41,14 @@ class CapturedStep:
         self._kept: list[Any] = []
         with on.trying():
             step(_Silent(), [])
-        try:
-            step(self, self._kept)
-        except BaseException as error:
-            self._end(error)
-            raise
+        # What autograd makes between layers belongs to the stream that is captured, too: no
+        # backward may wait for another one.
+        with on.aside():
+            try:
+                step(self, self._kept)
+            except BaseException as error:
+                self._end(error)
+                raise
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from helpers.recorded_graphs import Recorded, RecordedGraphs
 from mlp_task import MLPTask
+from timeprest.profiles.autograd import boundary
 from timeprest.profiles.errors import TaskWarning
 from timeprest.profiles.measuring import capture
+from timeprest.profiles.measuring.captured import CapturedStep
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import Clock, Platform
 from timeprest.profiles.target import resolve
@@ -81,3 +83,28 @@ def test_a_layer_that_cant_be_captured_has_all_timed_as_ever(replays):
         profile = measured(f"{Path(__file__)}:LooksTask")
     assert not replays
     assert all(m.forward_s == 0 for layer in profile.layers for m in layer.measurements)
+
+
+def test_all_of_a_captured_step_is_on_one_stream(replays, mlp_target, monkeypatch):
+    """What is made between two layers' graphs, too: a backward waits for the streams of its
+    forward."""
+    inside, admit = [0], boundary.Inlet.admit
+
+    @contextmanager
+    def aside(self):
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def admitted(inlet, tensor):
+        made.append(inside[0])
+        return admit(inlet, tensor)
+
+    made = []
+    monkeypatch.setattr(RecordedGraphs, "aside", aside)
+    monkeypatch.setattr(boundary.Inlet, "admit", admitted)
+    monkeypatch.setattr(CapturedStep, "replay", lambda self, probe: made.append("replayed"))
+    measured(mlp_target)
+    captured = made[made.index(1) : made.index("replayed")]
+    assert len(captured) > 4
+    assert all(captured)

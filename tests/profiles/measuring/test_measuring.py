@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,18 @@ def held_by_autograd(target, model, size, front_end):
         loss = root_of(target.task.loss(result, wanted)) if target.task else None
     assert loss is None or loss.requires_grad
     return saved.total
+
+
+def test_counting_lets_go_of_what_was_counted():
+    """An operation that saves what it made holds itself, where that is kept as it is."""
+    x = torch.ones(3, requires_grad=True)
+    with SavedBytes() as saved:
+        made = x.exp()
+    assert saved.total == 12
+    there = weakref.ref(made)
+    del made
+    gc.collect()
+    assert there() is None
 
 
 @pytest.mark.choice(2)
