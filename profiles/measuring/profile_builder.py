@@ -152,6 +152,7 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
         # What it costs to call an empty piece isn't the layer's own.
         call_s = median(case.empty_s["F"] or [0.0])
         engine_s = median(case.empty_s["B"] or [0.0])
+        rest_s = median(case.empty_s["W"] or [0.0])
         forward_s = [times[k] for times in case.forward_s]
         backward_s = [times[k] for times in case.backward_s]
         both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
@@ -162,7 +163,8 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
             input_s = min(_rounded(max(partly_s - engine_s, 0.0)), whole_s)
             if input_s:
                 # Else it has no first part: all of its backward is the second.
-                weight_s = _rounded(median(times[k] for times in case.weight_s))
+                later_s = median(times[k] for times in case.weight_s)
+                weight_s = _rounded(max(later_s - rest_s, 0.0))
         found.append(
             Measurement(
                 micro_batch=case.size,

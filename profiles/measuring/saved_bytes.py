@@ -148,8 +148,9 @@ class MicroBatchCase:
         self.postponed: list[int] = []
         """Bytes of gradients that wait for the rest then."""
         self.whole: list[tuple[float, float]] = []
-        self.empty_s: dict[Phase, list[float]] = {"F": [], "B": []}
-        """Seconds of calling a piece without a layer in it, amid the others."""
+        self.empty_s: dict[Phase, list[float]] = {"F": [], "B": [], "W": []}
+        """Seconds of calling a piece without a layer in it, amid the others; of captured ones, of
+        beginning a graph."""
         self.captured: tuple[CapturedStep, ...] | None = None
         """Its layers, these with backwards in two parts, and the whole model; None: they are run
         operation by operation."""

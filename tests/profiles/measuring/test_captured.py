@@ -19,6 +19,8 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import Clock, Platform
 from timeprest.profiles.target import resolve
 
+START = 10
+
 
 class Looks(torch.nn.Module):
     """Looks at numbers."""
@@ -34,7 +36,8 @@ class LooksTask(MLPTask):
 
 @pytest.fixture
 def replays(monkeypatch):
-    """Graphs are recorded on the CPU, and the clock shows nothing but how many were replayed."""
+    """Graphs are recorded on the CPU, and the clock shows how much was replayed: START for each
+    graph, and 1 for each call in it."""
     found, replay = [], Recorded.replay
 
     def counted(graph):
@@ -43,7 +46,7 @@ def replays(monkeypatch):
 
     @contextmanager
     def clock(self):
-        yield Clock(lambda: len(found))
+        yield Clock(lambda: sum(START + len(graph.calls) for graph in found))
 
     monkeypatch.setattr(Recorded, "replay", counted)
     monkeypatch.setattr(Platform, "clock", clock)
@@ -69,11 +72,14 @@ def test_each_layer_is_one_graph(replays, mlp_target, monkeypatch):
         warnings.simplefilter("error", TaskWarning)
         profile = measured(mlp_target)
     assert replays
-    for layer in profile.layers:
-        for m in layer.measurements:
-            assert m.forward_s == m.backward_s == 1
-    for whole in profile.whole_model:
-        assert whole.forward_s == whole.backward_s == 1
+    parts = [*(layer.measurements for layer in profile.layers), profile.loss]
+    for of_part, whole in zip(zip(*parts, strict=True), profile.whole_model, strict=True):
+        # A run's stage is one graph: what it costs to begin those of single layers is left out.
+        for kind in ("forward_s", "backward_s"):
+            times, whole_s = [getattr(m, kind) for m in of_part], getattr(whole, kind)
+            assert START < whole_s <= sum(times) + START
+            assert sum(times) < whole_s + START
+        assert all(m.backward_weight_s < START for m in of_part if m.backward_weight_s)
     monkeypatch.setattr(capture, "capture_on", lambda device: None)
     assert bytes_of(measured(mlp_target)) == bytes_of(profile)
 
