@@ -305,15 +305,7 @@ class Bench:
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
                 if case.captured:
-                    self._note_starts(case)
-
-    def _note_starts(self, case: MicroBatchCase) -> None:
-        """What it costs to begin a graph, by the last round: a stage is one, and its layers here
-        are many."""
-        forward_s, backward_s = case.whole[-1]
-        starts = _start_s(case.forward_s[-1], forward_s), _start_s(case.backward_s[-1], backward_s)
-        for phase, start_s in zip(("F", "B", "W"), (*starts, starts[1]), strict=True):
-            case.empty_s[phase].append(start_s)
+                    case.note_starts()
 
     def _time_halves(self, case: MicroBatchCase, clock: Clock) -> None:
         """Time each layer's backward in two parts: to its inputs, and later to its weights; and
@@ -420,12 +412,6 @@ class _TimeProbe:
     def _of(self, phase: Phase) -> list[float]:
         found = (self.marks.get((k, phase)) for k in range(len(self.parts)))
         return [self.clock.seconds(*marks) if marks else 0.0 for marks in found]
-
-
-def _start_s(layers: Sequence[float], whole_s: float) -> float:
-    """What each of several graphs took besides what one graph of all took."""
-    graphs = sum(map(bool, layers))
-    return max(sum(layers) - whole_s, 0.0) / max(graphs - 1, 1)
 
 
 def _empty_module() -> GraphBody:

@@ -155,6 +155,20 @@ class MicroBatchCase:
         """Its layers, these with backwards in two parts, and the whole model; None: they are run
         operation by operation."""
 
+    def note_starts(self) -> None:
+        """Note what it cost to begin a graph, by the last round: a stage is one, its layers here
+        are many."""
+        forward_s, backward_s = self.whole[-1]
+        self.empty_s["F"].append(_start_s(self.forward_s[-1], forward_s))
+        for phase in ("B", "W"):
+            self.empty_s[phase].append(_start_s(self.backward_s[-1], backward_s))
+
+
+def _start_s(layers: Sequence[float], whole_s: float) -> float:
+    """What each of several graphs took besides what one graph of all took."""
+    graphs = sum(map(bool, layers))
+    return max(sum(layers) - whole_s, 0.0) / max(graphs - 1, 1)
+
 
 def count_saved(
     case: MicroBatchCase, model: nn.Module, target: Target, platform: Platform
