@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -151,6 +152,9 @@ class Bench:
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         self._sums = [p.grad for p in self.model.parameters()]
+        # Where a pass of before is still there, so are the nodes at which gradients come to
+        # parameters, and a captured backward would wait for the stream of these.
+        gc.collect()
         try:
             for case in self.cases:
                 case.captured = tuple(

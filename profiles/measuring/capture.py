@@ -168,9 +168,6 @@ class Capture:
         """Run something as it will be captured; later draws are as if it hadn't drawn. Raises
         CannotCaptureError."""
         devices = [self._device] if self._device.type == "cuda" else []
-        # Where a pass of before is still there, so are the nodes at which gradients come to
-        # parameters, and a captured backward would wait for the stream of these.
-        gc.collect()
         with torch.random.fork_rng(devices), self.aside(), Capturable(self._device):
             yield
 
