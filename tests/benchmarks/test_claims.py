@@ -201,7 +201,7 @@ def test_where_stages_use_their_own_latest_cuts_matter():
     moved = msgspec.structs.replace(plan, stages=plan.stages[::-1])
     assert training_of(plan, mixes=False) != training_of(moved, mixes=False)
     with pytest.raises(ValueError, match="v-timeprest: its stages use different versions"):
-        order_on_two(plan)
+        order_on_two(plan, 100)
 
 
 @pytest.mark.parametrize(
@@ -213,15 +213,35 @@ def test_unit_times_are_those_of_the_journals_figures(stages, n, late):
     assert lags_of(plan)[0][-1] == late
 
 
-@pytest.mark.parametrize("unit", [False, True])
-def test_two_stages_train_as_four(unit, tmp_path):
-    plan = at_paper_limits("timeprest")
-    plan = at_unit_times(plan) if unit else plan
-    (tmp_path / "order.txt").write_text(order_on_two(plan))
+def at_times(plan, shares):
+    """With stages that take so much less time."""
+    replace = msgspec.structs.replace
+    stages = [
+        replace(stage, forward_s=share * stage.forward_s, backward_s=share * stage.backward_s)
+        for stage, share in zip(plan.predicted.stages, shares, strict=True)
+    ]
+    return replace(plan, predicted=replace(plan.predicted, stages=tuple(stages)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "repeats"),
+    [
+        (at_paper_limits("timeprest"), True),
+        (at_unit_times(at_paper_limits("timeprest")), True),
+        (at_times(at_paper_limits("timeprest", 3, 3), (1, 0.95, 0.8)), True),
+        (at_times(at_paper_limits("timeprest", 6, 3), (0.95, 0.95, 0.95, 0.8, 0.95, 0.9)), False),
+    ],
+)
+def test_two_stages_train_as_more(plan, repeats, tmp_path):
+    """Where stages drift against one another and nothing repeats, for an epoch."""
+    (tmp_path / "order.txt").write_text(order_on_two(plan, 200))
     asked = {"variant": "timeprest", "devices": 2, "mini_batch": plan.mini_batch}
     two = timeprest.plan(chain(4), order=str(tmp_path / "order.txt"), **asked)
     assert len(two.stages) == 2
     assert training_of(two, mixes=True) == training_of(plan, mixes=True)
+    if not repeats:
+        with pytest.raises(ValueError, match="don't repeat within 240 .* an epoch has 1000"):
+            order_on_two(plan, 1000)
 
 
 def test_verdicts_over_cells():

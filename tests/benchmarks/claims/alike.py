@@ -11,10 +11,12 @@ from collections.abc import Hashable
 from timeprest.planner.plan import Plan
 from timeprest.planner.recordings.predicted import predicted
 
-LOOKED_AT = 40
-"""Mini-batches: lags have long settled by then."""
+LOOKED_AT = 240
+"""Mini-batches. On eight stages lags may take 90 to settle, and then repeat every 30 alone."""
 
-Rows = tuple[tuple[tuple[int, ...], ...], ...]
+Row = tuple[tuple[int, ...], ...]
+"""By mini-batch and micro-batch."""
+Rows = tuple[Row, ...]
 
 
 def lags_of(plan: Plan) -> Rows:
@@ -57,22 +59,24 @@ def delayed(delay: int) -> Hashable:
 # On two stages ----------------------------------------------------------------------------------
 
 
-def order_on_two(plan: Plan) -> str:
+def order_on_two(plan: Plan, epoch: int) -> str:
     """An order of two stages that trains as a plan does all of whose stages use the same versions.
 
-    Raises ValueError where they don't, or their lags don't settle.
+    Args:
+        epoch: mini-batches, after which the pipeline is empty.
+
+    Raises ValueError where they don't, or their lags neither repeat nor are known for an epoch.
     """
     lags = lags_of(plan)
     if len(set(lags)) > 1:
         raise ValueError(f"{plan.variant}: its stages use different versions")
-    rows, half = lags[0], LOOKED_AT // 2
-    cycle = next(c for c in range(1, half) if rows[half:-c] == rows[half + c :])
+    begin, cycle = _repeating(lags[0], plan.variant, epoch)
     words: list[list[str]] = [[], []]
     done = 0
-    for b in range(half + cycle):
-        if b == half:
+    for b in range(begin + cycle):
+        if b == begin:
             words = [[*each, "|"] for each in words]
-        for i, lag in enumerate(rows[b]):
+        for i, lag in enumerate(lags[0][b]):
             while done < b - lag:
                 words[0].append(f"0B{done}")
                 done += 1
@@ -80,3 +84,24 @@ def order_on_two(plan: Plan) -> str:
             words[1].append(f"1F{b}.{i}")
         words[1].append(f"1B{b}")
     return "".join(" ".join(each) + "\n" for each in words)
+
+
+def _repeating(rows: Row, name: str, epoch: int) -> tuple[int, int]:
+    """The mini-batch from which on lags may repeat, those of the one before are alike, and after
+    how many.
+
+    They do where that is seen four times, over half of all rows. Where they never do, as stages
+    drift against one another by times that have no common measure, more than an epoch is written
+    out.
+    """
+    for cycle in range(1, len(rows) // 8 + 1):
+        alike = [row == again for row, again in zip(rows, rows[cycle:], strict=False)]
+        begin = 1 + max((b for b, same in enumerate(alike) if not same), default=-1)
+        if begin < len(rows) // 2:
+            return begin + 1, cycle
+    for b in reversed(range(epoch, len(rows))):
+        if rows[b] == rows[b - 1]:
+            return b, 1
+    raise ValueError(
+        f"{name}: its lags don't repeat within {len(rows)} mini-batches, and an epoch has {epoch}"
+    )

@@ -39,6 +39,7 @@ from timeprest.runtime.study.trainings.conduct import prospect
 from timeprest.runtime.study.trainings.training import train_one
 from timeprest.runtime.study.trainings.work import Asked, Finished
 
+from . import tasks
 from .alike import delayed, lags_of, order_on_two, training_of
 from .studies import (
     BANDWIDTH,
@@ -210,7 +211,8 @@ def _on_two_stages(plan: Plan, wanted: Further, cell: Cell, work: Path) -> Path:
     stem = work / cell.task.name / str(cell.devices) / f"{name}-on-two"
     path, order = stem.with_suffix(".json"), stem.with_suffix(".txt")
     if not path.exists():
-        write_bytes(order, order_on_two(plan).encode())
+        epoch = len(getattr(tasks, cell.task.name).data("train")) // cell.task.mini_batch
+        write_bytes(order, order_on_two(plan, epoch).encode())
         what = ["--variant", wanted.system, "--order", str(order)]
         what += ["--devices", "2", "--bandwidth", BANDWIDTH]
         command("plan", "solve", str(profiled(cell.task, work)), *what, "-q", "-o", str(path))
@@ -376,5 +378,6 @@ FURTHER = (
     Further("normed", 8, "i-timeprest", 8, (0.0125,), 1000),
     Further("normed", 8, "v-timeprest", 8, (0.07071,), 600),
     Further("normed", 8, "timeprest", 8, (0.05,), 600, UNIT),
+    Further("normed", 8, "timeprest", 3, (0.0125, 0.00625), 1000, "N = 3"),
 )
 """Beside the studies."""

@@ -52,18 +52,21 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     parts = [_missing(found)]
     if found:
         parts += [*_claims(found), *_staleness(found)]
-        parts += [*_choices(found), *_recommendations(found), *_bandwidths(found)]
+        parts += [*_choices(found), *_recommendations(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
         links = [
             f"[{each[0].cell.task.title}]({folder.name}/{n}.md)" for n, each in by_task.items()
         ]
-        if settings := [*_mini_batches(found), *_at_one_rate(found)]:
-            head = f"# Mini-batches of M / N, and one rate for all\n\nOf [claims](../{page.name})."
-            _write(folder / "settings.md", [head, *settings])
-            links.append(
-                f"[mini-batches of M / N, and one rate for all]({folder.name}/settings.md)"
-            )
+        beside = {
+            "mini-batches of M / N, and one rate for all": ("settings", _settings(found)),
+            "slower links": ("bandwidths", _bandwidths(found)),
+        }
+        for title, (name, texts) in beside.items():
+            if texts:
+                head = f"# {title[0].upper()}{title[1:]}\n\nOf [claims](../{page.name})."
+                _write(folder / f"{name}.md", [head, *texts])
+                links.append(f"[{title}]({folder.name}/{name}.md)")
         parts.append(f"## Every system's figures\n\n{', '.join(links)}.")
         for name, cells_of_task in by_task.items():
             texts = [f"# {cells_of_task[0].cell.task.title}", f"Of [claims](../{page.name})."]
@@ -333,6 +336,10 @@ all micro-batches, or nearly all, are S − 1 updates late at the papers' limits
 it trains as `pipedream-unstashed` does where no layer mixes samples. With {FEWEST} in flight all
 are one late. Samples over plain training's; the period (in real times) and the time to ⅓ over those
 at the papers' limits."""
+
+
+def _settings(found: Sequence[FoundCell]) -> list[str]:
+    return [*_mini_batches(found), *_at_one_rate(found)]
 
 
 def _mini_batches(found: Sequence[FoundCell]) -> list[str]:
