@@ -16,8 +16,13 @@ from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.study.figures.curves import points_of
-from timeprest.runtime.study.figures.study import PLAIN, studied, write_study
-from timeprest.tests.benchmarks.claims import tasks
+from timeprest.runtime.study.figures.study import (
+    PLAIN,
+    EvaluationPoint,
+    studied,
+    write_study,
+)
+from timeprest.tests.benchmarks.claims import originals, small, tasks
 from timeprest.tests.benchmarks.claims.alike import delayed, lags_of, order_on_two, training_of
 from timeprest.tests.benchmarks.claims.claims import (
     CLAIMS,
@@ -240,7 +245,7 @@ def test_two_stages_train_as_more(plan, repeats, tmp_path):
     assert len(two.stages) == 2
     assert training_of(two, mixes=True) == training_of(plan, mixes=True)
     if not repeats:
-        with pytest.raises(ValueError, match="don't repeat within 240 .* an epoch has 1000"):
+        with pytest.raises(ValueError, match=r"don't repeat within 240 .* epoch has 1000"):
             order_on_two(plan, 1000)
 
 
@@ -275,6 +280,36 @@ def test_the_page_has_every_claim_and_what_is_missing(tmp_path):
     assert "| `timeprest` |" in (tmp_path / "claims" / "plain.md").read_text()
 
 
+def test_the_originals_set_ups_show_who_is_ahead_half_way(tmp_path):
+    assert originals.originals(tmp_path) == []
+    slow = {"timeprest": (0.8, 0.8, 0.81), "pipedream": (1.0, 1.3, 0.8)}
+    arms, plans = [arm(PLAIN, (1, 1, 1), kind="plain")], []
+    for stages, names in originals.SYSTEMS.items():
+        for name in names:
+            own = msgspec.structs.replace(SOME, variant=name)
+            plan = studied(own, f"{name} S={stages}", "x.json", f"{name} S={stages}")
+            fields = {"in_flight": (1,), "version_differences": (0,), "parameter_bytes": (1,)}
+            fields = {field: stages * value for field, value in fields.items()}
+            plans.append(msgspec.structs.replace(plan, stages=stages, delays=None, **fields))
+            slows = slow.get(name, (1, 1, 1)) if stages == 2 else (1.5, 1.5, 1.5)
+            arms.append(arm(plan.arm, slows))
+    tests = [EvaluationPoint(mini_batches=n, figures={"accuracy": n / 400}) for n in (150, 300)]
+    arms = [
+        msgspec.structs.replace(
+            each, curves=tuple(msgspec.structs.replace(c, tests=tuple(tests)) for c in each.curves)
+        )
+        for each in arms
+    ]
+    made = msgspec.structs.replace(study(arms, {}), plans=tuple(plans))
+    write_study(tmp_path / "llama-0.003.json", made)
+    _, _, losses, told, ahead = originals.originals(tmp_path)
+    assert "| small Llama | 0.003 | accuracy | 37.5% / 75.0% |" in losses
+    assert "`timeprest` is ahead of `pipedream-flush` in 1 of 2, behind in 1, equal" in told
+    assert "`pipedream` is ahead of `pipedream-flush` in 0 of 2, behind in 1, equal" in told
+    assert "| small Llama | 0.003 | 2 | ✓ 0.80 (0.79–0.82) | = 1.00 (1.00–1.00) | = 1.0" in ahead
+    assert "| small Llama | 0.003 | 4 | ✗ 1.50 (1.50–1.50) |  | ✗" in ahead
+
+
 def test_cells_are_those_asked_for():
     assert [cell.name for cell in cells("plain,normed", "2,8")] == [
         *("plain-2", "plain-8"),
@@ -293,7 +328,9 @@ def test_what_is_kept_names_no_folder_of_a_machine():
     assert not [path.name for path in kept if re.search(r'": "/', path.read_text())]
 
 
-@pytest.mark.parametrize("task", [tasks.plain, tasks.normed, tasks.characters])
+@pytest.mark.parametrize(
+    "task", [tasks.plain, tasks.normed, tasks.characters, small.bottlenecks, small.llama]
+)
 def test_tasks_are_the_same_for_every_stage(task):
     first, again = (task.data("test")[3] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -13,6 +13,7 @@ import click
 from timeprest.profiles.errors import TimeprestError
 
 from .further import write_further
+from .originals import study_originals
 from .page import write_page
 from .plans import plans_path, record, write_plans
 from .studies import FULL, QUICK, SHORT, STUDIES, cells, studied
@@ -45,6 +46,8 @@ def main(
                 studied(cell, effort, Path(work), Path(studies), jobs)
             if not quick:
                 write_further(cell, Path(work), Path(studies))
+        if tasks == devices == "all" and not (quick or page_only):
+            study_originals(Path(work), Path(studies), jobs)
         write_page(Path(studies), Path(page), QUICK if quick else FULL)
     except TimeprestError as error:
         print(f"claims: {error}", file=sys.stderr)

@@ -124,6 +124,14 @@ class Verdict(NamedTuple):
     figure: str
 
 
+_MARKS = {"yes": "✓", "no": "✗", "equal": "=", "unknown": "?"}
+
+
+def marked(verdict: Verdict) -> str:
+    """With its outcome's sign."""
+    return f"{_MARKS[verdict.outcome]} {verdict.figure}"
+
+
 @dataclass(frozen=True)
 class Claim:
     """Something that a paper says.
@@ -160,13 +168,13 @@ def _compared(
     if missing := found.untrained(one, other):
         return Verdict("unknown", f"{', '.join(missing)}: not trained")
     if found.arm(one) == found.arm(other):
-        alike = _by_interval(spread_of([factor] * found.study.question.seeds))
+        alike = by_interval(spread_of([factor] * found.study.question.seeds))
         return Verdict(alike.outcome, f"{factor:.2f}; they train alike")
     for where in levels:
         level = found.levels[where]
         spread = found.samples_over(one, other, level)
         if spread is not None:
-            outcome, figure = _by_interval(spread * factor)
+            outcome, figure = by_interval(spread * factor)
             return Verdict(outcome, figure + where)
         more, less = found.at_least(one, other, level), found.at_least(other, one, level)
         # A bound has no interval: it has to be clear.
@@ -178,7 +186,7 @@ def _compared(
     return Verdict("unknown", f"{', '.join(missed)}: not reached{where}")
 
 
-def _by_interval(spread: Spread) -> Verdict:
+def by_interval(spread: Spread) -> Verdict:
     low, high = spread.low or spread.mean, spread.high or spread.mean
     outcome: Outcome = "yes" if high < 1 else "no" if low > 1 else "equal"
     return Verdict(outcome, shown(spread))

@@ -18,8 +18,9 @@ from timeprest.runtime.study.figures.spread import spread_of
 from timeprest.runtime.study.figures.study import PLAIN, Curve, StudiedPlan, read_study
 
 from ..shared import around, markdown
-from .claims import CLAIMS, LEVELS, FoundCell, Outcome, Verdict, shown
+from .claims import CLAIMS, LEVELS, FoundCell, Outcome, Verdict, marked, shown
 from .further import FEWEST, PARTS, UNIT, whole_study
+from .originals import originals
 from .plans import BANDWIDTHS, SWEPT, plans_path, read_plans
 from .studies import FULL, SHORT, Cell, Effort, cells, study_path
 
@@ -51,7 +52,7 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
     found = found_cells(studies, effort)
     parts = [_missing(found)]
     if found:
-        parts += [*_claims(found), *_staleness(found)]
+        parts += [*_claims(found), *_staleness(found), *originals(studies)]
         parts += [*_choices(found), *_recommendations(found)]
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def _claims(found: Sequence[FoundCell]) -> list[str]:
     ]
     names = [_short_name(each.cell) for each in found]
     details = [
-        [str(k), claim.figure, *(_marked(each) for each in verdicts)]
+        [str(k), claim.figure, *(marked(each) for each in verdicts)]
         for k, (claim, verdicts) in enumerate(judged, 1)
     ]
     outcomes = Counter(one.outcome for _, verdicts in judged for one in verdicts)
@@ -126,13 +127,6 @@ def _so_far(studied: int) -> str:
 
 def _short_name(cell: Cell) -> str:
     return f"{cell.task.name}, S = {cell.devices}"
-
-
-_MARKS = {"yes": "✓", "no": "✗", "equal": "=", "unknown": "?"}
-
-
-def _marked(verdict: Verdict) -> str:
-    return f"{_MARKS[verdict.outcome]} {verdict.figure}"
 
 
 _SHORTFALLS: tuple[tuple[Outcome, str], ...] = (

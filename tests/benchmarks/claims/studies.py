@@ -32,6 +32,7 @@ class TaskPlan:
         mini_batch: samples.
         steps: after which plain training's level is the target.
         options: of the optimizer; the rate is where grids begin.
+        file: that has the task.
     """
 
     name: str
@@ -39,10 +40,11 @@ class TaskPlan:
     mini_batch: int
     steps: int
     options: tuple[str, ...]
+    file: str = "tasks.py"
 
     def target(self) -> str:
         """As the commands take it."""
-        return f"{HERE / 'tasks.py'}:{self.name}"
+        return f"{HERE / self.file}:{self.name}"
 
 
 _SGD = ("--optimizer", "sgd", "--momentum", "0.9")
