@@ -285,6 +285,14 @@ class TargetPrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """That plan's."""
     shortest_reaches: bool
     """Else it needs more: no training with such delays reached the target."""
+    cure: str | msgspec.UnsetType = msgspec.UNSET
+    """Settings that it is to be trained under, as the study's ``--cure`` has them."""
+
+    @property
+    def options(self) -> str:
+        """Of ``tp-run``, that say these settings."""
+        words = [] if self.cure is msgspec.UNSET else str(self.cure).split(",")
+        return " ".join(f"--{word.replace('=', ' ')}" for word in words)
 
     def seconds(self, overhead: float | None) -> float | None:
         """The time with another overhead."""

@@ -180,6 +180,7 @@ def _to_target(plan: Plan) -> list[tuple[str, str]]:
             f"{target_bound(found)}",
         ),
         ("shortest", shortest_text(plan, found)),
+        *([("train with", found.options)] if found.options else []),
     ]
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Count, Tally
 from ...profiles.options import Option, option_fields, read_field
-from ..settings import OPTIMIZER, TRAINING
+from ..settings import DIFFERENCES, OPTIMIZER, TRAINING, RunSettings
 from .figures.study import RISES, Budget, Metric
 
 TARGET = "Target"
@@ -46,6 +47,53 @@ def _budget(given: object, name: str) -> Budget | None:
 _TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 
+class Cure(NamedTuple):
+    """Settings that plans train under besides the run's own.
+
+    Attributes:
+        text: as it was given, in words and in trainings' names.
+        settings: fields of `RunSettings`.
+    """
+
+    text: str
+    settings: dict[str, Any]
+
+
+def _cures(given: Sequence[object], name: str) -> tuple[Cure, ...]:
+    """``"lr-rescheduling=100,stagewise-momentum"`` → their fields. Raises UserError."""
+    found: dict[str, Cure] = {}
+    for each in given:
+        parts = [part.strip() for part in str(each).split(",")]
+        cure = Cure(",".join(parts), dict(_setting(part, name) for part in parts))
+        if cure.text in found or len(cure.settings) < len(parts):
+            raise UserError(f"{name} {cure.text}: says something twice")
+        found[cure.text] = cure
+    return tuple(found.values())
+
+
+def _setting(text: str, name: str) -> tuple[str, Any]:
+    """Field and value. Raises UserError."""
+    word, equals, value = text.partition("=")
+    fields = [f for f in option_fields(RunSettings).values() if f.option.group == DIFFERENCES]
+    known = {flag[2:]: f for f in fields for both in f.flags for flag in both.split("/")}
+    field = known.get(word)
+    if field is None:
+        raise UserError(f"{name} {text!r}: give NAME or NAME=VALUE, of {', '.join(known)}")
+    if field.kind.base is bool:
+        if equals:
+            raise UserError(f"{name} {text}: {word} has no value; leave ={value} out")
+        return field.name, not word.startswith("no-")
+    given: object = value
+    if field.kind.base in (int, float):
+        try:
+            given = field.kind.base(value)
+        except ValueError:
+            raise UserError(f"{name} {text!r}: give {word} a number") from None
+    elif value not in field.option.values:
+        raise UserError(f"{name} {text!r}: give {word} one of {', '.join(field.option.values)}")
+    return field.name, read_field(field, given, f"{name} {word}")
+
+
 @dataclass(frozen=True)
 class StudyChoices:
     """What the user chooses besides plans and settings."""
@@ -68,6 +116,12 @@ class StudyChoices:
     """Mini-batches between evaluations; 0: none."""
     uniform_delay: Annotated[bool, Option(TRAINING)] = False
     """Also train with gradients that are S - 1 updates late in all layers."""
+    cures: Annotated[
+        tuple[Cure, ...],
+        Option(DIFFERENCES, flags=("--cure",), metavar="NAME[=VALUE],…", several=True, read=_cures),
+    ] = ()
+    """Also train each plan without a flush under these of the settings above; several are several
+    trainings."""
     target_loss: Annotated[
         float | None, Option(TARGET, usual="what plain training reaches after the given steps")
     ] = None

@@ -41,10 +41,11 @@ _study_options = options(
         click.option("--epochs", type=Whole(), help="Until the target is set.  [default: 5]"),
         click.option("--steps", type=Whole(), help="Mini-batches instead of --epochs."),
     ),
-    options_of(StudyChoices, without=("warmups",)),
+    options_of(StudyChoices, without=("warmups", "cures")),
     optimizer_options,
     options_of(StudyChoices, only=("warmups",)),
     computing_options,
+    options_of(StudyChoices, only=("cures",)),
     group(
         "Files and processes",
         click.option(

@@ -91,6 +91,9 @@ class ByTimeToTarget:
             f"{target_interval(found)}; {target_bound(found)}",
             shortest_text(plan, found),
         ]
+        for name, each in self.plans.items():
+            if options := to_target(each).options:
+                lines.append(f"as studied, {name} is to be trained with {options}")
         if self.open:
             lines.append(f"not decided: plans of {', '.join(self.open)} may take less; study them")
         if self.unbounded:

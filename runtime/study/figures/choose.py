@@ -26,7 +26,7 @@ from ....planner.search.solve import INTERRUPTED
 from ....planner.search.state import Progress
 from ....planner.systems.variants import variant_named
 from ....profiles.errors import InfeasibleError, PlanError, UserError
-from .overhead import Estimate, LatePlan, fit_overheads
+from .overhead import Estimate, LatePlan, TrainedWith, fit_overheads
 from .study import Study, delays_of
 
 LEAST_S = 1.0
@@ -39,12 +39,14 @@ class Judged:
 
     Attributes:
         time_s: to the target; at the least, where no training with such delays reached it.
+        cure: that it is to be trained under; mostly empty.
     """
 
     overhead: Estimate
     period_s: float
     time_s: float
     memory_bytes: int
+    cure: str = ""
 
     @property
     def price(self) -> tuple[float, int]:
@@ -89,18 +91,26 @@ class StudyFigures:
             )
 
     def judge(
-        self, system: str, update_every: int, micro_batches: int, predicted: Prediction
+        self,
+        system: str,
+        update_every: int,
+        micro_batches: int,
+        predicted: Prediction,
+        cure: str = "",
     ) -> Judged | None:
         """A plan by what it predicts; None: the study says nothing of it."""
         stages, held = predicted.stages, predicted.devices or predicted.stages
         parameters = tuple(stage.parameter_bytes for stage in stages)
-        late = LatePlan(system, update_every, micro_batches, delays_of(stages) or (), parameters)
+        delays = delays_of(stages) or ()
+        # Without a delay there is nothing to cure.
+        cure = cure if any(delays) else ""
+        late = LatePlan(system, update_every, micro_batches, delays, parameters, cure)
         overhead = self.fit.at(late)
         if overhead is None or (self.fit.refusal and not overhead.exact):
             return None
         time_s = self.seconds(predicted.period_s) * overhead.mean
         memory_bytes = max(one.memory_bytes for one in held)
-        return Judged(overhead, predicted.period_s, time_s, memory_bytes)
+        return Judged(overhead, predicted.period_s, time_s, memory_bytes, cure)
 
     def seconds(self, period_s: float) -> float:
         """Of plain training's samples in that period."""
@@ -162,28 +172,26 @@ class TargetSearch:
         settings = self._settings(system)
         if not settings:
             self.failed[name] = "the study says nothing of it"
-        for every, n in settings:
+        for how in settings:
             self.systems.setdefault(name, _System())
-            self._descend(name, system, every, n, end)
+            self._descend(name, system, how, end)
         if name in self.systems and self.systems[name].best is None:
             self.failed.setdefault(name, "no plan of it that may be the best reaches the target")
 
-    def _settings(self, system: str) -> list[tuple[int, int | None]]:
-        """Mini-batches per update, and micro-batches, that the study can say something of."""
+    def _settings(self, system: str) -> list[TrainedWith]:
+        """What the study can say something of, of what is asked for."""
         asked = self.planning.asked
         every, n = asked.get("update_every"), asked["micro_batches"]
         return [
-            (k, n if own is None else own)
-            for k, own in self.figures.fit.trained_with(system)
+            TrainedWith(k, n if own is None else own, cure)
+            for k, own, cure in self.figures.fit.trained_with(system)
             if every in (None, k) and (None in (n, own) or n == own)
         ]
 
-    def _descend(
-        self, name: str, system: str, every: int, n: int | None, end: float | None
-    ) -> None:
+    def _descend(self, name: str, system: str, how: TrainedWith, end: float | None) -> None:
         most, bound_s = None, 0.0
         while most is None or most >= 0:
-            if most is not None and self._floor_s(system, every, n, most, bound_s) > self._best_s:
+            if most is not None and self._floor_s(system, how, most, bound_s) > self._best_s:
                 most -= 1
                 continue
             left = None if end is None else max((end - time.monotonic()) / 2, LEAST_S)
@@ -191,11 +199,11 @@ class TargetSearch:
                 plan = self.planning.best(
                     naming_system(name, self.progress),
                     variant=system,
-                    update_every=every,
-                    micro_batches=n,
+                    update_every=how.update_every,
+                    micro_batches=how.micro_batches,
                     max_delay=most,
                     time_limit_s=left,
-                    seen=self._judging(name, system, every),
+                    seen=self._judging(name, system, how),
                 )
             except (InfeasibleError, PlanError) as error:
                 if most is None:
@@ -204,7 +212,7 @@ class TargetSearch:
             self._keep_file(name, plan)
             delay = max(delays_of(plan.predicted.stages) or (0,))
             bound_s = plan.solver.bound_s
-            floor_s = self._floor_s(system, every, n, delay, bound_s)
+            floor_s = self._floor_s(system, how, delay, bound_s)
             self.bound_s = min(self.bound_s, floor_s or inf)
             if not floor_s and name not in self.unbounded:
                 self.unbounded.append(name)
@@ -217,26 +225,27 @@ class TargetSearch:
     def _best_s(self) -> float:
         return inf if (best := self.best) is None else best.time_s
 
-    def _floor_s(
-        self, system: str, every: int, n: int | None, delay: int, period_s: float
-    ) -> float:
+    def _floor_s(self, system: str, how: TrainedWith, delay: int, period_s: float) -> float:
         """No plan whose largest delay is this one and whose period isn't shorter takes less; 0:
         nothing is known."""
         stages = len(self.planning.cluster.devices)
         # One version at all stages makes them all as late.
         others = delay if variant_named(system).synchronises else 0
         delays = (delay, *(others,) * (stages - 1))
-        late = LatePlan(system, every, n or 1, delays, (1,) * stages)
+        every, n, cure = how
+        late = LatePlan(system, every, n or 1, delays, (1,) * stages, cure)
         return self.figures.seconds(period_s) * self.figures.fit.least(late)
 
-    def _judging(self, name: str, system: str, every: int) -> Callable[[Evaluation], None]:
+    def _judging(self, name: str, system: str, how: TrainedWith) -> Callable[[Evaluation], None]:
         mine, told, loading_s = self.systems[name], self.planning.asked["seen"], self._loading_s
 
         def judge(found: Evaluation) -> None:
             if told is not None:
                 told(found)
             predicted = found.prediction.loading(loading_s) if loading_s else found.prediction
-            judged = self.figures.judge(system, every, found.micro_batches, predicted)
+            judged = self.figures.judge(
+                system, how.update_every, found.micro_batches, predicted, how.cure
+            )
             if judged is None:
                 return
             if self.shortest is None or judged.period_s < self.shortest.period_s:
@@ -261,7 +270,9 @@ class TargetSearch:
         if mine.best is None or mine.found is None:
             return
         found, profile, mine.found = mine.found, self.planning.profile, None
-        judged = self.figures.judge(own.variant, own.update_every, own.micro_batches, own.predicted)
+        judged = self.figures.judge(
+            own.variant, own.update_every, own.micro_batches, own.predicted, mine.best.cure
+        )
         within = 1 + self.planning.asked["tolerance"]
         reaches = judged is not None and judged.overhead.reached
         if judged is not None and reaches and judged.time_s <= mine.best.time_s * within:
@@ -302,6 +313,7 @@ class TargetSearch:
             shortest_period_s=self.shortest.period_s,
             shortest_overhead=self.shortest.overhead.mean,
             shortest_reaches=self.shortest.overhead.reached,
+            cure=judged.cure or msgspec.UNSET,
         )
 
 

@@ -46,6 +46,16 @@ class LatePlan(NamedTuple):
     micro_batches: int
     delays: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
+    cure: str = ""
+
+
+class TrainedWith(NamedTuple):
+    """What a study has trainings with: mini-batches per update; micro-batches, where these count;
+    a cure."""
+
+    update_every: int
+    micro_batches: int | None
+    cure: str
 
 
 Late = StudiedPlan | LatePlan
@@ -75,6 +85,7 @@ class _Rules(NamedTuple):
     horizon: str = ""
     update: str = "optimizer"
     outside: str = ""
+    cure: str = ""
     update_every: int = 1
     micro_batches: int = 0
     """Where a layer mixes the samples of a batch; else 0."""
@@ -94,6 +105,7 @@ def _rules_of(plan: Late, mixes: bool) -> _Rules:
         horizon=system.horizon,
         update=system.update_rule,
         outside="" if system.outside is None else plan.variant,
+        cure=plan.cure or "",
         update_every=plan.update_every,
         micro_batches=plan.micro_batches if mixes and plan.micro_batches > 1 else 0,
     )
@@ -304,20 +316,22 @@ class OverheadFit:
         ]
         return self._estimate(rules, function.at(min(ends))).low or 0.0
 
-    def trained_with(self, system: str) -> list[tuple[int, int | None]]:
-        """Mini-batches per update, and micro-batches where these count, of all plans of a system
-        that this says something of."""
+    def trained_with(self, system: str) -> list[TrainedWith]:
+        """Of all plans of a system that this says something of; those without a cure first."""
         asked = LatePlan(system, 1, 1, (), ())
         own = _rules_of(asked, self._mixes)
         alike = {
-            (rules.update_every, rules.micro_batches)
+            (rules.cure, rules.update_every, rules.micro_batches)
             for rules in self._functions
-            if rules._replace(update_every=1, micro_batches=0) == own
+            if rules._replace(cure="", update_every=1, micro_batches=0) == own
         }
         if variant_named(system).is_plain_training:
             plain = (arm for arm in self._study.arms if arm.kind == "plain")
-            alike = {(arm.update_every, arm.micro_batches) for arm in plain}
-        return sorted((every, max(n, 1) if self._mixes else None) for every, n in alike)
+            alike = {("", arm.update_every, arm.micro_batches) for arm in plain}
+        return [
+            TrainedWith(every, max(n, 1) if self._mixes else None, cure)
+            for cure, every, n in sorted(alike)
+        ]
 
     def _estimate(self, rules: _Rules, allowed: _Allowed) -> Estimate:
         # No delay has an interval of its own: it is what others are compared with.
@@ -442,7 +456,7 @@ class OverheadFit:
             for other in self._study.plans
             if other.variant == plan.variant
             and (other.update_every, other.micro_batches) == (plan.update_every, plan.micro_batches)
-            and other.delays == plan.delays
+            and (other.delays, other.cure or "") == (plan.delays, plan.cure or "")
         )
         return next(studied, None)
 

@@ -173,6 +173,8 @@ class StudiedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     memory_bytes: Tally
     """Of the device that holds most."""
     cluster: str
+    cure: str | msgspec.UnsetType = msgspec.UNSET
+    """Settings that it trained under besides the question's, as ``--cure`` has them."""
 
     @property
     def is_plain_training(self) -> bool:
@@ -273,7 +275,7 @@ def short(value: float) -> float:
 # From plans to what a study needs of them -------------------------------------------------------
 
 
-def studied(plan: Plan, name: str, file: str, arm: str) -> StudiedPlan:
+def studied(plan: Plan, name: str, file: str, arm: str, cure: str = "") -> StudiedPlan:
     """What a study needs of a plan."""
     predicted = plan.predicted
     held = predicted.devices or predicted.stages
@@ -293,6 +295,7 @@ def studied(plan: Plan, name: str, file: str, arm: str) -> StudiedPlan:
         period_s=predicted.period_s,
         memory_bytes=max(each.memory_bytes for each in held),
         cluster=cluster_name(plan.cluster),
+        cure=cure or msgspec.UNSET,
     )
 
 

@@ -26,10 +26,10 @@ from ..figures.study import BUSY, Curve, Study, StudyQuestion, plan_names, studi
 from .choosing import Choosing
 from .pool import Processes, ThisProcess
 from .training import check_tunable
-from .work import Asked, Finished, FinishedTraining, StudyWork, arms_of, settings_of_all
+from .work import Asked, Finished, FinishedTraining, StudyWork, arms_of, cured, settings_of_all
 
 if TYPE_CHECKING:
-    from ..choices import StudyChoices
+    from ..choices import Cure, StudyChoices
 
 Progress = Callable[[str, float, float], None]
 """What is being done, mini-batches done, and in all."""
@@ -52,6 +52,8 @@ class Prospect:
     """By plan, the name of its arm."""
     names: tuple[str, ...]
     files: tuple[str, ...]
+    cures: tuple[Cure | None, ...]
+    """By plan."""
 
 
 def prospect(
@@ -76,12 +78,19 @@ def prospect(
     every = _evaluated_every(task, first, settings, choices, length)
     model = target.model(0)
     mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    names = plan_names(plans)
+    given = zip(plans, plan_names(plans), files, strict=True)
+    plans, names, files, cures = zip(*cured(given, settings, choices.cures), strict=True)
     long = msgspec.structs.replace(settings, steps=length)
     if choices.tune > 1:
         check_tunable(task, long, model, run_length(segments(first, long, samples)), choices.factor)
     arms, of_plan = arms_of(
-        plans, names, long, samples, mixes=mixes, uniform_delay=choices.uniform_delay
+        plans,
+        names,
+        long,
+        samples,
+        mixes=mixes,
+        uniform_delay=choices.uniform_delay,
+        cures=cures,
     )
     choice = settings.optimizer
     question = StudyQuestion(
@@ -114,7 +123,7 @@ def prospect(
         length=length,
         metric=choices.metric,
     )
-    return Prospect(question, work, tuple(of_plan), tuple(names), tuple(files))
+    return Prospect(question, work, tuple(of_plan), tuple(names), tuple(files), tuple(cures))
 
 
 def _warmups(settings: RunSettings, choices: StudyChoices) -> tuple[int, ...]:
@@ -189,7 +198,9 @@ class _Conductor:
         if not isinstance(question.budget, msgspec.UnsetType) and question.budget.seconds:
             budget = msgspec.structs.replace(question.budget, processes=min(jobs, BUSY))
             question = msgspec.structs.replace(question, budget=budget)
-        plans = zip(work.plans, prospect.names, prospect.files, prospect.of_plan, strict=True)
+        cures = [cure.text if cure else "" for cure in prospect.cures]
+        by_plan = (prospect.names, prospect.files, prospect.of_plan, cures)
+        plans = zip(work.plans, *by_plan, strict=True)
         self.choosing = Choosing(
             question,
             work.arms,

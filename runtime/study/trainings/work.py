@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -24,8 +24,11 @@ from ....profiles.errors import FileError, UserError
 from ....profiles.files import TaggedFile, file_errors, is_file, read_file, write_bytes
 from ...prepare.data import segments
 from ...prepare.devices import autocast_of
-from ...settings import RunSettings
+from ...settings import RunSettings, without_effect
 from ..figures.study import PLAIN, Curve, Metric, delays_of, trains_plainly
+
+if TYPE_CHECKING:
+    from ..choices import Cure
 
 WINDOWS = 100
 """Of a curve: so many means, or some more."""
@@ -43,6 +46,8 @@ class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
     delay: int = 0
     rules: str
     """A digest of what the weights follow from besides settings."""
+    settings: dict[str, Any] = {}
+    """Those that are its own, of a cure."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +87,7 @@ class StudyWork(msgspec.Struct, frozen=True, kw_only=True):
             choice = msgspec.structs.replace(choice, lr=asked.rate)
         return msgspec.structs.replace(
             self.settings,
+            **self.arms[asked.arm].settings,
             optimizer=choice,
             warmup=asked.warmup,
             seed=asked.seed,
@@ -109,6 +115,7 @@ def arms_of(
     *,
     mixes: bool,
     uniform_delay: bool,
+    cures: Sequence[Cure | None] = (),
 ) -> tuple[list[ArmSpec], list[str]]:
     """The arms of a study, plain training first; and for each plan the name of its arm.
 
@@ -123,11 +130,13 @@ def arms_of(
         samples: in the training data.
         uniform_delay: an arm more for each number of stages: plain training with gradients of the
             weights S − 1 updates before.
+        cures: by plan; none by default.
     """
     first = plans[0]
     arms = [ArmSpec(name=PLAIN, kind="plain", plan=0, rules=_digest("plain", 0, 1))]
     of_plan: list[str] = []
-    for k, (plan, name) in enumerate(zip(plans, names, strict=True)):
+    of_plans = zip(plans, names, cures or [None] * len(plans), strict=True)
+    for k, (plan, name, cure) in enumerate(of_plans):
         if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
             n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
             found = ArmSpec(
@@ -140,8 +149,10 @@ def arms_of(
             )
         else:
             rules = _schedule_digest(plan, settings, samples)
-            found = ArmSpec(name=name, kind="pipeline", plan=k, rules=rules)
-        same = next((arm for arm in arms if arm.rules == found.rules), None)
+            own = {} if cure is None else cure.settings
+            found = ArmSpec(name=name, kind="pipeline", plan=k, rules=rules, settings=own)
+        alike = (found.rules, found.settings)
+        same = next((arm for arm in arms if (arm.rules, arm.settings) == alike), None)
         if same is None:
             arms.append(found)
         of_plan.append((same or found).name)
@@ -157,6 +168,32 @@ def arms_of(
             )
         )
     return arms, of_plan
+
+
+def cured(
+    plans: Iterable[tuple[Plan, str, str]], settings: RunSettings, cures: Sequence[Cure]
+) -> list[tuple[Plan, str, str, Cure | None]]:
+    """Plans with their names and files, each without a cure, and then with every one all of whose
+    settings do something in it. Raises UserError for a cure of which that holds in no plan."""
+    found: list[tuple[Plan, str, str, Cure | None]] = []
+    missing = {cure.text: "all flush, or have no delay" for cure in cures}
+    for plan, name, file in plans:
+        found.append((plan, name, file, None))
+        if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
+            continue
+        for cure in cures:
+            own = msgspec.structs.replace(settings, **cure.settings)
+            before, after = (
+                set(without_effect(each, plan.system, 1, inline=True)) for each in (settings, own)
+            )
+            if after <= before:
+                found.append((plan, f"{name}, {cure.text}", file, cure))
+                missing.pop(cure.text, None)
+            elif cure.text in missing:
+                missing[cure.text] = "; ".join(sorted(after - before))
+    for text, why in missing.items():
+        raise UserError(f"--cure {text}: changes nothing in these plans ({why}); leave it out")
+    return found
 
 
 def _plain_name(micro_batches: int, update_every: int) -> str:

@@ -67,6 +67,18 @@ def test_a_study_from_the_command_line(call, tmp_path):
     assert set((tmp_path / "found.trainings").iterdir()) >= done
 
 
+def test_a_study_with_cures(call, tmp_path):
+    """Several, of which each is a training of every plan that may be late."""
+    cures = ("--cure", "lr-rescheduling=6", "--cure", "stagewise-momentum")
+    few = ("--steps", 12, "--seeds", 1, "--tune", 1, "--jobs", 1, "--eval-every", 0)
+    text = call(*few, *SGD, *cures, "-o", "found.json", variants=("timeprest", "gpipe"))
+    assert "timeprest, lr-rescheduling=6" in text
+    names = ["timeprest", *(f"timeprest, {cure}" for cure in cures[1::2]), "gpipe"]
+    assert [plan.name for plan in read_study(tmp_path / "found.json").plans] == names
+    told = call(*few, *SGD, *cures[:2], code=2, variants=("gpipe",))
+    assert "--cure lr-rescheduling=6: changes nothing in these plans (all flush" in told
+
+
 def test_a_budget_drops_plans_and_says_which(call, tmp_path):
     more = ("--steps", 40, "--seeds", 2, "--tune", 3, "--jobs", 1, "--eval-every", 0)
     text = call(*more, *SGD, "--budget", 14, "-o", "found.html")

@@ -93,6 +93,27 @@ def test_no_plan_takes_less_than_the_one_found(folder, system):
     assert search.bound_s > 0
 
 
+def test_a_plan_says_which_cure_it_was_found_with(folder):
+    """Here it makes the slowest system the one that needs the fewest samples."""
+    before = read_study("study.json")
+    own = next(plan for plan in before.plans if plan.name == "timeprest")
+    name, cure = "timeprest, stagewise-momentum", "lr-rescheduling=9,stagewise-momentum"
+    cured = msgspec.structs.replace(own, name=name, arm=name, cure=cure)
+    made = msgspec.structs.replace(
+        before, arms=(*before.arms, arm(name, (1.01, 1.1, 0.9))), plans=(*before.plans, cured)
+    )
+    write_study("study.json", made)
+    solve = ("solve", "profile.json", "--variant", "timeprest,pipedream", *WORDS)
+    told = call(*solve, "--study", "study.json", "-o", "best.json")
+    plan = read_plan("best.json")
+    assert (plan.variant, plan.to_target.cure) == ("timeprest", cure)
+    assert plan.to_target.overhead == pytest.approx(1.01, rel=0.02)
+    options = "--lr-rescheduling 9 --stagewise-momentum"
+    assert f"as studied, timeprest is to be trained with {options}" in " ".join(told.split())
+    assert options in " ".join(call("show", "best.json").split())
+    assert "to be trained" not in read_plan("best.pipedream.json").to_target.options
+
+
 def test_plans_are_found_by_a_study(folder):
     systems = ",".join((*SLOW, "timeprest-stashed", "spectrain", "gpipe"))
     solve = ("solve", "profile.json", "--variant", systems, *WORDS, "--study", "study.json")

@@ -59,6 +59,24 @@ def test_between_trainings_an_overhead_is_between_theirs():
     assert own.mean == pytest.approx(1.2, rel=0.02)
 
 
+def test_what_is_cured_has_a_function_of_its_own():
+    made = trained({(1, 0): 1.2, (2, 0): 1.3, (4, 0): 1.33, (1, 1): 1.05, (2, 1): 1.1, (4, 1): 1.2})
+    plans = tuple(
+        msgspec.structs.replace(plan, cure="lambda=2") if plan.delays[1] else plan
+        for plan in made.plans
+    )
+    fit = fit_overheads(msgspec.structs.replace(made, plans=plans))
+    assert fit.trained_with("pipedream") == [(1, None, ""), (1, None, "lambda=2")]
+    for delays, own in (((2, 0), 1.3), ((2, 1), 1.1)):
+        bare, cured = (asked(*delays)._replace(cure=cure) for cure in ("", "lambda=2"))
+        found = fit.at(cured if delays[1] else bare)
+        assert (found.exact, found.mean) == (True, pytest.approx(own, rel=0.02))
+        assert not fit.at(bare if delays[1] else cured).exact
+    assert (
+        fit.at(asked(3, 1)).mean > 1.29 > 1.2 > fit.at(asked(3, 1)._replace(cure="lambda=2")).mean
+    )
+
+
 def test_what_more_parameters_wait_for_costs_more():
     fit = fit_overheads(trained({(1, 0): 1.1, (2, 0): 1.2, (2, 2): 1.35}))
     first = fit.at(asked(2, 0, parameters=(90, 10)))

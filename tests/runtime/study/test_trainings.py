@@ -16,6 +16,7 @@ from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.options import option_fields, read_field
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.samples import Samples
@@ -34,6 +35,11 @@ from timeprest.runtime.study.trainings.work import Asked, Finished
 from timeprest.runtime.training.plain import PlainTraining
 
 SGD = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
+
+
+def read_cures(texts):
+    field = option_fields(StudyChoices)["cures"]
+    return read_field(field, texts, field.flag)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,57 @@ def test_delays_are_the_plans_that_have_them(profile, mlp_target, tmp_path):
     losses = read_losses(RunDir(tmp_path / "run").metrics)
     assert found["with", "pipeline"] == pytest.approx(losses, rel=1e-5)
     assert found["without", "pipeline"] != pytest.approx(losses, rel=1e-5)
+
+
+def test_a_cure_is_an_arm_beside_its_plan(profile, mlp_target, tmp_path):
+    """It trains as a study under its settings does, and without it as before; of what it changes
+    nothing in, there is none."""
+    plans = [plan_by_hand(profile, name, 3, 2) for name in ("timeprest", "i-timeprest", "gpipe")]
+    fading = read_cures(("lr-rescheduling=9", "decay=inverse,lambda=0.5,no-discrepancy-correction"))
+    with pytest.raises(UserError, match=r"--cure decay=inv.*: changes nothing .*are of pipemare"):
+        due(plans, mlp_target, cures=fading)
+    cures = read_cures(("lr-rescheduling=9,stagewise-momentum", "decay=inverse,lambda=0.5"))
+    asked, bare = due(plans, mlp_target, cures=cures), due(plans, mlp_target)
+    first, second = (cure.text for cure in cures)
+    named = [f"timeprest, {first}", f"i-timeprest, {first}", f"i-timeprest, {second}"]
+    assert list(asked.names) == [
+        *("timeprest", named[0], "i-timeprest", *named[1:], "gpipe"),
+    ]
+    assert [arm.name for arm in asked.work.arms] == [PLAIN, *asked.names[:-1]]
+    of_bare = {arm.name: k for k, arm in enumerate(bare.work.arms)}
+    under = RunSettings(task=mlp_target, steps=24, optimizer=SGD, timeout_s=60, **cures[0].settings)
+    chosen = StudyChoices(seeds=2, tune=3, longer=1.25, eval_every=10)
+    alone = prospect(plans, ["plan.json"] * 3, under, chosen)
+    for k, arm in enumerate(asked.work.arms):
+        training = Asked(arm=k, rate=0.05, warmup=0, seed=0, length=24)
+        path = Finished(tmp_path, asked.work).path(training)
+        if arm.name in of_bare:
+            same, work = of_bare[arm.name], bare.work
+        elif arm.name.endswith(first):
+            same, work = of_bare[arm.name.partition(",")[0]], alone.work
+        else:
+            continue
+        assert Finished(tmp_path, work).path(msgspec.structs.replace(training, arm=same)) == path
+    found = conduct(asked, tmp_path, 1, silent)
+    assert [plan.cure or "" for plan in found.plans] == ["", first, "", first, second, ""]
+    assert found.arm("timeprest").curves != found.arm(named[0]).curves
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("clip-norm=1", "give NAME or NAME=VALUE, of lr-rescheduling, "),
+        ("stagewise-momentum=1", "stagewise-momentum has no value; leave =1 out"),
+        ("lr-rescheduling", "give lr-rescheduling a number"),
+        ("lambda=-1", "--cure lambda -1.0: give a number from 0"),
+        ("decay=slow", "give decay one of exponential, inverse, linear"),
+        ("lambda=1, lambda=2", "--cure lambda=1,lambda=2: says something twice"),
+    ],
+)
+def test_what_is_no_cure_is_said(given, why):
+    with pytest.raises(UserError) as refused:
+        read_cures((given,))
+    assert why in str(refused.value)
 
 
 def test_evaluations_change_nothing(plans, mlp_target):
