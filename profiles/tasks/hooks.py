@@ -40,8 +40,11 @@ def call_hook(
 
     Raises `kind` naming the hook when it raises.
     """
-    with in_one_line(f"the task's {name} failed" + (f" in {doing}" if doing else ""), kind):
+    try:
         return hook(*arguments)
+    except BaseException:
+        with in_one_line(f"the task's {name} failed" + (f" in {doing}" if doing else ""), kind):
+            raise
 
 
 @contextmanager

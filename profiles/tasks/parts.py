@@ -174,9 +174,11 @@ def fetch_parts(
         Inputs, target, and whether anything was drawn, where there are seeds. What isn't among the
         parts is () or None.
     """
-    if type(dataset) is TensorDataset and len(dataset.tensors) == 2 and parts == {TARGET}:
-        # Of inputs that nobody wants none is taken.
-        return (), dataset.tensors[1][indices], False
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2 and parts != ALL:
+        # Of what nobody wants none is taken.
+        inputs, target = dataset.tensors
+        wanted = TARGET in parts
+        return () if wanted else (inputs[indices],), target[indices] if wanted else None, False
     if isinstance(dataset, TensorDataset) or (parts == ALL and seeds is None):
         call, target = fetch(dataset, indices, names)
         return call.tensors if INPUTS in parts else (), target if TARGET in parts else None, False

@@ -271,14 +271,13 @@ class Outbox:
         if not self._under_way:
             return 0
         with self._lock:
+            # A look at the socket takes longer than all else here, and can only find less.
+            if not self._held():
+                return 0
             # Whoever sends or receives next will tell.
             with contextlib.suppress(GoneError):
                 self._take_back()
-            held = sum(counted for _, _, counted, _ in self._waiting)
-            for box, free, counted in zip(self._layout, self._free, self._counted, strict=True):
-                if box.slots - len(free) > box.ahead:
-                    held += sum(counted) - box.ahead * max(counted)
-            return held
+            return self._held()
 
     def close(self) -> None:
         """End the thread, and close the socket."""
@@ -298,6 +297,13 @@ class Outbox:
     def _check(self) -> None:
         if self.error is not None:
             raise self.error
+
+    def _held(self) -> int:
+        held = sum(counted for _, _, counted, _ in self._waiting) if self._waiting else 0
+        for box, free, counted in zip(self._layout, self._free, self._counted, strict=True):
+            if box.slots - len(free) > box.ahead:
+                held += sum(counted) - box.ahead * max(counted)
+        return held
 
     def _put(self, k: int, part: Part, counted_bytes: int, *, last: bool) -> None:
         slot = self._free[k].pop()
@@ -400,19 +406,25 @@ class SharedMemoryChannels(PeerChannels):
         """Copy it into shared memory, or have it copied as soon as there is room."""
         peer = route.ends(kind)[1]
         counted = 0 if kept else route.nbytes(kind)
-        with self.talking_to(peer):
+        try:
             self._outboxes[peer].send((route.number, kind), tensor, counted)
+        except Exception:
+            with self.talking_to(peer):
+                raise
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the oldest message, and copy it out."""
         key, peer = (route.number, kind), route.ends(kind)[0]
         inbox = self._inboxes[peer]
-        with self.talking_to(peer):
+        try:
             if not inbox.here(key):
                 self.status.wait((peer,))
                 inbox.wait(key, self.timeout.total_seconds())
                 self.status.go_on()
             message = inbox.take(key, self.timeout.total_seconds())
+        except Exception:
+            with self.talking_to(peer):
+                raise
         self._posted_bytes -= route.nbytes(kind)
         following = next(self._upcoming[key], None)
         if following is not None:

@@ -43,9 +43,8 @@ class StreamClock:
     def start(self) -> None:
         """Set the clock by the host's, where nothing is under way."""
 
-    def mark(self) -> Mark:
-        """A mark behind all that has been handed in so far."""
-        return time.perf_counter()
+    mark: Callable[[], Mark] = staticmethod(time.perf_counter)
+    """A mark behind all that has been handed in so far."""
 
     def through(self, mark: Mark) -> bool:
         """Whether the device has come past it."""
@@ -180,14 +179,10 @@ class Spans(NamedTuple):
 
     def times(self, clock: StreamClock) -> OperationTimes:
         """By a clock that has come past all of them."""
-
-        at = clock.time_s
-
-        def took(spans: Sequence[tuple[Mark, Mark]]) -> float:
-            return sum((at(end) - at(begin) for begin, end in spans), 0.0)
-
-        begin, start, end, sent, *spans = self
-        return OperationTimes(at(begin), at(start), at(end), at(sent), *map(took, spans))
+        at = clock.time_s if clock.late else float
+        begin, start, end, sent, *kinds = self
+        took = [float(sum([at(end) - at(begin) for begin, end in spans])) for spans in kinds]
+        return OperationTimes(at(begin), at(start), at(end), at(sent), *took)
 
 
 class UnderWay:

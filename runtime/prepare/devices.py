@@ -172,6 +172,8 @@ def _name_device(graph: fx.Graph, device: torch.device) -> bool:
 def put(value: Any, device: torch.device) -> Any:
     """Containers with their tensors moved to a device; anything else is left as it is."""
     if isinstance(value, Tensor):
+        if value.device == device:
+            return value
         pinned = value.device == CPU and value.layout == torch.strided and value.numel() > 1
         if device.type == "cuda" and pinned:
             # From other memory the copy, and the host with it, waits for what the device has to do.

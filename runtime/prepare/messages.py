@@ -63,7 +63,7 @@ def missing_gradients(message: Tensor, *, in_parts: bool = True) -> list[bool]:
     if mark is None or not message.numel():
         return [False] * slots
     if not in_parts:
-        first = numbers.reshape(slots, -1)[:, 0]
+        first = numbers.reshape(slots, -1).select(1, 0)
         return [number == mark[1] for number in first.view(mark[0]).tolist()]
     marked = numbers.view(mark[0]) == mark[1]
     if not marked.any():

@@ -75,7 +75,7 @@ class Samples:
 
     def _open(self, parts: Parts, *, ahead: bool) -> None:
         self._read_from = self.dataset
-        self._told = [self.dataset]
+        self._told = [self.dataset] if hasattr(self.dataset, "set_epoch") else []
         self._batches: Batches | None = None
         self._alone = False
         self.parts = parts
@@ -96,7 +96,7 @@ class Samples:
             found = only(self.dataset, parts, self._names)
             self._alone = has_only(self.dataset)
             self._read_from, self.parts = (self.dataset, ALL) if found is None else (found, parts)
-            self._told.append(found)
+            self._told += [found] if hasattr(found, "set_epoch") else []
             if not isinstance(self._read_from, TensorDataset):
                 self._read_from = _Named(self._read_from, self.split)
         self._ahead = _TakenAhead(self, self._wait_s)

@@ -81,7 +81,8 @@ class StatusFile(Status):
         self._put(now)
 
     def done(self) -> None:
-        self._put(msgspec.structs.replace(self.now, finished=self.now.at, at="", waits_for=()))
+        # Something else begins at once, and then it is written too.
+        self.now = msgspec.structs.replace(self.now, finished=self.now.at, at="", waits_for=())
 
     def wait(self, ranks: Sequence[int]) -> None:
         self._put(msgspec.structs.replace(self.now, waits_for=tuple(ranks), since=time.time()))

@@ -63,6 +63,7 @@ class MemoryAccount:
         self.activations_bytes = self.aside_bytes = 0
         self.last: tuple[int, ...] | None = None
         self.peak: MemoryByKind | None = None
+        self._most = 0
         self.most_versions = 1
         self.beside: Sequence[Callable[[], tuple[int, ...]]] = ()
 
@@ -77,7 +78,8 @@ class MemoryAccount:
             self._gradients = sum(n for p, n in self._gradient_bytes if p.grad is not None)
         self._count_state()
         self.last = held = self.held(boundary_bytes)
-        if self.peak is None or sum(held) > self.peak.total:
+        if self.peak is None or sum(held) > self._most:
+            self._most = sum(held)
             self.peak = MemoryByKind(**dict(zip(_FIELDS, held, strict=True)))
         self.most_versions = max(self.most_versions, self._versions.held)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ...planner.systems.hooks import NOTHING
 from ...profiles.autograd.boundary import Inlet, storage_key
 from ...profiles.errors import RunError
 from ...profiles.tasks.hooks import call_hook, check_depends
@@ -160,7 +161,8 @@ class StagePiece:
         values, target, part, tensors = given
         micro = MicroBatch(remade=remade)
         weights = self.weights.forward(tensors, hooks=counts, substitutes=remade)
-        with weights, self._precision(), running(remade):
+        selected = NOTHING if remade is None else running(remade)
+        with weights, self._precision(), selected:
             arguments = [self._admit(name, values, micro) for name in self.inputs]
             watched = self.handed_over.watch(self.inputs, arguments)
             out = self.compute(*arguments)

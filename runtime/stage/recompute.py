@@ -429,7 +429,7 @@ _running: ContextVar[Remade | None] = ContextVar("_running", default=None)
 
 
 @contextmanager
-def running(remade: Remade | None) -> Iterator[None]:
+def running(remade: Remade) -> Iterator[None]:
     """The context in which a stage runs its piece for this micro-batch."""
     token = _running.set(remade)
     try:

@@ -139,7 +139,7 @@ class StageRunner:
         notes.begin(op_text(self.number, of_run))
         if notes.log is not None:
             notes.log.begin(op)
-        with notes.explained():
+        try:
             if op.kind == FORWARD:
                 self._forward(op, self.segment)
                 hooks.after_forward(op)
@@ -150,6 +150,9 @@ class StageRunner:
             else:
                 yield from self._update(op, self.segment)
             self.channels.advance()
+        except BaseException:
+            with notes.explained():
+                raise
         notes.status.done()
 
     def _forward(self, op: Op, segment: Segment) -> None:

@@ -303,7 +303,8 @@ class Stage:
 
     def _drop(self) -> None:
         """Let go of weight versions that no operation needs any more."""
-        self.weights.drop(self.walk.needed())
+        if self.weights.held > 1:
+            self.weights.drop(self.walk.needed())
         self.ties.drop()
 
     def _let_gradients_go(self) -> None:

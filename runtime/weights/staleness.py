@@ -22,6 +22,9 @@ from .stash import WeightVersions
 
 SAMPLED = 16_384
 
+_Distance = tuple[SupportsFloat, SupportsFloat]
+"""‖W_B − W_F‖ and ‖W_F‖ of a backward."""
+
 
 @dataclass
 class Staleness:
@@ -42,21 +45,21 @@ class Staleness:
     largest_distance: float = 0.0
     backwards: int = 0
     versions_held: int = 1
-    _unread: deque[SupportsFloat] = field(default_factory=deque)
+    _unread: deque[_Distance] = field(default_factory=deque)
 
-    def note(self, difference: int, distance: SupportsFloat) -> None:
-        """Count a backward."""
+    def note(self, difference: int, distance: _Distance | None) -> None:
+        """Count a backward. `distance`: None: nothing was to be computed, it is 0."""
         self.differences[difference] = self.differences.get(difference, 0) + 1
         self.backwards += 1
-        # Most are 0 where nothing was to be computed.
-        if distance != 0.0:
+        if distance is not None:
             self.noted += 1
             self._unread.append(distance)
 
     def read(self, count: int) -> None:
         """Read so many of the distances, which have come by now."""
         while self.noted - len(self._unread) < count:
-            distance = float(self._unread.popleft())
+            moved, norm = map(float, self._unread.popleft())
+            distance = moved / norm if norm else 0.0
             self.distance += distance
             self.largest_distance = max(self.largest_distance, distance)
 
@@ -74,7 +77,9 @@ class Sample:
         others behind the parameters'."""
         with torch.no_grad():
             mine = (self.parameters if tensors is None else tensors)[: len(self.parameters)]
-            parts = [t.detach().reshape(-1)[:: self._stride] for t in mine]
+            parts = [t.reshape(-1) for t in mine]
+            if self._stride > 1:
+                parts = [part[:: self._stride] for part in parts]
             found = torch.cat(parts) if parts else torch.zeros(0)
             return found.to(torch.complex128 if found.is_complex() else torch.float64)
 
@@ -139,20 +144,18 @@ class StalenessMeter(StageHooks):
         if self._sample is not None and latest in self._used.values():
             self._looked_at(latest)
 
-    def _distance(self, run: BackwardRun) -> SupportsFloat:
-        """‖W_B − W_F‖ / ‖W_F‖ of a backward; 0 where W_F is."""
+    def _distance(self, run: BackwardRun) -> _Distance | None:
         if self._sample is None:
-            return 0.0
+            return None
         together, version = self._together(run.op), run.version
         used, predicted = self._used.pop(together), self._predicted.pop(together, None)
         # Those that were made for the operation, if they aren't any version's.
         made = run.weights if version == run.latest else None
-        distance: SupportsFloat = 0.0
+        distance = None
         if made is not None or predicted is not None or used != version:
             before = self._looked_at(used) if predicted is None else predicted
             now = self._looked_at(version) if made is None else self._sample.of(made)
-            norm = before.norm()
-            distance = number(torch.where(norm == 0, 0.0, (now - before).norm() / norm))
+            distance = number(torch.dist(now, before)), number(torch.linalg.vector_norm(before))
         # The latest, too, in case that forwards of the next mini-batches use it as an older one.
         needed = {*self._used.values(), version}
         self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
