@@ -7,16 +7,18 @@ times of one micro-batch in a steady pipeline of equal stages, a micro-batch eve
 parts run when a device would be idle, or when a forward needs their room.
 
 The papers' times are equal. Where they aren't, several blocks and list schedules are tried under
-the same limit, and the one with the shortest period is taken (our reading). With equal times `zb-v`
-is never idle on up to four devices, for one unit in a mini-batch on more.
+the same limit, for `zb-v` also the first paper's own sequence, which asks for no times, and the one
+with the shortest period is taken (our reading). With equal times `zb-v` is never idle.
 
 Index letters: D devices; S = 2·D stages; N micro-batches.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS
+from ..systems.operations import BACKWARDS, FORWARDS, WEIGHTS
 from .list_schedule import MicroBatchScheduler
 from .zero_bubble import WeightsWhenIdle, period_s
 
@@ -50,6 +52,8 @@ def v_shaped(pipeline: Pipeline) -> _Rows:
         scheduler = MicroBatchScheduler(pipeline, 1, keep, most, forwards_first=forwards_first)
         if scheduler.run(1):
             found.append(scheduler.rows())
+    if not pipeline.variant.half_memory and all(len(mine) == 2 for mine in pipeline.stages_of):
+        found.append(_by_count(pipeline))
     if not found:
         # Where stages have nothing to do with each other, one may take all the room.
         scheduler = MicroBatchScheduler(pipeline, 1, keep)
@@ -59,6 +63,32 @@ def v_shaped(pipeline: Pipeline) -> _Rows:
     # Rounding is no reason to take a later one.
     best = min(periods) * (1 + 1e-9)
     return next(rows for rows, seconds in zip(found, periods, strict=True) if seconds <= best)
+
+
+def _by_count(pipeline: Pipeline) -> _Rows:
+    """The sequence of ZB-V with equal times (2401.10241, section 6), as others write it out:
+    forwards on the way down and up, then one of each stage in turn with its backward and weight
+    part; while the pipeline drains, weight parts wait. Replicas of a device do alike."""
+    devices, r = len(pipeline.stages_of), pipeline.replicas(0)
+    n = max(2 * devices - 1, -(-pipeline.micro_batches // r))
+    rows = []
+    for d, mine in enumerate(pipeline.stages_of):
+        (f, b, w), (up_f, up_b, up_w) = (
+            [(kind, s) for kind in (FORWARDS, BACKWARDS, WEIGHTS)] for s in mine
+        )
+        left, turn = devices - d, [b, w, up_f, up_b, up_w]
+        ops = [f] * (2 * left - 1) + [up_f, f] * d + [up_f, up_b, up_w] * left
+        ops += [f, *turn] * (n - devices - left + 1) + turn * (left - 1)
+        ops += [b, up_b] * d + [b, w] * left + [up_w] * d + [w] * d
+        done = Counter[tuple[int, int]]()
+        row: list[tuple[int, int]] = []
+        for op in ops:
+            # It is for as many micro-batches as there should be at least.
+            count = min(r, pipeline.micro_batches - done[op])
+            row += [op] * count
+            done[op] += count
+        rows.append((bytes(kind for kind, _ in row), tuple(s for _, s in row)))
+    return tuple(rows)
 
 
 def _most_kept(pipeline: Pipeline, devices: int) -> int:
