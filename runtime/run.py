@@ -237,8 +237,8 @@ def _cautions(prepared: Prepared, rendezvous: Rendezvous | None, *, inline: bool
         yield prepared.model.loss.apart
     if rendezvous is not None and rendezvous.open_to_all:
         yield rendezvous.open_to_all
-    settings, variant = prepared.settings, prepared.pipeline.variant
-    yield from without_effect(settings, variant, prepared.length.steps, inline=inline)
+    steps = prepared.length.steps
+    yield from without_effect(prepared.settings, prepared.plan, steps, inline=inline)
 
 
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta
 
 from ..planner.plan import Plan
-from ..planner.systems.variants import Variant
 from ..profiles import plugins
 from ..profiles.errors import UserError
 from ..profiles.files import (
@@ -254,13 +253,25 @@ COMPILING_S = 600.0
 
 
 def without_effect(
-    settings: RunSettings, variant: Variant, updates: int, *, inline: bool
+    settings: RunSettings, plan: Plan, updates: int, *, inline: bool
 ) -> Iterator[str]:
     """Lines on what was asked for and does nothing in this run.
 
     Args:
         updates: of the run.
     """
+    variant = plan.system
+    late = plan.predicted.version_difference
+    if settings.lr_rescheduling and late < 2:
+        yield (
+            "--lr-rescheduling: is for version differences above 1, and does nothing in this plan "
+            f"of {variant.name}, whose largest is {late}"
+        )
+    if settings.stagewise_momentum and not late:
+        yield (
+            "--stagewise-momentum: is for version differences, and does nothing in this plan of "
+            f"{variant.name}, which has none"
+        )
     if given(settings, ("decay", "decay_rate")) and variant.backward_weights != "intermediate":
         yield f"--decay, --lambda: are of i-timeprest, and do nothing in {variant.name}"
     corrections = ("discrepancy_correction", "discrepancy_decay")

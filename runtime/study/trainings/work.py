@@ -176,7 +176,7 @@ def cured(
     """Plans with their names and files, each without a cure, and then with every one all of whose
     settings do something in it. Raises UserError for a cure of which that holds in no plan."""
     found: list[tuple[Plan, str, str, Cure | None]] = []
-    missing = {cure.text: "all flush, or have no delay" for cure in cures}
+    missing = {cure.text: "all flush or have no delay" for cure in cures}
     for plan, name, file in plans:
         found.append((plan, name, file, None))
         if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
@@ -184,7 +184,7 @@ def cured(
         for cure in cures:
             own = msgspec.structs.replace(settings, **cure.settings)
             before, after = (
-                set(without_effect(each, plan.system, 1, inline=True)) for each in (settings, own)
+                set(without_effect(each, plan, 1, inline=True)) for each in (settings, own)
             )
             if after <= before:
                 found.append((plan, f"{name}, {cure.text}", file, cure))

@@ -250,6 +250,7 @@ def test_settings_of_before_have_the_checksum_they_had(mlp_target):
     ("how", "line"),
     [
         ({"decay": "linear"}, "--decay, --lambda: are of i-timeprest, and do nothing in timeprest"),
+        ({"lr_rescheduling": 9}, "--lr-rescheduling: .* does nothing .* timeprest, .* is 1"),
         ({"discrepancy_decay": 0.2}, "--discrepancy-decay.*: are of pipemare"),
         ({"keep_checkpoints": 5, "checkpoint_every": 0}, "there are none with --checkpoint-every"),
         ({"transport": "gloo"}, "--transport: nothing is sent with --inline"),
