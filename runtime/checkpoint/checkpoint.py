@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,15 @@ def plan_checksum(plan: Plan) -> str:
 
 def settings_checksum(settings: RunSettings) -> str:
     """Changes whenever a setting does that what is trained depends on."""
-    fields = msgspec.structs.fields(settings)
-    defaults = {field.name: field.default for field in fields if field.name in FREE}
-    settings = msgspec.structs.replace(settings, **defaults)
+    settings = msgspec.structs.replace(settings, **_free(type(settings)))
     # Older checkpoints knew nothing of some.
     return _checksum(settings, set(LATER) - {*given(settings, LATER)})
+
+
+@cache
+def _free(kind: type[RunSettings]) -> dict[str, Any]:
+    """Defaults of the settings that change nothing."""
+    return {f.name: f.default for f in msgspec.structs.fields(kind) if f.name in FREE}
 
 
 def info_checksum(info: Checkpoint) -> str:
