@@ -59,6 +59,10 @@ class Carried:
         self._same: Flags = (behind >= 0) & (behind == before)
         self.reached = self._reached(lattice.size)
 
+    def forget(self) -> None:
+        """Follow none."""
+        self.ages, self.reached = 1, self.reached.any(axis=0, keepdims=True)
+
     def older(self, which: Positions, age: Positions) -> Positions:
         """The age behind stages, from that before them."""
         known = (age > 0) & (age < self.ages - 1)

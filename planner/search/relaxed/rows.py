@@ -51,6 +51,11 @@ Between two on the path, what a micro-batch's messages there take, and those bac
 latencies. All on the fastest device or link."""
 
 
+_MOST_LINKS = 1_000_000
+"""Where there are more, what is carried past stages isn't followed: a chain of eight stages has
+gigabytes of them."""
+
+
 class _Step(NamedTuple):
     """A part of a micro-batch's way.
 
@@ -112,6 +117,9 @@ class Rows:
         begins = np.zeros((table.lattice.size, kinds), dtype=np.bool_)
         begins[stages.below, stages.kind] = begins[-1, 0] = True
         age, pair = np.nonzero(carried.reached[:, stages.below])
+        if begins.sum(axis=1)[stages.above[pair]].sum() > _MOST_LINKS:
+            carried.forget()
+            age, pair = np.nonzero(carried.reached[:, stages.below])
         number, after = np.nonzero(begins[stages.above[pair]])
         which, age = pair[number], age[number]
         begin = (stages.below[which] * kinds + stages.kind[which]) * carried.ages + age

@@ -13,6 +13,7 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.search.choices import Branch, Freedom
+from timeprest.planner.search.relaxed import rows as rows_of_stages
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.relaxed.rows import Rows
 
@@ -20,14 +21,15 @@ from timeprest.planner.search.relaxed.rows import Rows
 @pytest.mark.choice(3)
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("first", range(0, 400, 50))
-def test_no_plan_is_below_its_bound(first, linked):
+def test_no_plan_is_below_its_bound(first, linked, monkeypatch):
     """All plans of drawn questions, in all placements; and each is among the cuts below its
-    period."""
+    period. In some, what is carried past stages isn't followed, as where there are many links."""
     seen = 0
     for seed in range(first, first + examples(50)):
         drawn = drawn_placed(seed, linked=linked)
         if drawn is None:
             continue
+        monkeypatch.setattr(rows_of_stages, "_MOST_LINKS", inf if seed % 3 else 0)
         question, n = drawn.question, drawn.asked
         relaxation = Relaxation(question, Freedom(recompute=drawn.recompute)).with_several_stages()
         lattice = find_downsets(relaxation.problem(Branch(n)), 10_000, None)
@@ -77,6 +79,19 @@ def test_a_tensor_that_passes_stages_keeps_their_wires_busy(devices, messages):
     # Four micro-batches of a sample each.
     assert found.bound_s >= 4 * messages * 10e-3 * 0.99
     assert found.bound_s < 4 * (messages + 1) * 10e-3
+
+
+def test_what_is_carried_isnt_followed_where_that_makes_many_links(monkeypatch):
+    cluster = uniform_cluster(3, bandwidth="1MB/s", latency="0s")
+    question = Question(residual(10_000), cluster, "timeprest", 4, 1.0)
+    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+    many = Rows(relaxation, lattice, 4)
+    monkeypatch.setattr(rows_of_stages, "_MOST_LINKS", len(many.links.begin) - 1)
+    few = Rows(relaxation, lattice, 4)
+    assert len(few.links.begin) < len(many.links.begin)
+    bounds_s = [rows.chains((0, 1, 0, 2)).bound(1e-2, inf).bound_s for rows in (few, many)]
+    assert 0 < bounds_s[0] < bounds_s[1]
 
 
 def bound_of(system, times, devices):
