@@ -304,10 +304,12 @@ def test_the_originals_set_ups_show_who_is_ahead_half_way(tmp_path):
     write_study(tmp_path / "llama-0.003.json", made)
     _, _, losses, told, ahead = originals.originals(tmp_path)
     assert "| small Llama | 0.003 | accuracy | 37.5% / 75.0% |" in losses
-    assert "`timeprest` is ahead of `pipedream-flush` in 1 of 2, behind in 1, equal" in told
-    assert "`pipedream` is ahead of `pipedream-flush` in 0 of 2, behind in 1, equal" in told
-    assert "| small Llama | 0.003 | 2 | ✓ 0.80 (0.79–0.82) | = 1.00 (1.00–1.00) | = 1.0" in ahead
-    assert "| small Llama | 0.003 | 4 | ✗ 1.50 (1.50–1.50) |  | ✗" in ahead
+    assert (
+        "`timeprest` over `pipedream-flush`: ahead in 1, equal within the seeds' spread in 0"
+        in told
+    )
+    assert "`pipedream` over `plain`: ahead in 0, equal within the seeds' spread in 1" in told
+    assert "| small Llama | 0.003 | ✓ 0.80 (0.79–0.82) | ✗ 1.50 (1.50–1.50) | = 1.00 (" in ahead
 
 
 def test_cells_are_those_asked_for():
