@@ -303,6 +303,7 @@ def test_the_originals_set_ups_show_who_is_ahead_half_way(tmp_path):
     made = msgspec.structs.replace(study(arms, {}), plans=tuple(plans))
     write_study(tmp_path / "llama-0.003.json", made)
     _, _, losses, told, ahead = originals.originals(tmp_path)
+    assert told.startswith("**That `timeprest` is ahead of both half-way isn't seen in any of 2 (")
     assert "| small Llama | 0.003 | accuracy | 37.5% / 75.0% |" in losses
     assert (
         "`timeprest` over `pipedream-flush`: ahead in 1, equal within the seeds' spread in 0"

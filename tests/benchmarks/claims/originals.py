@@ -119,7 +119,7 @@ def originals(studies: Path) -> list[str]:
         "## The set-ups of TiMePReSt and its reproduction, in small",
         _SET_UPS,
         markdown(["", "rate", "", *heads], losses),
-        "Who is ahead half-way: samples to the loss that the second has there, over its own. "
+        f"**{_shown(judged)}** Samples to the loss that the second has half-way, over its own: "
         f"{_told(judged)}",
         markdown(["", "rate", *over], ahead),
     ]
@@ -181,6 +181,15 @@ def _half_way(one: StudyArm, other: StudyArm) -> Verdict:
     if len(ratios) < len(counts[0]):
         return Verdict("no", "not reached")
     return by_interval(spread_of(ratios))
+
+
+def _shown(judged: dict[tuple[str, str], list[Verdict]]) -> str:
+    """Whether the finding is seen."""
+    one = [verdicts for (name, _), verdicts in judged.items() if name == "timeprest"]
+    by_cell = list(zip(*one, strict=True))
+    both = sum(all(each.outcome == "yes" for each in cell) for cell in by_cell)
+    some = f"shows in {both} of {len(by_cell)}" if both else f"isn't seen in any of {len(by_cell)}"
+    return f"That `timeprest` is ahead of both half-way {some} (beyond the seeds' spread)."
 
 
 def _told(judged: dict[tuple[str, str], list[Verdict]]) -> str:
