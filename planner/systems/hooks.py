@@ -200,7 +200,7 @@ class HookChain(StageHooks):
 
     def states(self) -> list[tuple[str, MutableMapping[nn.Parameter, Tensor]]]:
         """All that is kept, with its name."""
-        return [item for each in self.hooks for item in each.kept.items()]
+        return [item for each in self.hooks if each.kept for item in each.kept.items()]
 
     begin = _each("begin")
     after_forward = _each("after_forward")
@@ -213,11 +213,11 @@ class HookChain(StageHooks):
 
     def forward(self, run: ForwardRun) -> AbstractContextManager[Any]:
         """The contexts of all of them, the first one's outermost."""
-        return _entered([hook(run) for hook in self.calls["forward"]])
+        return _entered(self.calls["forward"], run)
 
     def recompute(self, op: Op) -> AbstractContextManager[Any]:
         """The contexts of all of them, the first one's outermost."""
-        return _entered([hook(op) for hook in self.calls["recompute"]])
+        return _entered(self.calls["recompute"], op)
 
     def rate(self, update: int) -> float:
         """The product of all factors."""
@@ -225,9 +225,9 @@ class HookChain(StageHooks):
 
 
 def _entered(
-    contexts: Sequence[AbstractContextManager[Any] | None],
+    hooks: Iterable[Callable[[Any], AbstractContextManager[Any] | None]], given: Any
 ) -> AbstractContextManager[Any]:
-    some = [context for context in contexts if context is not None]
+    some = [context for hook in hooks if (context := hook(given)) is not None]
     if len(some) < 2:
         return some[0] if some else NOTHING
     return _nested(some)

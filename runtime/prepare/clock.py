@@ -179,9 +179,13 @@ class Spans(NamedTuple):
 
     def times(self, clock: StreamClock) -> OperationTimes:
         """By a clock that has come past all of them."""
-        at = clock.time_s if clock.late else float
+        at = clock.time_s
         begin, start, end, sent, *kinds = self
-        took = [float(sum([at(end) - at(begin) for begin, end in spans])) for spans in kinds]
+        took = []
+        for spans in kinds:
+            took.append(0.0)
+            for first, last in spans:
+                took[-1] += at(last) - at(first)
         return OperationTimes(at(begin), at(start), at(end), at(sent), *took)
 
 

@@ -75,7 +75,7 @@ class MemoryAccount:
             gradients_changed: since the last time.
         """
         if gradients_changed:
-            self._gradients = sum(n for p, n in self._gradient_bytes if p.grad is not None)
+            self._gradients = sum([n for p, n in self._gradient_bytes if p.grad is not None])
         self._count_state()
         self.last = held = self.held(boundary_bytes)
         if self.peak is None or sum(held) > self._most:
@@ -96,7 +96,8 @@ class MemoryAccount:
         kept = self._hooks.states()
         return (
             self._weights,
-            self._versions.older_bytes + sum(dense_bytes(t) for _, by in kept for t in by.values()),
+            self._versions.older_bytes
+            + sum([dense_bytes(t) for _, by in kept for t in by.values()]),
             self._gradients + self.aside_bytes,
             self._state,
             self.activations_bytes,

@@ -192,6 +192,9 @@ def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device)
             f"micro-batches of one mini-batch, whose samples are shaped alike, so {BY_VALUES}"
         )
     gathered = torch.empty((len(inlets), *shapes[0]), dtype=spec.dtype, device=device)
+    grads = [inlet.grad for inlet in inlets if inlet.grad is not None]
+    if len(grads) == len(inlets):
+        return torch.stack(grads, out=gathered)
     for slot, inlet in zip(gathered, inlets, strict=True):
         if inlet.grad is not None:
             slot.copy_(inlet.grad)

@@ -49,6 +49,7 @@ class OperationNotes:
             channels: of its worker.
         """
         self._plan, self._replica, self._device = prepared.plan, replica, device
+        self._name = replica.name
         self._account, self._channels = account, channels
         self.clock = clock_of(device)
         self.under_way = UnderWay(self.clock)
@@ -62,7 +63,7 @@ class OperationNotes:
     def begin(self, what: str) -> None:
         """Something begins: an operation, or something besides."""
         self.last_op = what
-        self.status.begin(what, self._replica.name)
+        self.status.begin(what, self._name)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -183,7 +183,7 @@ class StagePiece:
         # Buffers are there anyway.
         elsewhere = self.handed_over.storages_kept_elsewhere(watched) | self._buffers
         saved = self.weights.saved.items()
-        micro.saved_bytes = sum(nbytes for key, nbytes in saved if key not in elsewhere)
+        micro.saved_bytes = sum([nbytes for key, nbytes in saved if key not in elsewhere])
         return micro, outputs, loss
 
     def _precision(self) -> AbstractContextManager[Any]:
