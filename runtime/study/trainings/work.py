@@ -187,7 +187,7 @@ def cured(
                 set(without_effect(each, plan, 1, inline=True)) for each in (settings, own)
             )
             if after <= before:
-                found.append((plan, f"{name}, {cure.text}", file, cure))
+                found.append((plan, f"{name} with {cure.text}", file, cure))
                 missing.pop(cure.text, None)
             elif cure.text in missing:
                 missing[cure.text] = "; ".join(sorted(after - before))

@@ -71,7 +71,7 @@ def test_a_study_with_cures(call, tmp_path):
     """Each is a training of every plan that it changes."""
     few = ("--steps", 12, "--seeds", 1, "--tune", 1, "--jobs", 1, "--eval-every", 0, *SGD)
     text = call(*few, "--cure", "stagewise-momentum", "-o", "found.json")
-    names = ["timeprest", "timeprest, stagewise-momentum"]
+    names = ["timeprest", "timeprest with stagewise-momentum"]
     assert names[1] in text
     assert [plan.name for plan in read_study(tmp_path / "found.json").plans[:2]] == names
     told = call(*few, "--cure", "lr-rescheduling=6", code=2)

@@ -97,7 +97,7 @@ def test_a_plan_says_which_cure_it_was_found_with(folder):
     """Here it makes the slowest system the one that needs the fewest samples."""
     before = read_study("study.json")
     own = next(plan for plan in before.plans if plan.name == "timeprest")
-    name, cure = "timeprest, stagewise-momentum", "lr-rescheduling=9,stagewise-momentum"
+    name, cure = "timeprest with more", "lr-rescheduling=9,stagewise-momentum"
     cured = msgspec.structs.replace(own, name=name, arm=name, cure=cure)
     made = msgspec.structs.replace(
         before, arms=(*before.arms, arm(name, (1.01, 1.1, 0.9))), plans=(*before.plans, cured)

@@ -119,7 +119,7 @@ def test_a_cure_is_an_arm_beside_its_plan(profile, mlp_target, tmp_path):
     cures = read_cures(("lr-rescheduling=9,stagewise-momentum", "decay=inverse,lambda=0.5"))
     asked, bare = due(plans, mlp_target, cures=cures), due(plans, mlp_target)
     first, second = (cure.text for cure in cures)
-    named = [f"timeprest, {first}", f"i-timeprest, {first}", f"i-timeprest, {second}"]
+    named = [f"timeprest with {first}", f"i-timeprest with {first}", f"i-timeprest with {second}"]
     assert list(asked.names) == [
         *("timeprest", named[0], "i-timeprest", *named[1:], "gpipe"),
     ]
@@ -134,7 +134,7 @@ def test_a_cure_is_an_arm_beside_its_plan(profile, mlp_target, tmp_path):
         if arm.name in of_bare:
             same, work = of_bare[arm.name], bare.work
         elif arm.name.endswith(first):
-            same, work = of_bare[arm.name.partition(",")[0]], alone.work
+            same, work = of_bare[arm.name.partition(" with ")[0]], alone.work
         else:
             continue
         assert Finished(tmp_path, work).path(msgspec.structs.replace(training, arm=same)) == path
