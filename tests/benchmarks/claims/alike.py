@@ -29,11 +29,6 @@ def lags_of(plan: Plan) -> Rows:
     return tuple(tuple(tuple(row) for row in stage) for stage in found)
 
 
-def steady_lags(plan: Plan) -> tuple[int, ...]:
-    """Those of the micro-batches on stage 0 in the steady state."""
-    return lags_of(plan)[0][-1]
-
-
 def training_of(plan: Plan, *, mixes: bool) -> Hashable:
     """A key: plans with the same one train alike.
 
