@@ -15,7 +15,7 @@ from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.tests.benchmarks.planner import battery
-from timeprest.tests.benchmarks.planner.battery import Found, drawn
+from timeprest.tests.benchmarks.planner.battery import Found, drawn, uneven
 from timeprest.tests.benchmarks.planner.climb import Climb
 
 
@@ -36,7 +36,7 @@ def test_on_a_small_hill_the_climb_comes_to_the_top(system, memory):
                     found = evaluate(question, lone_stages(nodes, limits), n)
                     if not found.over_limit(question.cluster):
                         best = min(best, found.prediction.period_s)
-    climb = Climb(question, range(3), counts)
+    climb = Climb(question, [(0,), (1,), (2,)], counts)
     found = climb.run(0.5)
     assert found is None if best == inf else found.prediction.period_s == pytest.approx(best)
     assert climb.tried
@@ -45,9 +45,9 @@ def test_on_a_small_hill_the_climb_comes_to_the_top(system, memory):
 def test_tied_layers_stay_together():
     profile = msgspec.structs.replace(chain(4), tied=(("n0", "n2"),))
     question = Question(profile, uniform_cluster(2), "gpipe", 4, 1.0)
-    found = Climb(question, range(2), [2]).run(0.2)
+    found = Climb(question, [(0,), (1,)], [2]).run(0.2)
     assert [stage.nodes for stage in found.stages] == [("n0", "n1", "n2"), ("n3",)]
-    assert Climb(question, range(3), [2]).run(0.2) is None
+    assert Climb(question, [(0,), (1,), (2,)], [2]).run(0.2) is None
 
 
 def test_questions_are_of_every_kind():
@@ -68,11 +68,43 @@ def test_what_is_asked_can_be_asked_of_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(battery, "profile_path", lambda model: tmp_path / f"{model}.json")
     case = replace(drawn(0), devices=2, memory=1.0, second=(0.5, 2.0), system="gpipe")
     line = battery.command_line(case, 30)
-    assert "--variant gpipe --stages" in line
+    assert "--variant gpipe --replicas off --stages" in line
     assert "--time-limit 30" in line
     written = read_cluster(tmp_path / "clusters" / "0.toml")
     assert written.devices == battery.cluster_of(case).devices
     assert [device.memory_bytes for device in written.devices] == [2**30, 2**31]
+    case = replace(case, devices=5, turns=2, slow=(1,), replicas=True, mini_batch=48)
+    line = battery.command_line(case, 30)
+    assert "--replicas auto" in line
+    assert "--mini-batch 48" in line
+    written = read_cluster(tmp_path / "clusters" / "0.toml")
+    assert written.devices == battery.cluster_of(case).devices
+    assert [device.speed for device in written.devices] == [1.0, 0.5, 1.0, 0.5, 1.0]
+    assert written.link(1, 2).bandwidth_bytes_per_s == case.bandwidth_bytes_per_s / 10
+    assert written.link(0, 1).bandwidth_bytes_per_s == case.bandwidth_bytes_per_s
+
+
+def test_questions_drawn_otherwise_are_of_kinds_that_the_others_lack():
+    cases = [uneven(number) for number in range(120)]
+    assert {case.system for case in cases} == set(battery.UNEVEN_SYSTEMS)
+    assert {3, 5, 6, 7} <= {case.devices for case in cases}
+    assert {case.mini_batch for case in cases} == {24, 48, 96}
+    assert any(case.replicas for case in cases)
+    assert any(case.second and case.turns for case in cases)
+    assert any(case.slow for case in cases)
+    assert any("of two kinds in turns" in str(case) for case in cases)
+    assert any("slow" in str(case) for case in cases)
+
+
+def test_stages_with_replicas_are_climbed_with_as_many_each(monkeypatch):
+    monkeypatch.setattr(battery, "profile_of", lambda model: chain(6))
+    case = replace(drawn(0), devices=5, second=None, memory=None, system="gpipe", replicas=True)
+    case = replace(case, mini_batch=4, micro_batches=None, per_device=1, placement="auto")
+    asked = battery.question_of(case, battery.cluster_of(case))
+    stages = [climb.placement for climb in battery.climbs_of(case, asked)]
+    assert stages[0] == ((0,), (1,), (2,), (3,), (4,))
+    assert stages[1] == ((0, 1), (2, 3))
+    assert stages[-1] == ((0, 1, 2, 3, 4),)
 
 
 def found(period_s, climb_s, bound_s=1.0, seconds=1.0):

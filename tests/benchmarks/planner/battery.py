@@ -1,11 +1,13 @@
 """Everyday questions, each held against a hill climb: `make bench-battery`.
 
-    python -m timeprest.tests.benchmarks.planner.battery [--sample 30] [--seed 1] [WORD ...]
+    python -m timeprest.tests.benchmarks.planner.battery [--uneven] [--sample 30] [WORD ...]
 
 Draws models of the zoo and of Hugging Face, 1 to 64 devices of one kind or two, memory from tight
 to none and any system; plans each, and lets `climb` look for a plan too, within the same choices.
 Writes docs/planner_battery.md from planner_battery.head.md beside it; with a sample or with words,
 only cases whose lines have them all are run, and no page is written but where `--page` says so.
+`--uneven`: of questions drawn otherwise: two kinds of devices in turns, some slow links, odd
+numbers of devices and mini-batches, replicas.
 
 All times are of this process's share of a processor, also those that searches end by, so that
 neither side depends on what else the machine does.
@@ -26,14 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.cluster import Cluster, Device, LinkBetween
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
+from timeprest.planner.search.choices import micro_batch_counts
 from timeprest.planner.search.solve import solve
-from timeprest.planner.systems.variants import VARIANTS, Variant
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile, check_profile
@@ -72,6 +75,17 @@ MODELS = {
 }
 """What tp-profile calls them."""
 
+UNEVEN_SYSTEMS = (
+    "gpipe",
+    "interleaved-1f1b",
+    "pipedream",
+    "pipedream-2bw",
+    "pipedream-flush",
+    "spectrain",
+    "timeprest",
+    "zb-h1",
+)
+
 TIED = {"gpt2", "gpt2-medium", "bert-large", "hf-t5"}
 """The first and the last layer share parameters."""
 
@@ -88,6 +102,9 @@ class Case:
         micro_batches, recompute: as tp-plan takes them; None: left open.
         per_device: stages on each device; the placement is a loop or a V.
         run_ahead: as tp-plan takes it: "paper" or "auto".
+        turns: each so many-th device is of the second kind; 0: the second half of them.
+        slow: k where the link between devices k and k + 1 has a tenth of the bandwidth.
+        replicas: allowed, with any number of stages.
     """
 
     number: int
@@ -102,6 +119,10 @@ class Case:
     per_device: int
     placement: str
     run_ahead: str
+    mini_batch: int = BATCH
+    turns: int = 0
+    slow: tuple[int, ...] = ()
+    replicas: bool = False
 
     @property
     def stages(self) -> int:
@@ -119,12 +140,16 @@ class Case:
     def __str__(self) -> str:
         memory = "no limit" if self.memory is None else f"{self.memory}"
         memory += " GiB" if isinstance(self.memory, float) else ""
-        kinds = "" if self.second is None else " of two kinds"
+        kinds = "" if self.second is None else " of two kinds" + " in turns" * bool(self.turns)
         each = "" if self.per_device == 1 else f", {self.per_device} stages each ({self.placement})"
         n = "" if self.micro_batches is None else f", N = {self.micro_batches}"
         again = "" if self.recompute == "off" else f", recompute {self.recompute}"
         again += "" if self.run_ahead == "paper" else ", as far ahead as pays"
-        link = f"{self.bandwidth_bytes_per_s / 1e9:g} GB/s"
+        link = f"{self.bandwidth_bytes_per_s / 1e9:g} GB/s" + f" ({len(self.slow)} slow)" * bool(
+            self.slow
+        )
+        again += "" if self.mini_batch == BATCH else f", mini-batch {self.mini_batch}"
+        again += ", replicas" * self.replicas
         return (
             f"{self.model}, {self.devices} devices{kinds}, {memory}, {link}, "
             f"{self.system}{each}{n}{again}"
@@ -168,6 +193,38 @@ def drawn(number: int) -> Case:
     )
 
 
+def uneven(number: int) -> Case:
+    """The question with this number, of those that are drawn otherwise."""
+    rng = random.Random(f"uneven {number}")
+    system = VARIANTS[rng.choice(UNEVEN_SYSTEMS)]
+    per_device, placement = (2, system.placement) if system.placement != "any" else (1, "auto")
+    if per_device == 1 and rng.random() < 0.25:
+        per_device, placement = 2, rng.choice(["loop", "v"])
+    devices = rng.choice([2, 3, 3, 5, 5, 6, 7])
+    whole = system.whole_mini_batches
+    models = [name for name in sorted(MODELS) if system.flushes or name not in TIED]
+    links = range(devices - 1)
+    return Case(
+        number=number,
+        model=rng.choice(models),
+        system=system.name,
+        devices=devices,
+        memory=rng.choice([None, 24.0, "0.6×", "0.8×", "1.0×", "1.3×", "2.0×"]),
+        # About as v100-sxm2-32gb or l4, and h100-80gb, beside a100-80gb.
+        second=rng.choice([None, None, (0.4, 0.8), (0.4, 0.4), (0.3, 0.6), (1.8, 1.0)]),
+        bandwidth_bytes_per_s=rng.choice([1.25e9, 12.5e9, 25e9, 300e9]),
+        micro_batches=None,
+        recompute="off" if system.recompute_refusal else rng.choice(["off", "auto"]),
+        per_device=per_device,
+        placement=placement,
+        run_ahead="paper",
+        mini_batch=24 if whole else rng.choice([24, 48, 96]),
+        turns=rng.choice([0, 2, 3]),
+        slow=tuple(k for k in links if rng.random() < 0.3) if rng.random() < 0.5 else (),
+        replicas=per_device == 1 and rng.random() < 0.3,
+    )
+
+
 # What tp-plan is given ----------------------------------------------------------------------------
 
 
@@ -198,11 +255,16 @@ def cluster_of(case: Case) -> Cluster:
     kinds = [(1.0, 1.0), case.second or (1.0, 1.0)]
     devices = []
     for k in range(case.devices):
-        speed, share = kinds[k >= case.devices / 2]
+        other = (k + 1) % case.turns == 0 if case.turns else k >= case.devices / 2
+        speed, share = kinds[other]
         limit = None if nbytes is None else max(round(nbytes * share), 1)
         devices.append(Device(name=f"device{k}", speed=speed, memory_bytes=limit))
     network = Network(bandwidth_bytes_per_s=case.bandwidth_bytes_per_s, latency_s=1e-5)
-    return Cluster(devices=tuple(devices), network=network)
+    slow = network.with_costs(case.bandwidth_bytes_per_s / 10, 1e-5)
+    links = tuple(
+        LinkBetween(between=(f"device{k}", f"device{k + 1}"), network=slow) for k in case.slow
+    )
+    return Cluster(devices=tuple(devices), network=network, links=links)
 
 
 def even_bytes(case: Case) -> float:
@@ -210,7 +272,7 @@ def even_bytes(case: Case) -> float:
     devices = tuple(Device(name=f"device{k}") for k in range(case.devices))
     network = Network(bandwidth_bytes_per_s=case.bandwidth_bytes_per_s, latency_s=1e-5)
     asked = question_of(case, Cluster(devices=devices, network=network))
-    even = climb_of(case, asked).usual()
+    even = climbs_of(case, asked)[0].usual()
     held = sum(layer.parameter_bytes for layer in asked.profile.layers)
     if even is None:
         return 4 * held / case.devices
@@ -221,7 +283,7 @@ def question_of(case: Case, cluster: Cluster) -> Question:
     """As plans are judged."""
     profile = profile_of(case.model)
     factor = profile.optimizer.state_bytes_per_parameter_byte
-    return Question(profile, cluster, case.system, BATCH, factor, 1, tied_of(case))
+    return Question(profile, cluster, case.system, case.mini_batch, factor, 1, tied_of(case))
 
 
 def tied_of(case: Case) -> Any:
@@ -229,18 +291,13 @@ def tied_of(case: Case) -> Any:
     return "split" if VARIANTS[case.system].flushes else "together"
 
 
-def counts_of(case: Case, system: Variant) -> list[int]:
-    """Every N that may be chosen, ascending."""
-    if system.whole_mini_batches:
-        return [1]
-    return [case.micro_batches] if case.micro_batches else [1, 2, 4, 8, 16, 32]
-
-
 def options_of(case: Case) -> dict[str, Any]:
     """As `solve` takes them."""
     return {
         "micro_batches": case.micro_batches,
-        "stages": case.stages,
+        "mini_batch": case.mini_batch,
+        "stages": None if case.replicas else case.stages,
+        "replicas": case.replicas,
         "stages_per_device": case.per_device,
         "placement": case.placement,
         "recompute": case.recompute,
@@ -263,8 +320,14 @@ def command_line(case: Case, seconds: float) -> str:
     network = cluster.network
     bandwidth = f'bandwidth = "{network.bandwidth_bytes_per_s:.0f}B/s"'
     lines += ["[network]", bandwidth, f'latency = "{network.latency_s * 1e6:g}us"']
+    for link in cluster.links:
+        slow = f"{link.network.bandwidth_bytes_per_s:.0f}B/s"
+        lines += ["[[links]]", f"between = {[*link.between]}", f'bandwidth = "{slow}"']
+        lines += [f'latency = "{link.network.latency_s * 1e6:g}us"']
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    words = [f"--cluster {path} --variant {case.system} --stages {case.stages}"]
+    stages = "--replicas auto" if case.replicas else f"--replicas off --stages {case.stages}"
+    words = [f"--cluster {path} --variant {case.system} {stages} --sequence listed"]
+    words.append(f"--mini-batch {case.mini_batch}")
     if case.per_device > 1:
         words.append(f"--stages-per-device {case.per_device} --placement {case.placement}")
     if case.micro_batches:
@@ -341,20 +404,31 @@ def compared(case: Case, seconds: float, climb: float) -> Found:
     except Exception as error:
         stopped = f"failed: {error!r:.200}"
     spent = processor_s() - began
-    climber = climb_of(case, asked)
-    other = climber.run(climb)
+    climbers = climbs_of(case, asked)
+    others = [x for c in climbers if (x := c.run(climb / len(climbers))) is not None]
+    other = min(others, key=lambda x: x.prediction.period_s, default=None)
     found = math.inf if other is None else other.prediction.period_s
     shape = "" if other is None else shape_of(other.stages, other.micro_batches)
-    return Found(period_s, bound_s, proven, spent, stopped, found, climber.tried, shape)
+    return Found(
+        period_s, bound_s, proven, spent, stopped, found, sum(c.tried for c in climbers), shape
+    )
 
 
-def climb_of(case: Case, asked: Question) -> Climb:
+def climbs_of(case: Case, asked: Question) -> list[Climb]:
     """With what the search may choose."""
     several = case.per_device > 1
-    within = StalenessBounds(case.run_ahead)
-    ranges = limit_ranges(asked.system, case.stages, several=several, within=within)
-    counts = counts_of(case, asked.system)
-    return Climb(asked, case.device_of, counts, recompute=case.recompute, ranges=ranges)
+    within, counts = StalenessBounds(case.run_ahead), micro_batch_counts(asked, case.micro_batches)
+    layouts: list[list[tuple[int, ...]]] = [[(d,) for d in case.device_of]]
+    if case.replicas:
+        # Each stage with the same number of devices; some of them left idle.
+        for r in range(2, case.devices + 1):
+            last = case.devices - case.devices % r
+            layouts.append([tuple(range(d, d + r)) for d in range(0, last, r)])
+    climbs = []
+    for layout in layouts:
+        ranges = limit_ranges(asked.system, len(layout), several=several, within=within)
+        climbs.append(Climb(asked, layout, counts, recompute=case.recompute, ranges=ranges))
+    return climbs
 
 
 def shape_of(stages: Sequence[PlanStage], micro_batches: int) -> str:
@@ -414,6 +488,7 @@ def main() -> None:
     """Run the cases, write the page."""
     parser = argparse.ArgumentParser(description="Hold everyday plans against a hill climb.")
     parser.add_argument("words", nargs="*", metavar="WORD", help="cases whose lines have them all")
+    parser.add_argument("--uneven", action="store_true", help="questions that are drawn otherwise")
     parser.add_argument("--sample", type=int, help="so many, drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--seconds", type=float, default=30.0, help="for a search")
@@ -422,13 +497,14 @@ def main() -> None:
     parser.add_argument("--beaten", type=Path, help="where lines to repeat beaten plans go")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
-    cases = [drawn(number) for number in range(COUNT)]
+    draw = uneven if asked.uneven else drawn
+    cases = [draw(number) for number in range(COUNT)]
     if asked.numbers:
-        cases = [drawn(int(number)) for number in asked.numbers.split(",")]
+        cases = [draw(int(number)) for number in asked.numbers.split(",")]
     cases = [case for case in cases if all(word in str(case) for word in asked.words)]
     if asked.sample:
         cases = random.Random(asked.seed).sample(cases, min(asked.sample, len(cases)))
-    whole = not (asked.words or asked.sample or asked.numbers)
+    whole = not (asked.words or asked.sample or asked.numbers or asked.uneven)
     path = asked.page or (DOCS / "planner_battery.md" if whole else None)
     for model in {case.model for case in cases}:
         profile_of(model)

@@ -49,7 +49,7 @@ class Climb:
     """One question's climb.
 
     Args:
-        placement: per stage, the position of its device.
+        placement: per stage, the positions of its devices, the same for all stages of these.
         counts: numbers of micro-batches to choose from.
         recompute: "off", "on" for all stages, or "auto" for any.
         ranges: the limits that it may give; None: all that `limit_ranges` has.
@@ -58,7 +58,7 @@ class Climb:
     def __init__(
         self,
         question: Question,
-        placement: Sequence[int],
+        placement: Sequence[tuple[int, ...]],
         counts: Sequence[int],
         *,
         recompute: str = "off",
@@ -188,10 +188,9 @@ class Climb:
         """None where layers are apart that must be together, or the system has no such stages."""
         ends = [0, *(self.places[b] for b in point.borders), len(self.names)]
         nodes = [tuple(self.names[a:b]) for a, b in pairwise(ends)]
-        devices = [(d,) for d in self.placement]
-        if misplaced(self.question.profile, nodes, devices, self.question.tied):
+        if misplaced(self.question.profile, nodes, self.placement, self.question.tied):
             return None
-        parts = zip(nodes, devices, point.limits, point.again, strict=True)
+        parts = zip(nodes, self.placement, point.limits, point.again, strict=True)
         stages = [PlanStage(nodes=x, devices=d, in_flight=f, recompute=a) for x, d, f, a in parts]
         try:
             return evaluate(self.question, stages, point.micro_batches)
