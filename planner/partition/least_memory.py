@@ -6,6 +6,8 @@ stage's replicas.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
@@ -13,10 +15,12 @@ import numpy as np
 from .dp.cost_tables import PairCosts, Places
 from .dp.lattice import Flags, Lattice, Positions, joined
 from .dp.sweep import OutOfTime
-from .problem import Cut, StageProblem, Step, cut_of, members
+from .problem import Cut, StageProblem, Step, Vector, cut_of, members
 
 MOST_NUMBERS = 60_000_000
 """Stages × options × places that are gone through; of more there is no table."""
+
+_ONE: Vector = np.ones((1, 1))
 
 
 class LeastMemory:
@@ -48,37 +52,53 @@ class LeastMemory:
             raise OutOfTime
         self._costs = PairCosts(problem, lattice, limited=True)
         places = Places(problem, every=True)
+        # By replicas: options, their modes, and what is said of them at each place.
+        self._options: dict[int, list[tuple[int, int, list[Vector]]]] = {}
+        for option in places.usable.tolist():
+            known = option, int(places.mode[option]), self._at(places, option)
+            self._options.setdefault(int(places.replicas[option]), []).append(known)
         self.bytes = np.full((lattice.size, devices + 1), np.inf)
         self.bytes[-1, 0 if self._exact else slice(None)] = 0.0
         self._came: Positions = np.zeros((lattice.size, devices + 1, 2), dtype=np.intp)
         for below in range(lattice.size - 2, -1, -1):
             if monotonic() > deadline:
                 raise OutOfTime
-            self._go_through(places, below)
+            self._go_through(below)
 
-    def _go_through(self, places: Places, below: int) -> None:
+    def _go_through(self, below: int) -> None:
         costs, devices = self._costs, self._problem.devices
         above = np.flatnonzero(costs.above(below))
         once, flight = costs.bytes_between(below, above)
         held = costs.parameters[above] - costs.parameters[below]
         best = self.bytes[below]
-        for option in places.usable.tolist():
-            r, mode = int(places.replicas[option]), places.mode[option]
-            copies, units = (places.field(name, option)[:, None] for name in ("copies", "units"))
-            stage = once[mode] + copies * held + units * flight[mode]
-            if self._shares:
-                stage /= places.field("memory_bytes", option)[:, None]
-            reached = np.maximum(stage, self.bytes[above, : devices + 1 - r].T)
-            reached[~self._on_its_stage(below, above, r)] = np.inf
+        for r, options in self._options.items():
+            several = [
+                (once[mode] + copies * held + units * flight[mode]) / room
+                for _, mode, (copies, units, room) in options
+            ]
+            stages = np.array(np.broadcast_arrays(*several))
+            which = stages.argmin(axis=0)
+            reached = np.maximum(stages.min(axis=0), self.bytes[above, : devices + 1 - r].T)
+            if self._problem.pins:
+                reached[~self._on_its_stage(below, above, r)] = np.inf
             at = reached.argmin(axis=1)
             least = reached[np.arange(len(at)), at]
             for k in (np.flatnonzero(least < best[r:]) + r).tolist():
                 best[k] = least[k - r]
-                self._came[below, k] = above[at[k - r]], option
+                chosen = which[(k - r) % len(which), at[k - r]]
+                self._came[below, k] = above[at[k - r]], options[chosen][0]
         if not self._exact:
             # With a device left out.
             for k in np.flatnonzero(best[1:] > best[:-1]) + 1:
                 best[k], self._came[below, k] = best[k - 1], self._came[below, k - 1]
+
+    def _at(self, places: Places, option: int) -> list[Vector]:
+        """Copies, units and what bytes are shares of, for k from its replicas on, or once where
+        that makes no difference, [k, 1] each."""
+        found = [places.field(name, option)[:, None] for name in ("copies", "units")]
+        found.append(places.field("memory_bytes", option)[:, None] if self._shares else _ONE)
+        alike = all((each == each[0]).all() for each in found)
+        return [each[:1] for each in found] if alike else found
 
     def _on_its_stage(self, below: int, above: Positions, r: int) -> Flags:
         """Whether stages from a downset hold just the layers that are pinned to them, for each
@@ -108,15 +128,57 @@ class LeastMemory:
         return cut_of(self._problem, self._lattice.masks, steps)
 
 
-def layers_bytes(problem: StageProblem) -> tuple[float, float]:
-    """The least bytes of layers, messages and what several share left out, in any cut: on some
-    device, by those that can't be taken apart; and on all devices together."""
-    held = []
+def layers_bytes(problem: StageProblem, each: int = 1) -> tuple[float, float]:
+    """The least bytes of layers, messages left out, in any cut: on some device, by those that can't
+    be taken apart; and on all devices together.
+
+    A device's stages hold parameters at all times. When the last one's backward begins, all hold
+    what they keep for it; but what one computes again, and gradients, may be gone when another one
+    makes its own: of v stages one holds a v-th of the sum of those at the least.
+
+    Args:
+        each: v, stages of a device at the most.
+    """
+    held, total, shared = list[Vector](), list[Vector](), list[float]()
+    again = any(mode.again for mode in problem.modes)
+    together = sum(storage.nbytes for storage in problem.shared)
     for number, option in enumerate(problem.options):
         mode, place = problem.modes[option.mode], problem.place(number, option.replicas)
-        always = mode.fixed_bytes + place.copies * problem.parameter_bytes
-        held.append(always + place.units * mode.flight_bytes)
-    each = np.array(held)
-    alone = [each[:, list(members(group))].sum(axis=1).min() for group in joined(problem)]
-    replicas = np.array([option.replicas for option in problem.options])
-    return float(max(alone)), float((each * replicas[:, None]).min(axis=0).sum())
+        kept = mode.fixed_bytes + place.units * mode.flight_bytes
+        held.append(kept + place.copies * problem.parameter_bytes)
+        # One of the copies is the gradient.
+        turns = kept * again + problem.parameter_bytes * (again or each == 1)
+        always = kept * (not again) + (place.copies - 1) * problem.parameter_bytes
+        total.append(option.replicas * (always + turns / each))
+        units = place.units * mode.shared_in_flight + mode.shared_once
+        shared.append(option.replicas * units * together / (each if again else 1))
+    alone = [np.array(held)[:, [*members(g)]].sum(axis=1).min() for g in joined(problem)]
+    return float(max(alone)), float(np.array(total).min(axis=0).sum()) + min(shared)
+
+
+def several_each(problem: StageProblem, stages: int) -> StageProblem:
+    """A problem whose options have one device each, for so many stages that may lie on any."""
+    return replace(problem, devices=stages, place=lambda option, _: problem.place(option, 1))
+
+
+def none_fits(
+    problem: StageProblem,
+    lattice: Lattice,
+    rooms: Sequence[float],
+    deadline: float,
+    each: int = 1,
+) -> bool:
+    """Whether no cut of a bound fits devices with so much memory, in bytes.
+
+    Args:
+        each: stages of a device at the most.
+
+    Raises OutOfTime as `LeastMemory`.
+    """
+    alone, total = layers_bytes(problem, each)
+    if alone > max(rooms) or total > sum(rooms):
+        return True
+    if each > 1:
+        problem = several_each(problem, min(each * problem.devices, problem.layers))
+    table = LeastMemory(problem, lattice, deadline)
+    return table.on(problem.stages or problem.devices) > max(rooms)

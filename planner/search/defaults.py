@@ -122,10 +122,12 @@ class _Ask:
         if fits is not None:
             found = self._solved if fits else self._with_recompute
             return found(tied, share, asked)
+        # Why nothing fits without is of no interest where something may with it.
+        last = bool(self.system.recompute_refusal)
         try:
-            return self._solved(tied, share / 2, asked)
+            return self._solved(tied, share / 2, {**asked, "explains": last})
         except InfeasibleError:
-            if self.system.recompute_refusal:
+            if last:
                 raise
             return self._with_recompute(tied, share, asked)
 
@@ -257,7 +259,8 @@ def _tried(
     if isinstance(before, Plan) and before.solver.stopped == INTERRUPTED:
         return PlanError(INTERRUPTED)
     try:
-        return ask.plan(tied, share, **others)
+        # Of two errors the first one is raised.
+        return ask.plan(tied, share, **{"explains": before is None, **others})
     except (InfeasibleError, PlanError) as error:
         return error
     except KeyboardInterrupt:

@@ -6,16 +6,23 @@ Index letters: N micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
+from math import inf
 
 from ..partition.chains import PERIODS, Chains, Found
 from ..partition.dp.lattice import Lattice, joined
 from ..partition.dp.program import Program
 from ..partition.dp.sweep import OutOfTime
-from ..partition.problem import members
+from ..partition.least_memory import LeastMemory, several_each
+from ..partition.problem import StageProblem, members
 from ..partition.solve import DpSource, source_for
+from .answer.diagnosis import proven
 from .choices import Branch, PlacedBranch
+from .local_search.neighbours import Neighbours, Point
 from .local_search.standing import Standing
+from .relaxed.places import Assumptions
 from .relaxed.relaxation import Relaxation
 from .relaxed.rows import Rows
 from .state import SearchState
@@ -38,6 +45,9 @@ bound."""
 
 _PER_PAIR, _FEW_LINKS = 2.5, 4_000_000
 """Links for each pair of places, about; and what is soon done whatever the effort."""
+
+_PER_NUMBER = 20
+"""Of the table of cuts with the least memory, numbers that take as long as an operation, about."""
 
 _SHARES, _CHEAPEST = 48, 2
 """Those: of so many equal shares of the work, so many that are cheapest to cut at."""
@@ -93,7 +103,7 @@ class PlacedBounds:
 
     def _soon(self, branch: PlacedBranch, rounds: int) -> bool:
         """Whether there is effort for so many rounds with all places to cut."""
-        lattice = self._lattice
+        lattice = self.lattice
         size = 0 if lattice is None else lattice.size
         links = _PER_PAIR * size**2 * len(branch.placement) * rounds
         return links <= max(self._most_links, _FEW_LINKS)
@@ -136,7 +146,7 @@ class PlacedBounds:
         return joined(self._problem)
 
     @cached_property
-    def _lattice(self) -> Lattice | None:
+    def lattice(self) -> Lattice | None:
         """Places to cut at; None: they are too many."""
         source = self.search.source
         if self.relaxation is not self.search.relaxation:
@@ -151,7 +161,7 @@ class PlacedBounds:
         Args:
             coarse: with few places to cut, for guesses alone.
         """
-        lattice, budget, key = self._lattice, self.search.budget, (micro_batches, coarse)
+        lattice, budget, key = self.lattice, self.search.budget, (micro_batches, coarse)
         if lattice is None:
             return None
         if not coarse and not (lattice.complete and lattice.size <= _MOST_DOWNSETS):
@@ -166,6 +176,50 @@ class PlacedBounds:
             budget.take(len(found.links.begin) // _PER_OPERATION)
             self._rows[key] = found
         return self._rows[key]
+
+    def none_fits(self, counts: Sequence[int], each: int) -> bool:
+        """Whether it is soon proven that none does (`diagnosis.proven`).
+
+        Args:
+            counts: N that may be looked at.
+            each: stages of a device at the most.
+        """
+        lattice, question = self.lattice, self.search.question
+        if lattice is None or not lattice.complete:
+            return False
+        return proven(map(self._alone, counts), lattice, question, each)
+
+    def _alone(self, micro_batches: int) -> StageProblem:
+        """The bound of stages on a device each."""
+        return self.relaxation.problem(Branch(micro_batches), Assumptions(unreplicated=True))
+
+    def least(self, branches: Sequence[PlacedBranch], near: Neighbours) -> Point | None:
+        """The cut whose fullest stage holds the least, with as little in flight and as many
+        micro-batches as there may be, on all devices; None where there is none, or it would take
+        long to find. Raises OutOfBudget."""
+        branch = max(
+            branches,
+            key=lambda b: (len(b.devices), b.micro_batches, len(b.placement)),
+            default=None,
+        )
+        if branch is None or self.lattice is None:
+            return None
+        problem = several_each(self._alone(branch.micro_batches), len(branch.placement))
+        # What is kept adds up over a device's stages; what is computed again doesn't.
+        problem = replace(problem, options=problem.options[-1:])
+        try:
+            table = LeastMemory(problem, self.lattice, self.search.budget.deadline or inf)
+        except OutOfTime:
+            return None
+        self.search.budget.take(table.bytes.size // _PER_NUMBER)
+        stages = table.cut(problem.devices).stages if table.on(problem.devices) < inf else ()
+        if len(stages) < len(branch.placement):
+            return None
+        way = problem.modes[problem.options[0].mode].again
+        *_, limits = near.usual_limits(len(stages), branch.lying)
+        downsets = (0, *accumulate((x.layers for x in stages), int.__or__))
+        ways = (way,) * len(stages)
+        return Point(downsets, branch.lying, ways, branch.micro_batches, limits)
 
     def least_s(self, micro_batches: int, devices: Sequence[int] = ()) -> float:
         """No plan with so many micro-batches has a shorter period, whatever the placement.

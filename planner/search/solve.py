@@ -76,6 +76,7 @@ class SearchRequest:
         time_limit_s: the search ends then, with the best plan so far; None: no limit. What takes
             `SOON_S` may still follow: a first plan, or the last touches to the best one.
         effort: simulated operations that it may spend.
+        explains: where nothing fits, what would do is looked for.
     """
 
     micro_batches: int | None = None
@@ -94,6 +95,7 @@ class SearchRequest:
     solver: str = "auto"
     time_limit_s: float | None = 60.0
     effort: int = EFFORT
+    explains: bool = True
 
     @property
     def freedom(self) -> Freedom:
@@ -170,7 +172,7 @@ def solve(
     try:
         apart = placed is None and order is None
         fitting = Fitting(search, request.micro_batches)
-        stopped, hopeless = None, apart and fitting.none_fits()
+        stopped, hopeless = None, order is None and _hopeless(search, fitting, placed)
         if apart and not hopeless and fitting.is_far():
             stopped, hopeless = FAR_OFF, True
         stopped = stopped if hopeless else go()
@@ -183,20 +185,8 @@ def solve(
         if search.best is None:
             raise
         stopped = INTERRUPTED
-    if search.best is None and search.least_difference is not None:
-        raise InfeasibleError(
-            f"--max-difference {search.relaxation.most_late}: no plan that fits has less than "
-            f"{search.least_difference}; give at least that"
-        )
     if search.best is None:
-        found: Evaluation | InfeasibleError
-        if apart:
-            found = diagnose(search, stopped, request.pins, request.micro_batches)
-        else:
-            found = lacking(search, stopped, request.pins, request.micro_batches, placed)
-        if isinstance(found, InfeasibleError):
-            raise found
-        search.best = found
+        search.best = _closest(search, stopped, request, placed, apart=apart)
     search.keep_more()
     several = placed is not None and (search.best.pipeline.placement or not search.branches)
     moves = placed.local_search if placed is not None and several else LocalSearch
@@ -294,6 +284,39 @@ def _placed(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
     if search.branches:
         return None
     raise no_branches(placed.relaxation, asked, stages)
+
+
+def _closest(
+    search: SearchState,
+    stopped: str | None,
+    request: SearchRequest,
+    placed: PlacedSearch | None,
+    *,
+    apart: bool,
+) -> Evaluation:
+    """The plan that lacks least, should it fit after all. Raises InfeasibleError that says why none
+    does. `apart`: plans with a stage for each device alone were asked for."""
+    if search.least_difference is not None:
+        raise InfeasibleError(
+            f"--max-difference {search.relaxation.most_late}: no plan that fits has less than "
+            f"{search.least_difference}; give at least that"
+        )
+    asked, explains = (stopped, request.pins, request.micro_batches), request.explains
+    found: Evaluation | InfeasibleError
+    if apart:
+        found = diagnose(search, *asked, explains=explains)
+    else:
+        found = lacking(search, *asked, placed if explains else None)
+    if isinstance(found, InfeasibleError):
+        raise found
+    return found
+
+
+def _hopeless(search: SearchState, fitting: Fitting, placed: PlacedSearch | None) -> bool:
+    """Whether it is soon proven that no plan fits; one is looked at then, to say what it lacks."""
+    if (search.branches and not fitting.none_fits()) or not (search.branches or placed):
+        return False
+    return placed is None or placed.is_hopeless()
 
 
 def _run(search: SearchState, placed: PlacedSearch | None, request: SearchRequest) -> str | None:

@@ -351,6 +351,18 @@ class PlacedSearch:
                 break
         return search.best
 
+    def is_hopeless(self) -> bool:
+        """Whether it is soon proven that nothing fits; what lacks least is looked at then."""
+        most, asked = self.relaxation.graph.most_stages, self.asked
+        each = most if asked.open_end else max(asked.per_device)
+        if self._given or not self._bounds.none_fits(self._counts, each):
+            return False
+        local = self.local_search(self.search)
+        with suppress(OutOfBudget):
+            point = self._bounds.least(list(chain.from_iterable(self.branches)), local.near)
+            return point is not None and local.look(point) is not None
+        return False
+
     # First plans -----------------------------------------------------------------------------
 
     def _begin(self, local: LocalSearch, branches: Sequence[PlacedBranch]) -> list[Standing]:
@@ -362,6 +374,10 @@ class PlacedSearch:
                 search.say(f"{search.standing}; first cuts")
                 found += self._look(local, branch, cuts)
                 looked.append(branch)
+                if search.best is None and len(looked) == 1:
+                    point = self._bounds.least(branches, local.near)
+                    least = None if point is None else local.look(point)
+                    found += [] if least is None else [least]
             for branch in looked if search.best is None else ():
                 first = local.near.first_cuts(branch.micro_batches, branch.lying)[_EVEN:]
                 near = fastest_first(local, branch, first, by_memory=True)[:_CUTS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, chain, islice, product
@@ -21,7 +21,7 @@ from ...evaluate import Evaluation, Question, better, evaluate
 from ...partition.dp.blocks import Blocks, blocks
 from ...partition.dp.lattice import Lattice, joined, lattice_of
 from ...partition.dp.sweep import OutOfTime
-from ...partition.least_memory import LeastMemory, layers_bytes
+from ...partition.least_memory import LeastMemory, layers_bytes, none_fits
 from ...partition.problem import FITS, Cut, StageProblem
 from ...partition.solve import DpSource, Enough
 from ...systems.variants import VARIANTS, Variant
@@ -91,27 +91,15 @@ class Fitting:
         """Whether it is soon proven that none does, by the least that schedules hold: of layers,
         each and in total; then of cuts."""
         search, cluster = self.search, self.search.question.cluster
-        found = [room_bytes(device, search.question.profile) for device in cluster.devices]
-        rooms = [room * FITS for room in found if room is not None]
         lattice = search.source.lattice if isinstance(search.source, DpSource) else None
-        if lattice is None or len(rooms) < len(found) or search.large or not search.branches:
+        if lattice is None or search.large or not search.branches:
+            return False
+        if search.branches[0].stages is not None and search.relaxation.freedom.replicas:
             return False
         known = cluster.uniform and fixed_in_flight(search.relaxation.variant)
-        until = time.monotonic() + _PROOF_S
-        for branch in search.branches:
-            if branch.stages is not None and search.relaxation.freedom.replicas:
-                return False
-            problem = search.relaxation.problem(branch, Assumptions(identical=known))
-            alone, total = layers_bytes(problem)
-            if alone > max(rooms) or total > sum(rooms):
-                continue
-            try:
-                table = LeastMemory(problem, lattice, until)
-            except OutOfTime:
-                return False
-            if table.on(branch.stages or problem.devices) <= max(rooms):
-                return False
-        return True
+        assumed = Assumptions(identical=known)
+        problems = (search.relaxation.problem(branch, assumed) for branch in search.branches)
+        return proven(problems, lattice, search.question)
 
     def is_far(self) -> bool:
         """Whether on equal devices the plan with the least memory comes nowhere near to fitting."""
@@ -345,6 +333,25 @@ class Fitting:
             yield from islice(source.each_below(problem, lambda: float("inf")), _CUTS)
 
 
+def proven(
+    problems: Iterable[StageProblem], lattice: Lattice, question: Question, each: int = 1
+) -> bool:
+    """Whether it is soon proven that no plan fits, by problems that bound all of them.
+
+    Args:
+        each: stages of a device at the most.
+    """
+    found = [room_bytes(device, question.profile) for device in question.cluster.devices]
+    rooms = [room * FITS for room in found if room is not None]
+    until = time.monotonic() + _PROOF_S
+    try:
+        return len(rooms) == len(found) and all(
+            none_fits(problem, lattice, rooms, until, each) for problem in problems
+        )
+    except OutOfTime:
+        return False
+
+
 def _counted(relaxation: Relaxation, branch: Branch, most: int) -> list[Branch]:
     """The branch; with its stages counted where the best cut may have more, up to `most`, than the
     system runs with so few micro-batches."""
@@ -363,6 +370,8 @@ def diagnose(
     stopped: str | None,
     pins: Pins = (),
     micro_batches: int | None = None,
+    *,
+    explains: bool = True,
 ) -> Evaluation | InfeasibleError:
     """Why nothing fits, with what would do: memory, devices, options of the planner.
 
@@ -371,6 +380,7 @@ def diagnose(
     Args:
         stopped: what ended the search before it had looked at everything.
         pins, micro_batches: that were asked for.
+        explains: else memory alone is said.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     if len(search.relaxation.recompute) > 1:
@@ -395,10 +405,9 @@ def diagnose(
     needed = closest.prediction.stages[stage].memory_bytes
     memory = max(device.memory_for(memory) for device in cluster.devices)
     would_do = [f"{memory} bytes ({format_bytes(memory)}) on every device"]
-    others = [
-        f"{words} ({format_bytes(_most_bytes(plan))})" for words, plan in fitting.other_ways()
-    ]
-    count = fitting.fewest_devices()
+    ways = fitting.other_ways() if explains else ()
+    others = [f"{words} ({format_bytes(_most_bytes(plan))})" for words, plan in ways]
+    count = fitting.fewest_devices() if explains else None
     would_do += [f"{count} such devices"] * (count is not None) + others
     no_help = "; more such devices alone would not" * fitting.more_devices_are_no_help
     return InfeasibleError(

@@ -64,20 +64,23 @@ def test_each_thing_that_would_do_does(system):
     assert named & {"mini-batch", "recompute"}
 
 
+@pytest.mark.choice(4)
+@pytest.mark.parametrize("asked", [{}, {"stages_per_device": 2, "recompute": "auto"}])
 @pytest.mark.parametrize("system", ["timeprest", "pipedream", "pipedream-2bw", "zb-h1"])
-def test_that_nothing_fits_is_known_before_anything_is_searched(monkeypatch, system):
-    """By what weights, optimizer and activations take at the least."""
+def test_that_nothing_fits_is_known_before_anything_is_searched(monkeypatch, system, asked):
+    """By what weights, optimizer and activations take at the least; on each device in one stage or
+    in several, whatever is computed again."""
 
     def never(*_):
         raise AssertionError("searched")
 
-    profile, cluster = chain(8, parameters=1000, saved=100), uniform_cluster(4, "5kB")
+    profile, cluster = chain(8, parameters=1000, saved=100), uniform_cluster(4, "4kB")
     with monkeypatch.context() as patched:
         patched.setattr(solving, "_run", never)
-        with pytest.raises(InfeasibleError, match=r"no plan fits: .* What would do: \d+ bytes"):
-            solve(profile, cluster, system)
+        with pytest.raises(InfeasibleError, match=r"no plan fits.*: .* What would do: \d+ bytes"):
+            solve(profile, cluster, system, **asked)
     # Where it isn't so, the search is what says it.
-    assert solve(profile, uniform_cluster(4, "50kB"), system)
+    assert solve(profile, uniform_cluster(4, "50kB"), system, **asked)
 
 
 def test_more_devices_than_stages_may_do_with_replicas():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import msgspec
@@ -85,6 +86,56 @@ def no_plan_beats_a_proven_one(first, *, linked=False):
         proven += plan.solver.optimal
     assert seen > 5, first
     assert proven > seen / 3
+
+
+@pytest.mark.slow
+def test_it_is_never_proven_that_none_fits_where_one_does():
+    """Devices that have just what a plan takes; and less of each than any plan does."""
+    seen, proven = 0, 0
+    for seed in range(examples(60)):
+        drawn = drawn_placed(seed)
+        for found in drawn.plans[::10] if drawn and drawn.per_device else ():
+            held = {
+                s.devices[0]: found.prediction.device_of(k).memory_bytes
+                for k, s in enumerate(found.stages)
+            }
+            for share in (1.0, 0.5):
+                search = with_rooms(drawn, held, share)
+                proves = search.is_hopeless()
+                seen += 1
+                proven += proves
+                assert not (proves and share == 1.0), seed
+    assert seen > 50
+    assert proven > seen / 5
+
+
+def with_rooms(drawn, held, share):
+    """The search for plans on devices of so much memory, a share of it."""
+    devices = tuple(
+        msgspec.structs.replace(device, memory_bytes=max(round(share * held.get(d, 1)), 1))
+        for d, device in enumerate(drawn.question.cluster.devices)
+    )
+    cluster = msgspec.structs.replace(drawn.question.cluster, devices=devices)
+    question = replace(drawn.question, cluster=cluster)
+    request = solve_module.SearchRequest(
+        micro_batches=drawn.asked,
+        recompute=drawn.recompute,
+        stages_per_device=drawn.per_device,
+        placement=drawn.placement,
+    )
+    search = solve_module.explore(question, request, lambda *_: None)
+    return solve_module._placed(search, request)
+
+
+def test_the_cut_with_the_least_memory_is_looked_at_where_nothing_fits():
+    """Of six layers that hold much none may be with another one; cuts that are even in time come
+    nowhere near to that."""
+    layers = [(f"n{k}", 10, 1e-3, 2e-3, 4000 if k < 6 else 10, []) for k in range(24)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(23)]
+    profile = profile_by_hand(layers, [*edges, ("n23", "output", "last", 4)])
+    how = {"stages_per_device": 2, "placement": "v", "recompute": "on", "time_limit_s": None}
+    plan = solve(profile, uniform_cluster(3, "20kB"), "timeprest", **how, effort=1000)
+    assert [len(stage.nodes) for stage in plan.stages] == [1, 1, 1, 1, 1, 19]
 
 
 def small(**how):
