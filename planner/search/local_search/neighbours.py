@@ -204,13 +204,10 @@ class Neighbours:
     def layings(
         self, stages: int, micro_batches: int, devices: int
     ) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Devices of stages: as many for each; the last ones of those listed."""
+        """Devices of stages, as many for each, in the sequence in which they are listed."""
         for each in reversed(self.relaxation.replica_counts(micro_batches)):
             if each == 1 or stages * each <= devices < stages * (each + 1):
-                first = devices - stages * each
-                yield tuple(
-                    tuple(range(first + s * each, first + (s + 1) * each)) for s in range(stages)
-                )
+                yield _in_a_row([each] * stages, self.question.cluster, self.moves_devices)
 
     def usual_limits(
         self, stages: int, devices: Sequence[tuple[int, ...]]
@@ -293,7 +290,7 @@ class Neighbours:
             if sum(each) > devices or not all(r in counts for r in each):
                 continue
             if not self.moves_devices:
-                yield replace(point, devices=_in_a_row(each, devices))
+                yield replace(point, devices=_in_a_row(each, self.question.cluster))
                 continue
             for spare in _spare(point, loses, by, self.search.device_kinds):
                 mine = list(point.devices)
@@ -362,8 +359,7 @@ class Neighbours:
     ) -> Point:
         """The point with another number of stages; on devices as listed, unless these may move."""
         if not self.moves_devices:
-            count = len(self.question.cluster.devices)
-            devices = _in_a_row([len(mine) for mine in devices], count)
+            devices = _in_a_row([len(mine) for mine in devices], self.question.cluster)
         limits = next(self.usual_limits(len(devices), devices))
         return Point(downsets, devices, again, point.micro_batches, limits)
 
@@ -427,10 +423,15 @@ def _spare(
     yield from (tuple(mine[:count]) for mine in alike.values() if len(mine) >= count)
 
 
-def _in_a_row(each: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
-    """So many devices for each stage, the last ones of those listed."""
-    at = [*accumulate(each, initial=devices - sum(each))]
-    return tuple(tuple(range(a, b)) for a, b in pairwise(at))
+def _in_a_row(
+    each: Sequence[int], cluster: Cluster, any_sequence: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """So many devices for each stage, as they are listed: the fastest ones, of equal ones the last;
+    of a list that may be taken in any sequence the last ones."""
+    speeds = [0.0 if any_sequence else device.speed for device in cluster.devices]
+    ranked = sorted(range(len(speeds)), key=lambda d: (-speeds[d], -d))
+    chosen = sorted(ranked[: sum(each)])
+    return tuple(tuple(chosen[a:b]) for a, b in pairwise([*accumulate(each, initial=0)]))
 
 
 def layings_of(
