@@ -29,7 +29,14 @@ from ..partition.solve import DpSource, Enough
 from .choices import Branch, Choice, InFlight, choice_of
 from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
-from .local_search.improve import LocalSearch, climb_on, improve, improve_others, start
+from .local_search.improve import (
+    LocalSearch,
+    climb_on,
+    climbing_effort,
+    improve,
+    improve_others,
+    start,
+)
 from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, shown
 
@@ -108,13 +115,14 @@ def run(search: SearchState) -> str | None:
     try:
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             improve_others(search, local, _FEW_TRIES)
-        improve(search, local, _TRIES)
+        with budget.time_part(_NEARLY):
+            improve(search, local, _TRIES)
     except OutOfBudget as why:
         stopped = str(why)
     else:
         stopped = stopped if budget.is_late else "effort"
     try:
-        with budget.on_top(effort):
+        with budget.on_top(climbing_effort(search, effort)):
             climb_on(search, local, search.branches)
     except OutOfBudget as why:
         stopped = str(why)

@@ -33,7 +33,14 @@ from ..partition.solve import source_for
 from ..systems.placement import placements
 from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
-from .local_search.improve import LocalSearch, climb_on, fastest_first, improve, starts_with
+from .local_search.improve import (
+    LocalSearch,
+    climb_on,
+    climbing_effort,
+    fastest_first,
+    improve,
+    starts_with,
+)
 from .local_search.standing import Standing
 from .placed_bounds import PlacedBounds
 from .relaxed.relaxation import Relaxation
@@ -47,6 +54,10 @@ _MOST_STATES = 100_000
 
 _STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
 """Of effort and time, for first plans; and of what is left then, for a proof."""
+
+_HALF = 0.5
+"""Of the time, for improving the best plan before there are climbs from anywhere; and of that for a
+proof, where the best plan is far above the bound."""
 
 _CLOSE, _HARDLY = 1.3, 3
 """Where the best plan is further above the bound, so much less goes into raising that."""
@@ -299,20 +310,23 @@ class PlacedSearch:
         budget.check()
         if self._is_far:
             raise OutOfBudget(FAR_OFF)
-        with suppress(OutOfBudget), budget.part(_PROVING_SHARE):
+        far = search.period_s > search.bound_s * _CLOSE
+        part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
+        with suppress(OutOfBudget), part, time_part:
             self._prove(branches)
         budget.check()
         if search.best is None:
             budget.effort = min(budget.effort, _FITTING_EFFORT)
         stopped: OutOfBudget | None = None
         try:
-            improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
+            with budget.time_part(_HALF):
+                improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
         except OutOfBudget as why:
             stopped = why
         else:
             with suppress(OutOfBudget):
                 self._prove(branches)
-        with suppress(OutOfBudget), budget.on_top(effort):
+        with suppress(OutOfBudget), budget.on_top(climbing_effort(search, effort)):
             climb_on(search, local, branches)
         budget.check()
         if stopped is not None:

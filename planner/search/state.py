@@ -133,6 +133,17 @@ class Budget:
             self.effort, self.deadline = left_over + rest, deadline
 
     @contextmanager
+    def time_part(self, share: float) -> Iterator[None]:
+        """Within it no more time may be spent than so much of what there is; effort as without."""
+        deadline, left = self.deadline, self.seconds_left
+        self.deadline = None if left is None else time.monotonic() + left * share
+        try:
+            yield
+        finally:
+            self.noted(self.deadline)
+            self.deadline = deadline
+
+    @contextmanager
     def on_top(self, effort: int) -> Iterator[None]:
         """Within it so much may be spent; what follows has as much as without it."""
         rest, self.effort = self.effort, effort

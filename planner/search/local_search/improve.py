@@ -32,9 +32,9 @@ from ...schedules.together import periods_s, simulates_together, stand_in
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
 from ..choices import Branch, Choice, PlacedBranch
-from ..effort import operations_of
+from ..effort import operations_of, placed_operations
 from ..relaxed.relaxation import Relaxation
-from ..state import SearchState
+from ..state import EFFORT, SearchState
 from .memory_about import fitted, over_about, share_about
 from .neighbours import STEPS, Neighbours, Point, layings_of
 from .standing import WORTH_IT, Standing
@@ -106,7 +106,10 @@ _KICKS, _MOVED = 0.5, 0.4
 """How often a few borders alone are moved at random, where any may be; and the share of these."""
 
 _CLIMBS = 100
-"""Climbs from anywhere without gain, in the end, for which there is as much effort again."""
+"""Climbs from anywhere without gain, in the end."""
+
+_CLIMBED, _DEAREST = 300, 8.0
+"""Plans that there is effort for there, of a search's own `EFFORT`, and times that at the most."""
 
 _FIRST_CUTS, _MOST_LAYINGS = 6, 12
 """First cuts that climbs begin at, of so many numbers of micro-batches, stages and replicas."""
@@ -666,6 +669,17 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
         begun = local.look(local.near.point_of(found))
         if begun is not None:
             improve(search, local, tries, begun)
+
+
+def climbing_effort(search: SearchState, effort: int) -> int:
+    """What climbs from anywhere may take, in a search of so much effort: as much again, and where
+    plans are dear, enough for some hundreds like the best one."""
+    found = search.best or search.closest
+    if found is None:
+        return effort
+    takes = placed_operations if found.pipeline.placement else operations_of
+    each = takes(search.relaxation.variant, len(found.stages), found.micro_batches)
+    return round(effort * min(max(_CLIMBED * each / EFFORT, 1.0), _DEAREST))
 
 
 def climb_on(
