@@ -27,7 +27,7 @@ _Rows = tuple[tuple[bytes, tuple[int, ...]], ...]
 _UNITS = 6
 """Between two micro-batches: a forward, a backward and a weight part of each of two stages."""
 
-_STEPS = ((1, 5), (2, 4), (3, 3), (1, 3), (1, 1))
+_STEPS = ((1, 5), (1, 3), (1, 2), (1, 1))
 """Units from one stage to the next: on the way down, and on the way back up."""
 
 _MOST_TRIED = 20_000

@@ -204,6 +204,15 @@ def test_half_the_activations_for_some_idle_time(devices):
     assert 0 < steady_state(pipeline).period_s - 6 * n < 0.75 * 6 * (devices - 1)
 
 
+def test_half_the_activations_with_messages_that_take_as_long_as_a_forward():
+    pipeline = v_of(4, 4, half_memory=True)
+    took = {a: 1.0 * (a.source != 3) for a in pipeline.links}
+    links = tuple(replace(a, forward_s=s, backward_s=s) for a, s in took.items())
+    pipeline = replace(pipeline, links=links)
+    # Of the blocks that are tried, by the one of (1, 2); by the others in 56.
+    assert steady_state(pipeline).period_s == pytest.approx(55.0)
+
+
 @pytest.mark.parametrize(("devices", "stages"), [(2, 2), (3, 2), (2, 3)])
 def test_the_bubble_of_interleaved_1f1b(devices, stages):
     """(D − 1) / (v·N) of the work (2104.04473, section 2.2)."""
