@@ -290,8 +290,8 @@ def timeline_json(plan: Plan, first: int | None, count: int | None) -> dict[str,
 
 
 def record(plan: Plan, begin: int, count: int) -> Recording:
-    """A plan's run up to `count` mini-batches from `begin` on, and some more that they don't
-    notice its end. Raises UserError where they are too many."""
+    """A plan's run, without memory, up to `count` mini-batches from `begin` on, and some more that
+    they don't notice its end. Raises UserError where they are too many."""
     fits = _affordable(plan)
     if begin + count > fits:
         raise UserError(
@@ -299,7 +299,7 @@ def record(plan: Plan, begin: int, count: int) -> Recording:
             f"than {_MOST_OPERATIONS:,} operations; show some of the first {fits} with "
             "--from-mini-batch and --mini-batches"
         )
-    return predicted(plan, min(begin + count + _settled(plan), fits))
+    return predicted(plan, min(begin + count + _settled(plan), fits), memory_too=False)
 
 
 def _affordable(plan: Plan) -> int:

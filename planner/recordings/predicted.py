@@ -28,7 +28,12 @@ def default_mini_batches(plan: Plan) -> int:
 
 
 def predicted(
-    plan: Plan, mini_batches: int | None = None, *, first: int = 0, more: int = 0
+    plan: Plan,
+    mini_batches: int | None = None,
+    *,
+    first: int = 0,
+    more: int = 0,
+    memory_too: bool = True,
 ) -> Recording:
     """Simulate a plan's own schedule from its own times.
 
@@ -37,6 +42,7 @@ def predicted(
         first: the first of them. On every lane, the recording goes from its first operation to
             the last one's last operation, what runs between of other mini-batches included.
         more: mini-batches that follow those recorded; with none, the pipeline drains.
+        memory_too: with bytes over time, which take longer than all the rest.
 
     Raises ScheduleError for in-flight limits with which the stages wait for each other.
     """
@@ -65,7 +71,7 @@ def predicted(
                 for s, event in events
             )
         holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
-        if len(holds) == len(mine):
+        if memory_too and len(holds) == len(mine):
             tied = [(tie.stages, tie.holds) for tie in plan.predicted.ties_on(mine)]
             walks, ties = walks_of(pipeline, mine, tied, entries, again)
             memory += _memory(walks, ops, replicas, lane, holds, ties)

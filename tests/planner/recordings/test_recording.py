@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -33,6 +34,7 @@ def test_a_recording_is_the_simulated_order(drawn):
     asked, found = drawn
     plan = make_plan(asked, found, REPORT)
     recording = predicted(plan, 5)
+    assert predicted(plan, 5, memory_too=False) == replace(recording, memory=())
     pipeline = pipeline_of(plan)
     schedule = make_schedule(pipeline, 5)
     timeline = simulate(pipeline, schedule)
