@@ -23,25 +23,22 @@ TESTS = (
 """Some of the core's, of each package: without what goes through all cases, as where satellites
 are."""
 
-IMPORT_ALL = """
+IN_TURN = """
 import importlib, pkgutil, sys
 import timeprest
 assert timeprest.__path__[0] == sys.argv[1], timeprest.__path__
-for found in pkgutil.walk_packages(timeprest.__path__, "timeprest."):
-    importlib.import_module(found.name)
-"""
-
-COMMANDS = """
-import importlib, sys
-for line in sys.argv[1].split("\\n"):
+for line in sys.argv[2].split("\\n"):
     if words := line.split():
         main = importlib.import_module(f"timeprest.cli.{words[0]}").main
         try:
             main(words[1:], prog_name=f"tp-{words[0]}")
         except SystemExit as end:
             assert not end.code, line
+for found in pkgutil.walk_packages(timeprest.__path__, "timeprest."):
+    importlib.import_module(found.name)
 """
-"""Lines of commands, one after another: loading torch takes longer than what they do."""
+"""Lines of commands, one after another, and then whatever they haven't imported: loading torch
+takes longer than what they do."""
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +81,17 @@ def call(core, *words, cwd=None):
 
 
 @pytest.mark.slow
-def test_all_of_it_imports(core):
+def test_it_profiles_plans_and_trains_and_all_of_it_imports(core, tmp_path, mlp_target):
     folder, _ = core
     for name in SATELLITES:
         assert not (folder / name).exists()
-    call(core, "-c", IMPORT_ALL, folder, cwd=folder.parent)
-
-
-@pytest.mark.slow
-def test_it_profiles_plans_and_trains(core, tmp_path, mlp_target):
     given = f"""
     profile {mlp_target} --seconds 0
     plan --help
     plan solve profile.json
     run plan.json --inline --steps 3 --run-dir run
     """
-    said = call(core, "-c", COMMANDS, given, cwd=tmp_path)
+    said = call(core, "-c", IN_TURN, folder, given, cwd=tmp_path)
     assert "solve" in said
     assert "export" not in said
     assert (tmp_path / "run/summary.json").exists()
