@@ -93,9 +93,11 @@ def no_notes_of_seeds() -> None:
 
 @pytest.hookimpl
 def pytest_collection_finish() -> None:
-    """What the tests loaded stays: garbage is looked for among what they make."""
+    """What the tests loaded stays: garbage is looked for among what they make, and not as often as
+    where each object may be the last that memory has room for."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="session")
