@@ -155,6 +155,20 @@ def test_messages_beyond_the_posted_ones_count_where_they_come_from():
     assert (target.held_bytes, source.held_bytes) == (2 * nbytes, nbytes)
 
 
+def test_nobody_looks_for_less_than_nothing_held(monkeypatch):
+    """A look is a system call, and the account asks after every operation."""
+    c = route(needs_grad=False)
+    source, target = both(c)
+    source.send(c, FORWARD, message(c, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_records", lambda _: pytest.fail("it has looked"))
+        assert source.held_bytes == 0
+    target.receive(c, FORWARD)
+    source.close()
+    source.end()
+    target.end()
+
+
 def test_small_messages_have_slots_of_their_own():
     (small,), (large,) = (boxes([route(shape=s)], 0, 1) for s in ((2, 3), LARGE))
     assert (small.slots, large.slots) == (MOST_SLOTS, 2)
