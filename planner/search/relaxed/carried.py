@@ -61,7 +61,8 @@ class Carried:
 
     def forget(self) -> None:
         """Follow none."""
-        self.ages, self.reached = 1, self.reached.any(axis=0, keepdims=True)
+        reached: Flags = np.logical_or.reduce(self.reached, axis=0, keepdims=True)
+        self.ages, self.reached = 1, reached
 
     def older(self, which: Positions, age: Positions) -> Positions:
         """The age behind stages, from that before them."""
