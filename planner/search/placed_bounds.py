@@ -204,21 +204,20 @@ class PlacedBounds:
         )
         if branch is None or self.lattice is None:
             return None
-        problem = several_each(self._alone(branch.micro_batches), len(branch.placement))
+        count = len(branch.placement)
+        problem = several_each(self._alone(branch.micro_batches), count)
         # What is kept adds up over a device's stages; what is computed again doesn't.
-        problem = replace(problem, options=problem.options[-1:])
+        problem = replace(problem, options=problem.options[-1:], stages=count)
         try:
             table = LeastMemory(problem, self.lattice, self.search.budget.deadline or inf)
         except OutOfTime:
             return None
         self.search.budget.take(table.bytes.size // _PER_NUMBER)
-        stages = table.cut(problem.devices).stages if table.on(problem.devices) < inf else ()
-        if len(stages) < len(branch.placement):
+        if table.on(count) == inf:
             return None
-        way = problem.modes[problem.options[0].mode].again
-        *_, limits = near.usual_limits(len(stages), branch.lying)
-        downsets = (0, *accumulate((x.layers for x in stages), int.__or__))
-        ways = (way,) * len(stages)
+        downsets = (0, *accumulate((x.layers for x in table.cut(count).stages), int.__or__))
+        ways = (problem.modes[problem.options[0].mode].again,) * count
+        *_, limits = near.usual_limits(count, branch.lying)
         return Point(downsets, branch.lying, ways, branch.micro_batches, limits)
 
     def least_s(self, micro_batches: int, devices: Sequence[int] = ()) -> float:

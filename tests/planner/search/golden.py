@@ -252,6 +252,21 @@ def sequence_rows() -> Iterator[tuple[str, Callable[[], Asked]]]:
             yield f"sequences {seed}", partial(asked, seed)
 
 
+def filled() -> Asked:
+    """Of layers that hold much, each must be alone on its stage: where cuts are even in time, they
+    lie together."""
+    layers = [(f"n{k}", 10, 1e-3, 2e-3, 4000 if k < 4 else 10, []) for k in range(20)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(19)]
+    profile = profile_by_hand(layers, [*edges, ("n19", "output", "last", 4)])
+    cluster = Cluster(
+        devices=tuple(Device(name=f"d{k}", memory_bytes=20_000) for k in range(2)),
+        network=Network(bandwidth_bytes_per_s=1e9, latency_s=1e-5),
+    )
+    placed = {"stages_per_device": 2, "placement": "v", "recompute": "on"}
+    options = {**ORDINARY, "micro_batches": None, "replicas": False, **placed}
+    return Asked(profile, cluster, "timeprest", options)
+
+
 @cache
 def rows() -> dict[str, Callable[[], Asked]]:
     """Each question's name, and what makes it."""
@@ -260,6 +275,7 @@ def rows() -> dict[str, Callable[[], Asked]]:
         for system in sorted(VARIANTS)
         for k in range(PER_SYSTEM)
     }
+    found["filled timeprest"] = filled
     found.update(published_rows())
     found.update(sequence_rows())
     return found
