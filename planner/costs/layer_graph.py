@@ -247,6 +247,12 @@ class LayerGraph:
                 back[self.position[consumer]] |= 1 << self.position[producer]
         return _without_itself(closures(back))
 
+    @cached_property
+    def kept_at_once(self) -> int:
+        """Bit mask of layers that all keep a micro-batch when the backward of one of them begins:
+        gradients come back to them from it."""
+        return max((mask | 1 << k for k, mask in enumerate(self._sending_back)), key=int.bit_count)
+
     def heaviest_path(self, weights: Vector) -> list[int]:
         """Of the paths that gradients come back along, the layers of that with the most weight."""
         best: list[tuple[float, int]] = [(float(w), -1) for w in weights]

@@ -128,28 +128,33 @@ class LeastMemory:
         return cut_of(self._problem, self._lattice.masks, steps)
 
 
-def layers_bytes(problem: StageProblem, each: int = 1) -> tuple[float, float]:
+def layers_bytes(problem: StageProblem, each: int = 1, at_once: int = 0) -> tuple[float, float]:
     """The least bytes of layers, messages left out, in any cut: on some device, by those that can't
     be taken apart; and on all devices together.
 
-    A device's stages hold parameters at all times. When the last one's backward begins, all hold
-    what they keep for it; but what one computes again, and gradients, may be gone when another one
-    makes its own: of v stages one holds a v-th of the sum of those at the least.
+    A device's stages hold parameters at all times, and what is kept at once. What one computes
+    again, and gradients, may be gone when another one makes its own: of v stages one holds a v-th
+    of the sum of those at the least.
 
     Args:
         each: v, stages of a device at the most.
+        at_once: bit mask of the layers that keep a micro-batch at one time
+            (`LayerGraph.kept_at_once`); of others nothing is known, where v > 1.
     """
     held, total, shared = list[Vector](), list[Vector](), list[float]()
     again = any(mode.again for mode in problem.modes)
-    together = sum(storage.nbytes for storage in problem.shared)
+    mine = at_once if each > 1 else problem.full
+    inside = np.array([float(mine >> k & 1) for k in range(problem.layers)])
+    together = sum(storage.nbytes for storage in problem.shared if not storage.ends & ~mine)
     for number, option in enumerate(problem.options):
         mode, place = problem.modes[option.mode], problem.place(number, option.replicas)
-        kept = mode.fixed_bytes + place.units * mode.flight_bytes
-        held.append(kept + place.copies * problem.parameter_bytes)
+        kept = (mode.fixed_bytes + place.units * mode.flight_bytes) * inside
         # One of the copies is the gradient.
-        turns = kept * again + problem.parameter_bytes * (again or each == 1)
-        always = kept * (not again) + (place.copies - 1) * problem.parameter_bytes
-        total.append(option.replicas * (always + turns / each))
+        always = (place.copies - 1) * problem.parameter_bytes
+        gradient = problem.parameter_bytes * inside
+        held.append(kept + always + gradient)
+        turns = (kept + gradient) / each if again else kept + gradient * (each == 1)
+        total.append(option.replicas * (always + turns))
         units = place.units * mode.shared_in_flight + mode.shared_once
         shared.append(option.replicas * units * together / (each if again else 1))
     alone = [np.array(held)[:, [*members(g)]].sum(axis=1).min() for g in joined(problem)]
@@ -167,18 +172,23 @@ def none_fits(
     rooms: Sequence[float],
     deadline: float,
     each: int = 1,
+    at_once: int = 0,
 ) -> bool:
     """Whether no cut of a bound fits devices with so much memory, in bytes.
 
     Args:
-        each: stages of a device at the most.
+        each, at_once: as `layers_bytes` has them.
 
     Raises OutOfTime as `LeastMemory`.
     """
-    alone, total = layers_bytes(problem, each)
+    alone, total = layers_bytes(problem, each, at_once)
     if alone > max(rooms) or total > sum(rooms):
         return True
     if each > 1:
+        if at_once != problem.full:
+            return False
+        # What one stage of a device sends to another one is there once.
+        problem = replace(problem, tensors=())
         problem = several_each(problem, min(each * problem.devices, problem.layers))
     table = LeastMemory(problem, lattice, deadline)
     return table.on(problem.stages or problem.devices) > max(rooms)

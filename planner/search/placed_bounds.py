@@ -187,7 +187,8 @@ class PlacedBounds:
         lattice, question = self.lattice, self.search.question
         if lattice is None or not lattice.complete:
             return False
-        return proven(map(self._alone, counts), lattice, question, each)
+        at_once = self.relaxation.graph.kept_at_once
+        return proven(map(self._alone, counts), lattice, question, each, at_once)
 
     def _alone(self, micro_batches: int) -> StageProblem:
         """The bound of stages on a device each."""

@@ -334,19 +334,23 @@ class Fitting:
 
 
 def proven(
-    problems: Iterable[StageProblem], lattice: Lattice, question: Question, each: int = 1
+    problems: Iterable[StageProblem],
+    lattice: Lattice,
+    question: Question,
+    each: int = 1,
+    at_once: int = 0,
 ) -> bool:
     """Whether it is soon proven that no plan fits, by problems that bound all of them.
 
     Args:
-        each: stages of a device at the most.
+        each, at_once: as `layers_bytes` has them.
     """
     found = [room_bytes(device, question.profile) for device in question.cluster.devices]
     rooms = [room * FITS for room in found if room is not None]
     until = time.monotonic() + _PROOF_S
     try:
         return len(rooms) == len(found) and all(
-            none_fits(problem, lattice, rooms, until, each) for problem in problems
+            none_fits(problem, lattice, rooms, until, each, at_once) for problem in problems
         )
     except OutOfTime:
         return False

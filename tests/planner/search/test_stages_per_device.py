@@ -92,9 +92,10 @@ def no_plan_beats_a_proven_one(first, *, linked=False):
 def test_it_is_never_proven_that_none_fits_where_one_does():
     """Devices that have just what a plan takes; and less of each than any plan does."""
     seen, proven = 0, 0
-    for seed in range(examples(60)):
+    # In some of these, layers have nothing to do with others, or get no gradients.
+    for seed in (*range(30, 30 + examples(90)), 69, 195, 210, 225, 394, 401, 714):
         drawn = drawn_placed(seed)
-        for found in drawn.plans[::10] if drawn and drawn.per_device else ():
+        for found in drawn.plans[::7] if drawn and drawn.per_device else ():
             held = {
                 s.devices[0]: found.prediction.device_of(k).memory_bytes
                 for k, s in enumerate(found.stages)
@@ -106,7 +107,7 @@ def test_it_is_never_proven_that_none_fits_where_one_does():
                 proven += proves
                 assert not (proves and share == 1.0), seed
     assert seen > 50
-    assert proven > seen / 5
+    assert proven > seen / 6
 
 
 def with_rooms(drawn, held, share):
