@@ -249,9 +249,11 @@ class LayerGraph:
 
     @cached_property
     def kept_at_once(self) -> int:
-        """Bit mask of layers that all keep a micro-batch when the backward of one of them begins:
-        gradients come back to them from it."""
-        return max((mask | 1 << k for k, mask in enumerate(self._sending_back)), key=int.bit_count)
+        """Bit mask of layers that all keep a micro-batch when the backward of one of them begins,
+        from which gradients come back to all others."""
+        edges = self.profile.edges
+        last = {self.position[e.producer] for e in edges if e.consumer == "output" and e.needs_grad}
+        return max((self._sending_back[k] | 1 << k for k in last), key=int.bit_count, default=0)
 
     def heaviest_path(self, weights: Vector) -> list[int]:
         """Of the paths that gradients come back along, the layers of that with the most weight."""
