@@ -122,8 +122,16 @@ def _loaders(kind: Kind, but: str = "") -> dict[str, Callable[[], Any]]:
 
 
 def _entry_points(kind: Kind) -> list[EntryPoint]:
-    folders = tuple((path, _changed_ns(path)) for path in sys.path)
-    return [point for point in _all_entry_points(folders) if point.group == f"timeprest.{kind}"]
+    from importlib.metadata import distribution
+
+    own = _own_entry_points()
+    packages = {name: None for path in sys.path for name in _plugins_in(path, _changed_ns(path))}
+    every = list(own or ())
+    for name in packages:
+        if own is None or name != _PACKAGE:
+            # Of a package that is in several folders, the first one is imported.
+            every += distribution(name).entry_points
+    return [point for point in every if point.group == f"timeprest.{kind}"]
 
 
 def _changed_ns(folder: str) -> int:
@@ -133,17 +141,19 @@ def _changed_ns(folder: str) -> int:
         return 0
 
 
-@functools.lru_cache(maxsize=1)
-def _all_entry_points(folders: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
-    """Those of all kinds. Packages' files, which take 10 ms, are read again when a folder of
-    `sys.path` has changed."""
-    from importlib.metadata import entry_points
+@functools.lru_cache(maxsize=256)
+def _plugins_in(folder: str, changed_ns: int) -> tuple[str, ...]:
+    """Names of the packages in a folder of `sys.path` that have entry points of any kind of ours.
 
-    own, found = _own_entry_points(), entry_points()
-    others = [point for kind in KINDS for point in found.select(group=f"timeprest.{kind}")]
-    if own is None:
-        return others
-    return [*own, *(p for p in others if p.dist is None or p.dist.name != _PACKAGE)]
+    Their files, which take 10 ms, are read again when the folder has changed.
+    """
+    from importlib.metadata import distributions
+
+    return tuple(
+        package.name
+        for package in distributions(path=[folder])
+        if any(point.group.startswith("timeprest.") for point in package.entry_points)
+    )
 
 
 @functools.cache

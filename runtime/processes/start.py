@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
+from ...profiles import plugins
 from ...profiles.errors import RunError
 from ...profiles.measuring.process_settings import end_with_parent
 
@@ -378,6 +379,9 @@ def main(arguments: list[str]) -> NoReturn:
     # through; they collect their own.
     gc.disable()
     importlib.import_module(module)
+    # Each of its workers would look through all installed packages.
+    with contextlib.suppress(Exception):
+        plugins.packages()
     _serve(asking)
     os._exit(0)
 
