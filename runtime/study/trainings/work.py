@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,7 @@ from .... import __version__
 from ....planner.plan import Plan, pipeline_of
 from ....planner.schedules.schedules import make_schedule
 from ....profiles import plugins
-from ....profiles.errors import FileError, UserError
+from ....profiles.errors import FileError, TaskWarning, UserError
 from ....profiles.files import TaggedFile, file_errors, is_file, read_file, write_bytes
 from ...prepare.data import segments
 from ...prepare.devices import autocast_of
@@ -174,18 +175,21 @@ def cured(
     plans: Iterable[tuple[Plan, str, str]], settings: RunSettings, cures: Sequence[Cure]
 ) -> list[tuple[Plan, str, str, Cure | None]]:
     """Plans with their names and files, each without a cure, and then with every one all of whose
-    settings do something in it. Raises UserError for a cure of which that holds in no plan."""
+    settings do something in it. Raises UserError for a cure of which that holds in no plan, and
+    warns of settings that do nothing in plans that have a delay."""
+    idle: dict[str, list[str]] = {}
     found: list[tuple[Plan, str, str, Cure | None]] = []
     missing = {cure.text: "all flush or have no delay" for cure in cures}
     for plan, name, file in plans:
         found.append((plan, name, file, None))
         if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
             continue
+        before = set(without_effect(settings, plan, 1, inline=True))
+        for line in sorted(before):
+            idle.setdefault(line.partition(":")[0], []).append(name)
         for cure in cures:
             own = msgspec.structs.replace(settings, **cure.settings)
-            before, after = (
-                set(without_effect(each, plan, 1, inline=True)) for each in (settings, own)
-            )
+            after = set(without_effect(own, plan, 1, inline=True))
             if after <= before:
                 found.append((plan, f"{name} with {cure.text}", file, cure))
                 missing.pop(cure.text, None)
@@ -193,6 +197,9 @@ def cured(
                 missing[cure.text] = "; ".join(sorted(after - before))
     for text, why in missing.items():
         raise UserError(f"--cure {text}: changes nothing in these plans ({why}); leave it out")
+    for setting, names in idle.items():
+        line = f"{setting}: does nothing in {', '.join(names)} (docs/weights.md)"
+        warnings.warn(line, TaskWarning, stacklevel=3)
     return found
 
 
