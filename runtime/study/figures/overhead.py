@@ -11,9 +11,9 @@ known that its ratio is above that of its length, so only a fit below that is an
 Between two trainings the function is a straight line, and its interval all that rising allows: from
 the next with smaller delays to the next with larger ones that reached the target, and beyond these
 ends t·√(s²/n + r²): s² the variance between a training's n seeds, pooled; r² the mean square of how
-far each training lies outside of what the others allow it (leave one out); t Student's 97.5 %
-quantile for as many as were left out. Beyond the largest delays that reached the target there is a
-lower end alone.
+far each training lies outside of what the others allow it (leave one out), or, where one seed has
+no s, from what they foretell; t Student's 97.5 % quantile for as many as were left out. Beyond the
+largest delays that reached the target there is a lower end alone.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ class OverheadFit:
         self.miss = _root_mean_square([miss for miss, _ in errors[self.number]])
         self.residual = _root_mean_square([beyond for _, beyond in errors[self.number]])
         own = [variance(t.logs) for t in self._trained if t.reached and len(t.logs) > 1]
-        noise = self.residual**2 + (fmean(own) / self._study.question.seeds if own else 0.0)
+        seeds = self._study.question.seeds
+        noise = self.residual**2 + fmean(own) / seeds if own else self.miss**2
         self._half = t_quantile(max(self.trainings, 1)) * math.sqrt(noise)
         self._functions = {
             rules: self._function([t for t in self._trained if t.rules == rules], self._number)

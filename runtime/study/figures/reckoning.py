@@ -91,7 +91,10 @@ class Reckoning:
         # Plain training may have more seeds.
         pairs = list(zip(self.samples(arm, level), self.samples(PLAIN, level), strict=False))
         known = [ratio for pair in pairs if (ratio := _ratio(*pair)) is not None]
-        return spread_of(known) if len(known) == len(pairs) else None
+        if len(known) < len(pairs):
+            return None
+        # With one seed, too, it is known to be as long as itself.
+        return Spread(mean=1.0, low=1.0, high=1.0) if arm == PLAIN else spread_of(known)
 
     @cached_property
     def plain_samples(self) -> float | None:

@@ -193,6 +193,14 @@ def test_one_seed_has_the_interval_of_what_was_left_out():
     assert fit.residual > 0.01
     found = fit.at(asked(3, 0))
     assert found.low < found.mean < found.high
+    # Where all are on one, it still isn't known how far seeds are apart.
+    fit = fit_overheads(trained({(1, 0): 1.1, (2, 0): 1.2, (4, 0): 1.33}, plain=plain))
+    assert fit.residual == 0 < fit.miss
+    found = fit.at(asked(2, 0, system="timeprest-stashed"))
+    assert found.low < found.mean * 0.98 < found.mean * 1.02 < found.high
+    # But plain training is as long as itself.
+    none = fit.at(asked(0, 0))
+    assert (none.mean, none.low, none.high) == (1, 1, 1)
 
 
 @given(
