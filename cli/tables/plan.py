@@ -147,10 +147,11 @@ def target_interval(found: TargetPrediction, before: str = ", 95 % ") -> str:
 
 
 def target_bound(found: TargetPrediction) -> str:
-    """What no plan takes less than, by the lower ends of the overheads."""
+    """What no plan takes less than whose overhead has a lower end."""
     if not found.bound_s:
         return "nothing bounds what others take"
-    return f"none takes less than {format_seconds(found.bound_s)} (gap {found.gap:.1%})"
+    least = format_seconds(found.bound_s)
+    return f"none that the study bounds takes less than {least} (gap {found.gap:.1%})"
 
 
 def shortest_text(plan: Plan, found: TargetPrediction) -> str:

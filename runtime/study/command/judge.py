@@ -46,15 +46,17 @@ class StudyJudge:
 
 def open_systems(search: TargetSearch) -> list[str]:
     """Those that may take less than the best plan: no training with delays such as some plan of
-    theirs has reached the target, or the interval of their best, if another, has that time in it.
+    theirs has reached the target, or the interval of their best, if another, has that time in it;
+    or the study dropped some before that was decided.
     """
     best = search.best
     if best is None:
         return []
-    found = []
+    found = list(search.undecided)
     for name, one in search.systems.items():
         other = one.best if one.best is not best else None
-        if min(one.open_s, one.open_s if other is None else other.least_s) < best.time_s:
+        least_s = min(one.open_s, one.open_s if other is None else other.least_s)
+        if least_s < best.time_s and name not in found:
             found.append(name)
     return found
 
@@ -66,7 +68,7 @@ class ByTimeToTarget:
     Attributes:
         plans: the best of each system, the best of all first.
         open: systems that may take less than that.
-        unbounded: those whose smaller delays the bound isn't of.
+        unbounded: those of some of whose delays the bound isn't.
     """
 
     fit: OverheadFit
@@ -98,7 +100,7 @@ class ByTimeToTarget:
             lines.append(f"not decided: plans of {', '.join(self.open)} may take less; study them")
         if self.unbounded:
             names = ", ".join(self.unbounded)
-            lines.append(f"the bound is of others than {names} with smaller delays than studied")
+            lines.append(f"the bound leaves out delays that the study says too little of: {names}")
         if not self.fit.begun:
             lines.append(
                 "training has hardly begun at the study's target, so that what delays cost there "

@@ -27,6 +27,7 @@ from ....planner.search.state import Progress
 from ....planner.systems.variants import variant_named
 from ....profiles.errors import InfeasibleError, PlanError, UserError
 from .overhead import Estimate, LatePlan, TrainedWith, fit_overheads
+from .results import results_of
 from .study import Study, delays_of
 
 LEAST_S = 1.0
@@ -64,11 +65,18 @@ class StudyFigures:
 
     Attributes:
         fit: its overheads.
+        dropped: systems with plans that its budget wasn't spent on to the end, and whether one of
+            them may be the best.
     """
 
     def __init__(self, study: Study) -> None:
         """Raises UserError as `fit_overheads`."""
         self.study, self.fit = study, fit_overheads(study)
+        systems = {plan.name: plan.variant for each in study.dropped for plan in each.plans}
+        self.dropped: dict[str, bool] = {}
+        for each in results_of(study).dropped if systems else ():
+            system = systems[each.plan]
+            self.dropped[system] = self.dropped.get(system, False) or each.overlap > 0
 
     def check(self, fingerprint: str, mini_batch: int, where: str) -> None:
         """Raise UserError where the study is of another model or mini-batch, or too old."""
@@ -141,7 +149,8 @@ class TargetSearch:
     Attributes:
         shortest: of all plans judged, that with the shortest period.
         bound_s: no plan that was looked for takes less, but for those of `unbounded` systems, of
-            whose smaller delays nothing is known.
+            some of whose delays nothing is known; infinite: nothing bounds any.
+        undecided: systems with plans that the study dropped, and that may be the best.
         systems: by name as it was given.
         failed: why others have no plan.
     """
@@ -152,6 +161,7 @@ class TargetSearch:
     shortest: Judged | None = None
     bound_s: float = inf
     unbounded: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     systems: dict[str, _System] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     _interrupted: bool = False
@@ -163,15 +173,18 @@ class TargetSearch:
         return min(found, key=lambda judged: judged.price, default=None)
 
     def look_at(self, name: str, system: str) -> None:
-        """Look for a system's plans. A study that says nothing of it: why is said in `failed`."""
+        """Look for a system's plans. A study that says nothing of them: why is said in `failed`."""
         if self._interrupted:
             self.failed[name] = NOT_TRIED
             return
         limit_s = self.planning.asked["time_limit_s"]
         end = None if limit_s is None else time.monotonic() + limit_s
-        settings = self._settings(system)
+        settings, dropped = self._settings(system), self.figures.dropped.get(system)
+        if dropped:
+            self.undecided.append(name)
         if not settings:
-            self.failed[name] = "the study says nothing of it"
+            known = {None: "says nothing of such plans", True: "dropped such plans undecided"}
+            self.failed[name] = f"the study {known.get(dropped, 'dropped such plans as slower')}"
         for how in settings:
             self.systems.setdefault(name, _System())
             self._descend(name, system, how, end)
@@ -248,6 +261,8 @@ class TargetSearch:
             )
             if judged is None:
                 return
+            if judged.overhead.low is not None:
+                self.bound_s = min(self.bound_s, judged.least_s)
             if self.shortest is None or judged.period_s < self.shortest.period_s:
                 self.shortest = judged
             if not judged.overhead.reached:
@@ -297,8 +312,8 @@ class TargetSearch:
     def prediction(self, judged: Judged) -> TargetPrediction:
         """What a plan's file says of its time to the target."""
         assert self.shortest is not None
-        overhead, study, bound_s = judged.overhead, self.figures.study, self.bound_s
-        bound_s = min(bound_s, judged.time_s)
+        overhead, study = judged.overhead, self.figures.study
+        bound_s = min(self.bound_s, judged.time_s) if self.bound_s < inf else 0.0
         return TargetPrediction(
             metric=study.question.metric,
             level=self.figures.fit.target,

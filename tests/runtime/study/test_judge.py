@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import timeprest
 from helpers.by_hand.profiles import chain
-from helpers.by_hand.studies import PLAIN_ARM, STEPS, arm, study
+from helpers.by_hand.studies import LENGTH, PLAIN_ARM, STEPS, arm, curve, study
 from helpers.output.commands import called
 from helpers.plans import lone_stages
 from timeprest.cli.tables.plans import periods_alone
@@ -23,7 +23,7 @@ from timeprest.planner.search.request import PlanRequest
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Profile
 from timeprest.runtime.study.figures.choose import StudyFigures, search_to_target
-from timeprest.runtime.study.figures.study import read_study, write_study
+from timeprest.runtime.study.figures.study import DroppedArm, StudyArm, read_study, write_study
 
 call = partial(called, "tp-plan")
 
@@ -123,13 +123,17 @@ def test_plans_are_found_by_a_study(folder):
     assert times == sorted(times)
     best = read_plan("best.json")
     assert best.variant == found["by_study"]["best"] == next(iter(plans))
+    lows = []
     for plan in plans.values():
         target, period_s = plan["to_target"], plan["predicted"]["period_s"]
         # Samples of plain training, in the period of this plan.
         expected = target["overhead"] * STEPS * period_s
         assert target["time_s"] == pytest.approx(expected, rel=0.03)
-        assert target["bound_s"] <= target["time_s"]
+        lows.append(target["time_s"] * (target["overhead_low"] or 0) / target["overhead"])
         assert target["shortest_period_s"] <= period_s
+    # No plan's own interval is below the bound of all.
+    bounds = {plan["to_target"]["bound_s"] for plan in plans.values()}
+    assert 0 < max(bounds) <= min(lows) * (1 + 1e-9)
     # No training with its delays reached the target, and those of smaller ones took longer.
     assert plans["timeprest"]["to_target"]["overhead"] < SLOW["timeprest"]
     assert "timeprest-stashed" in found["by_study"]["open"]
@@ -144,11 +148,65 @@ def test_plans_are_found_by_a_study(folder):
         "best by time to target: ",
         "the shortest period, ",
         "not decided: ",
+        "none that the study bounds takes less than",
+        "the bound leaves out delays that the study says too little of: pipedream-nesterov",
         "5 trainings that were left out in turn",
         "spectrain",
         "wrote best.json (the best by time to target)",
     ):
         assert said in text
+
+
+def test_what_a_budget_left_open_is_not_decided(folder):
+    """Two systems were dropped: of one the interval reaches below the best plan's time."""
+    before, length = read_study("study.json"), LENGTH // 4
+
+    def rung(slow):
+        return curve(
+            slow=slow, phase="rung", length=length, losses=curve(slow=slow).losses[:length]
+        )
+
+    def dropped(name, slow):
+        own = StudyArm(
+            name=name, kind="pipeline", rate=0.1, warmup=0, at_edge=False, curves=(rung(slow),)
+        )
+        plan = next(plan for plan in before.plans if plan.name == name)
+        return DroppedArm(arm=own, plans=(plan,))
+
+    plain, *arms = before.arms
+    plain = msgspec.structs.replace(plain, curves=(rung(1.0), *plain.curves))
+    gone = ("pipedream-nesterov", "timeprest")
+    made = msgspec.structs.replace(
+        before,
+        arms=(plain, *(arm for arm in arms if arm.name not in gone)),
+        plans=tuple(plan for plan in before.plans if plan.name not in gone),
+        dropped=(dropped(gone[0], 1.1), dropped(gone[1], 60.0)),
+    )
+    write_study("study.json", made)
+    systems = ",".join((*SLOW, "gpipe"))
+    solve = ("solve", "profile.json", "--variant", systems, *WORDS, "--study", "study.json")
+    found = json.loads(call(*solve, "-o", "best.json", "--json"))
+    assert found["by_study"]["open"][:1] == [gone[0]]
+    assert gone[1] not in found["by_study"]["open"]
+    assert found["failed"][gone[0]] == "the study dropped such plans undecided"
+
+
+def test_what_nothing_bounds_has_no_bound(folder):
+    """One seed, and a system whose smaller delays were never trained."""
+    before = read_study("study.json")
+    kept = [arm for arm in before.arms if arm.name in ("plain", "pipedream-nesterov")]
+    few = tuple(msgspec.structs.replace(arm, curves=arm.curves[:1]) for arm in kept)
+    made = msgspec.structs.replace(
+        before,
+        question=msgspec.structs.replace(before.question, seeds=1),
+        arms=few,
+        plans=tuple(plan for plan in before.plans if plan.name == "pipedream-nesterov"),
+    )
+    write_study("study.json", made)
+    words = (*WORDS, "--study", "study.json", "--variant", "pipedream-nesterov")
+    told = " ".join(call("solve", "profile.json", *words, "-o", "best.json").split())
+    assert read_plan("best.json").to_target.bound_s == 0
+    assert "nothing bounds what others take" in told
 
 
 def test_one_systems_plan_says_what_its_file_keeps(folder):
@@ -215,7 +273,7 @@ def test_a_study_of_something_else_is_refused(folder):
     unknown = call("solve", "profile.json", "--variant", "gpipe,gppipe", code=2)
     assert "gppipe" in unknown
     none = call("solve", "profile.json", "--variant", "spectrain", "--study", "study.json", code=2)
-    assert "spectrain: the study says nothing of it" in none
+    assert "spectrain: the study says nothing of such plans" in none
     some = read_study("study.json")
     older = tuple(msgspec.structs.replace(plan, delays=None) for plan in some.plans)
     write_study("older.json", msgspec.structs.replace(some, plans=older))
