@@ -22,13 +22,13 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
     arms = [results.arm(plan.arm) for plan in plans]
     columns = [
         fixed("", [_mark(each, results) for each in found], left=True),
-        fixed("time to target", [time_text(each) for each in found]),
+        fixed("time", [time_text(each) for each in found]),
         fixed("95 %", [_interval(each.time_s, format_seconds) for each in found], left=True),
         fixed("overhead", [overhead_text(arm, study.arm(arm.arm)) for arm in arms]),
         fixed("95 %", [_interval(arm.overhead, "{:.2f}".format) for arm in arms], left=True),
         fixed("period", [format_seconds(plan.period_s) for plan in plans]),
         fixed("memory", [format_bytes(plan.memory_bytes) for plan in plans]),
-        fixed("d", [_by_stage(plan) for plan in plans]),
+        fixed("delay", [_by_stage(plan) for plan in plans]),
         fixed("S", [str(plan.stages) for plan in plans]),
         fixed("N", [str(plan.micro_batches) for plan in plans]),
         fixed("rate", [rate_text(study.arm(plan.arm)) for plan in plans]),
@@ -37,7 +37,7 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
     note = Text(
         "*: recommended. ≈: equal to it within the seeds' spread. ●: no other is as good in time "
         "and memory. overhead: samples to the target over plain training's, paired by seed. "
-        "d: delay by stage, in updates. rate: the best of its budget; !: at the edge of what was "
+        "delay: by stage, in updates. rate: the best of its budget; !: at the edge of what was "
         "tried.",
         style="dim",
     )
@@ -65,7 +65,7 @@ def dropped_table(study: Study, results: StudyResults, width: int) -> Group:
         fixed("95 %", [_interval(each.time_s, format_seconds) for each in shown], left=True),
         fixed("overhead", [_expected(each.overhead, "{:.2f}".format) for each in shown]),
         fixed("period", [format_seconds(plans[each.plan].period_s) for each in shown]),
-        fixed("d", [_by_stage(plans[each.plan]) for each in shown]),
+        fixed("delay", [_by_stage(plans[each.plan]) for each in shown]),
         fixed("rate", [f"{each.rate:g}" for each in shown]),
         fixed("after", [str(each.after) for each in shown]),
         fixed("why", [_why_dropped(each) for each in shown], left=True),

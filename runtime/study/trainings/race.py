@@ -102,9 +102,9 @@ class Race:
         self.first = others[0].arm
         self._entrants = plain[: _half(len(plain))] + others[: _half(len(others))]
         gone = sorted({e.arm for e in others} - {e.arm for e in self._entrants})
-        names = ", ".join(self._arms[k] for k in gone)
+        names = ", ".join(self._arms[k] for k in gone) or "none"
         length = self._lengths.pop(0)
-        return f"{len(wanted)} trainings of {length} mini-batches; dropped for now: {names or '-'}"
+        return f"{len(wanted)} trainings of {length} mini-batches; dropped for now: {names}"
 
     def _short(self, entrant: _Entrant) -> Asked:
         asked, length = self._question, self._lengths[0]
