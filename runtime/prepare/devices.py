@@ -190,6 +190,9 @@ def put(value: Any, device: torch.device) -> Any:
 # Random numbers ---------------------------------------------------------------------------------
 
 
+_CPU_STATE_BYTES = torch.get_rng_state().numel()
+
+
 def random_state(device: torch.device) -> Tensor:
     """Random state of a worker: torch's generator of the CPU, and of its GPU."""
     own = torch.get_rng_state()
@@ -203,12 +206,13 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
     A GPU's generator is then seeded by what is known of the CPU's.
     """
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size])
+    more = state.numel() > _CPU_STATE_BYTES
+    # Inline runs come here at every operation, and a slice takes longer than setting does.
+    torch.set_rng_state(state[:_CPU_STATE_BYTES] if more else state)
     if device.type != "cuda":
         return
-    if state.numel() > size:
-        torch.cuda.set_rng_state(state[size:], device)
+    if more:
+        torch.cuda.set_rng_state(state[_CPU_STATE_BYTES:], device)
         return
     digest = hashlib.sha256(bytes(state.numpy())).digest()
     with torch.cuda.device(device):
