@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device_specs import DeviceSpec, load_spec
 from ..errors import TargetError, UserError
+from ..tracing.fake import fake_mode, quiet
 
 # Bytes of all tensors alive at once, on any device ----------------------------------------------
 
@@ -275,8 +276,11 @@ class Platform:
     @contextmanager
     def working(self) -> Iterator[None]:
         """What building the model and all work with it runs under."""
-        with self._fake if self._fake is not None else nullcontext():
+        if self._fake is None:
             yield
+        else:
+            with quiet(), self._fake:
+                yield
 
     @contextmanager
     def clock(self) -> Iterator[Clock]:
@@ -384,12 +388,9 @@ def platform_of(device: str, spec: str | None = None, autocast: str | None = Non
         raise UserError(f"--autocast {autocast!r}: give one of {', '.join(AUTOCAST)}")
     dtype = getattr(torch, autocast) if autocast else None
     if device == META:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         found = load_spec(str(spec))
         name = str(spec) if not str(spec).endswith(".toml") else found.name
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        return Platform(f"{META}:{name}", torch.device("cpu"), found, dtype, fake)
+        return Platform(f"{META}:{name}", torch.device("cpu"), found, dtype, fake_mode())
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here; take --device cpu")
     if device == "cuda":

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..device_specs import DeviceSpec
+from ..tracing.fake import know_grouped_products
 
 # What an operation of ATen costs: floating-point operations, and bytes from and to memory -------
 # Arithmetic is counted for matrix products, convolutions, attention and recurrent layers, by the
@@ -251,12 +252,6 @@ def _matrix_vector(*args: Any, **_: Any) -> int:
     return 2 * int(max(value.numel() for value in args if isinstance(value, Tensor)))
 
 
-def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """Products of groups of rows with a matrix each (mixtures of experts)."""
-    groups = out_val.shape[0] if a.dim() == b.dim() == 2 else 1
-    return 2 * a.shape[-1] * out_val.numel() // groups
-
-
 _attention = flop_registry[aten._scaled_dot_product_flash_attention]
 _attention_backward = flop_registry[aten._scaled_dot_product_flash_attention_backward]
 _FLOPS: dict[Any, Callable[..., int]] = {
@@ -267,8 +262,6 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten.vdot), _matrix_vector),
 }
-if hasattr(aten, "_grouped_mm"):
-    _FLOPS[aten._grouped_mm] = _grouped
 
 
 # The time of all operations ---------------------------------------------------------------------
@@ -298,6 +291,7 @@ class Roofline(TorchDispatchMode):
         self.flops = 0
         self.bytes = 0
         self.operations = 0
+        know_grouped_products()
         self._bandwidth = spec.memory_bandwidth_bytes_per_s * spec.memory_efficiency
         self._peaks = {cudnn: _peaks(spec, cudnn) for cudnn in (False, True)}
 

@@ -6,19 +6,17 @@ every value's shape, which operators need to know, and shows what depends on the
 
 from __future__ import annotations
 
-import logging
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import TargetError, one_line
+from ..tracing.fake import fake_mode, quiet
 from .file import OnnxFile, OnnxInput, OnnxNode
 from .functions import beside
 from .values import (
@@ -62,7 +60,7 @@ class GraphBuilder:
         self.uses.update(file.outputs)
         self._root = nn.Module()
         self._graph = fx.Graph()
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_mode()
         self._taken = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
         self._attributes: dict[int, str] = {}
         self._origin: OnnxNode | None = None
@@ -290,7 +288,7 @@ class GraphBuilder:
         return tuple(parts)
 
     def _try(self, function: Callable[..., Any], args: Any, k: int) -> Any:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet():
             try:
                 return function(*map_operands(args, lambda x: x.probes[k]))
             except Exception as error:  # torch's checks of shapes and dtypes raise anything
@@ -310,17 +308,6 @@ class GraphBuilder:
             candidate = f"{base}_{k}"
         self._taken.add(candidate)
         return candidate
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch prints a traceback for each error on tensors without data; ours is one line."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def can_train(tensor: Tensor) -> bool:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import TargetError
+from .fake import fake_mode, quiet
 from .pieces import Built, Slot, fill
 from .random_states import own_states, seed_all, set_own_states, set_states, states
 from .remembered import OF_EVERY_MODULE, Remembered, dense, kept_in, places_of, summed
@@ -123,6 +125,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             before.put_back()
+
+
+@contextmanager
+def without_data(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """`unchanged`, on fake tensors: those that this mode makes of the inputs."""
+    with unchanged(model), quiet(), fake_mode() as mode:
+        yield mode
 
 
 @contextmanager
@@ -258,14 +267,9 @@ def _changes(model: nn.Module, call: Call, *, fake: bool = False) -> bool:
     before = _structure(model)
     with ExitStack() as stack:
         # It holds on to what there was: else something new might have an id that was free.
-        stack.enter_context(unchanged(model))
+        mode = stack.enter_context(without_data(model) if fake else unchanged(model))
         stack.enter_context(torch.no_grad())
-        given: Sequence[Any] = [t.clone() for t in call.tensors]
-        if fake:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            given = [mode.from_tensor(t) for t in call.tensors]
+        given = [t.clone() if mode is None else mode.from_tensor(t) for t in call.tensors]
         try:
             call.of(model, given)
         except Exception:  # an operation without a fake form, of whatever library

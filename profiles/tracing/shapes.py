@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..autograd.boundary import storage_key
-from .call import mark_of, unchanged
+from .call import mark_of, unchanged, without_data
 from .graph import GraphBody, TracedModel, fetch_attribute, graph_of, is_frozen, values
 from .pieces import encode, kind_of
 
@@ -102,17 +102,15 @@ def specs_and_result(
             where an operation has no fake form, it runs for real all the same.
     """
     wanted = {value.node.name for value in values(traced)}
+    if fake:
+        try:
+            with without_data(traced.module) as mode:
+                recorder = _Recorder(traced.module, wanted)
+                result = recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
+                return recorder.found, result
+        except Exception:  # an operation without a fake form, of whatever library
+            pass
     with unchanged(traced.module):
-        if fake:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                    recorder = _Recorder(traced.module, wanted)
-                    result = recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
-                    return recorder.found, result
-            except Exception:  # an operation without a fake form, of whatever library
-                pass
         recorder = _Recorder(traced.module, wanted)
         result = recorder.run(*[tensor.clone() for tensor in inputs])
     return recorder.found, result

@@ -4,7 +4,7 @@ evaluation mode."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ...profiles.tasks.hooks import check_reads, in_one_line
 from ...profiles.tasks.loss_parts import own_copy
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
-from ...profiles.tracing.call import Call, unchanged
+from ...profiles.tracing.call import Call, unchanged, without_data
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
@@ -202,12 +202,10 @@ class TracedTask:
 
         Returns None where it can't be told which stage draws what.
         """
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         graph, sizes = self.training[samples], (samples, mini_batch)
-        mode = FakeTensorMode(allow_non_fake_inputs=True) if self.fake else None
+        looking = without_data(self.model) if self.fake else unchanged(self.model)
 
-        def inputs(call: Call) -> list[Tensor]:
+        def inputs(call: Call, mode: Any) -> list[Tensor]:
             given = at_profiled(call, self.varying).tensors
             return [t.clone() if mode is None else mode.from_tensor(t) for t in given]
 
@@ -220,12 +218,12 @@ class TracedTask:
         names = [{node.name for k in group for node in graph.layers[k].nodes} for group in groups]
         names[-1].update(node.name for node in graph.packing())
         try:
-            with unchanged(self.model), torch.no_grad(), WithoutDropout(), mode or nullcontext():
+            with looking as mode, torch.no_grad(), WithoutDropout():
                 return random_calls(
-                    lambda n: calls[n][0].of(self.model, inputs(calls[n][0])),
+                    lambda n: calls[n][0].of(self.model, inputs(calls[n][0], mode)),
                     loss,
                     sizes,
-                    partial(run_node_by_node, graph, inputs(calls[samples][0])),
+                    partial(run_node_by_node, graph, inputs(calls[samples][0], mode)),
                     names,
                 )
         except Exception:  # the user's model, or an operation without a fake form
@@ -235,14 +233,13 @@ class TracedTask:
         """Floating-point operations of a forward, of so many samples, for each of them; as
         torch.utils.flop_counter has it: of matrix products, convolutions and attention, a
         multiply-add being two. None: they can't be counted, or there are none."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.utils.flop_counter import FlopCounterMode
 
         graph = self.training[samples]
         call, _ = self.target.call(samples)
         try:
             # The other way round, the cache of fake tensors would hide operations.
-            with unchanged(graph.module), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with without_data(graph.module) as mode:
                 given = [mode.from_tensor(tensor) for tensor in call.tensors]
                 with FlopCounterMode(display=False) as counter:
                     graph.module(*given)

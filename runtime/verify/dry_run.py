@@ -18,7 +18,7 @@ from ...profiles.files import check_writable
 from ...profiles.target import resolve
 from ...profiles.tasks.hooks import before_training, in_one_line
 from ...profiles.tasks.shapes import at_profiled
-from ...profiles.tracing.call import unchanged
+from ...profiles.tracing.call import unchanged, without_data
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
 from ...profiles.units import format_bytes
@@ -254,14 +254,10 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
 
 def _forward(prepared: Prepared, s: int, arguments: Sequence[Any], *, fake: bool) -> Sequence[Any]:
     module = prepared.model.pieces[s].module
-    with torch.no_grad(), unchanged(module), forward_context(prepared.model.autocast):
-        if fake:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                arguments = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-                faked: Sequence[Any] = module(*arguments)
-                return faked
+    looking = without_data(module) if fake else unchanged(module)
+    with torch.no_grad(), looking as mode, forward_context(prepared.model.autocast):
+        if mode is not None:
+            arguments = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
         made: Sequence[Any] = module(*arguments)
         return made
 

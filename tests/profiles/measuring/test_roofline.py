@@ -17,6 +17,7 @@ from timeprest.profiles.errors import TargetError, UserError
 from timeprest.profiles.files import read_toml
 from timeprest.profiles.measuring.optimizer_cost import optimizer_roofline
 from timeprest.profiles.measuring.roofline import Roofline
+from timeprest.profiles.tracing.fake import fake_mode
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -192,6 +193,39 @@ def test_attention():
     flops, _, _ = costs(run, make, make, make)
     # Two products forward; backward those of both, and the scores once more.
     assert flops == (2 + 5) * 2 * (2 * 3) * 7 * 7 * 4
+
+
+def experts(product):
+    """A step of a product of rows with the matrix of their group; the gradients' shapes."""
+
+    def step(rows, matrices, ends):
+        product(rows, matrices, ends).square().sum().backward()
+        return rows.grad.shape, matrices.grad.shape
+
+    return step
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_mixtures_of_experts(library):
+    """In float32, which torch's own rule for fake tensors refuses and its kernels take."""
+    if library == "torch":
+        functional.__dict__.get("grouped_mm") or pytest.skip("this torch has none")
+        step = experts(lambda a, b, ends: functional.grouped_mm(a, b, offs=ends))
+    else:
+        pytest.importorskip("transformers.integrations.moe")
+        step = experts(torch.ops.transformers.grouped_mm_fallback)
+    rows, inner, outer = 32, 16, 24
+    made = torch.randn(rows, inner), torch.randn(4, inner, outer)
+    ends = torch.tensor([8, 8, 20, rows], dtype=torch.int32)
+    shapes, flops = [], []
+    for mode in (contextlib.nullcontext(), fake_mode()):
+        with mode:
+            given = [torch.zeros_like(tensor, requires_grad=True) for tensor in made]
+            with Roofline(SPEC) as clock:
+                shapes.append(step(*given, torch.zeros_like(ends)))
+        flops.append(clock.flops)
+    assert shapes == [(made[0].shape, made[1].shape)] * 2
+    assert flops == [3 * 2 * rows * inner * outer] * 2
 
 
 def test_recurrent():
