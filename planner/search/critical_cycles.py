@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, islice, product
 from typing import NamedTuple
 
 from ...profiles.errors import PlanError, ScheduleError
@@ -35,7 +35,7 @@ from ..partition.solve import DpSource
 from ..schedules.schedules import has_pattern
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
-from .choices import Branch, Choice, caps
+from .choices import MOST_VECTORS, Branch, Choice, caps
 from .relaxed.cycles import cycle_problem, filled_up, has_cycles, kinds_of, same_anywhere
 from .state import OutOfBudget, SearchState
 
@@ -362,14 +362,17 @@ class CycleSearch:
         if program.problem.rule == "room":
             done = search.try_some(choice, n, least_s, every_limit=True)
             return float("inf") if done else least_s
-        found = search.look(choice, n, limits)
+        search.look(choice, n, limits)
         only = all(len(stage.flights) == 1 for stage in program.problem.stages)
-        if only or (
-            found is not None
-            and search.counts(found)
-            and found.prediction.period_s <= least_s * SAME
-        ):
+        if only or least_s * SAME >= search.period_s:
             return float("inf")
+        if program.problem.rule == "turns":
+            # Of all other limits those that cycles leave below the best plan, where they are few.
+            vectors = [*islice(turnings(pipeline, flights, search.period_s), MOST_VECTORS + 1)]
+            if len(vectors) <= MOST_VECTORS:
+                for each in vectors:
+                    search.look(choice, n, each)
+                return float("inf")
         search.try_some(choice, n, least_s)
         return float("inf") if least_s * SAME >= search.period_s else least_s
 
@@ -469,26 +472,42 @@ def least_turning(
 def _turning(
     pipeline: Pipeline, flights: Sequence[Sequence[Flight]], period_s: float
 ) -> tuple[int, ...] | None:
-    """Limits that keep to a period; None: none do."""
-    n = pipeline.micro_batches
-    each, stages = period_s / n, pipeline.stages
-    after: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+    """The lowest limits that keep to a period; None: none do."""
+    return next(turnings(pipeline, flights, period_s), None)
+
+
+def turnings(
+    pipeline: Pipeline, flights: Sequence[Sequence[Flight]], period_s: float
+) -> Iterator[tuple[int, ...]]:
+    """All limits that keep to a period by the turns of 1F1B, the lowest first; of those that mean
+    the same one."""
+    each = period_s / pipeline.micro_batches
+    after: list[list[tuple[int, float]]] = [[] for _ in range(pipeline.stages)]
     for link in pipeline.links:
         if link.has_gradient:
             back_s = link.backward_s * pipeline.micro_batches_per_share(link.target)
             sent_s = link.forward_s + back_s + 2 * link.latency_s
             after[link.source].append((link.target, sent_s))
-    waits, limits, least = [0.0] * stages, [0] * stages, 0
-    for s in range(stages - 1, -1, -1):
+
+    def further(waits: tuple[float, ...], limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Those with these of the last stages, which are waited for so long."""
+        s = pipeline.stages - 1 - len(limits)
+        if s < 0:
+            yield limits
+            return
         own = pipeline.forward_s[s] + pipeline.backward_op_s(s)
-        beyond = max((sent_s + waits[t] for t, sent_s in after[s]), default=0.0)
-        update = pipeline.update_op_s(s) if n == 1 else 0.0
+        beyond = max((sent_s + waits[t - s - 1] for t, sent_s in after[s]), default=0.0)
+        update = pipeline.update_op_s(s) if pipeline.micro_batches == 1 else 0.0
         needed = (own + update + beyond) / each - 1 if each else float("inf")
-        mine = next(
-            (f for f in flights[s] if f.units >= needed * (1 - 1e-12) and f.limit >= least), None
-        )
-        if mine is None:
-            return None
-        waits[s], limits[s] = own + max(mine.units * each, beyond), mine.limit
-        least = mine.limit
-    return tuple(limits)
+        least = max(limits[:1], default=0)
+        for flight in flights[s]:
+            if flight.units >= needed * (1 - 1e-12) and flight.limit >= least:
+                wait_s, fits = own + max(flight.units * each, beyond), False
+                for found in further((wait_s, *waits), (flight.limit, *limits)):
+                    fits = True
+                    yield found
+                if not fits:
+                    # With more here stages before it wait for more, too.
+                    return
+
+    return further((), ())

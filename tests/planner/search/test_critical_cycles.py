@@ -22,7 +22,7 @@ from timeprest.planner.evaluate import Evaluation, Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Freedom
-from timeprest.planner.search.critical_cycles import CycleSearch, _Way, least_turning
+from timeprest.planner.search.critical_cycles import CycleSearch, _Way, least_turning, turnings
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
@@ -218,6 +218,13 @@ def check_turns(plans, flights, *, exact: bool) -> None:
     assert all(
         limit in [each.limit for each in mine] for limit, mine in zip(limits, flights, strict=True)
     )
+    # All that are faster than some plan are among those that its period leaves.
+    below_s = sorted(plan.prediction.period_s for plan in plans)[len(plans) // 2]
+    left = set(turnings(pipeline, flights, below_s))
+    means = [{each.limit for each in mine} for mine in flights]
+    for plan in plans:
+        if all(limit in mine for limit, mine in zip(plan.limits, means, strict=True)):
+            assert plan.limits in left or plan.prediction.period_s * SAME >= below_s
     # Below any period that it may have, nothing is known but that.
     below_s = best_s * 0.9
     assert least_turning(pipeline, flights, below_s)[0] <= below_s
