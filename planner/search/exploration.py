@@ -112,6 +112,7 @@ def run(search: SearchState) -> str | None:
         stopped = "effort"
     if search.bound_s * SAME >= search.period_s:
         return None
+    tried_s = search.period_s
     try:
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             improve_others(search, local, _FEW_TRIES)
@@ -123,6 +124,9 @@ def run(search: SearchState) -> str | None:
         stopped = stopped if budget.is_late else "effort"
     try:
         with budget.on_top(climbing_effort(search, effort)):
+            if search.period_s < min(tried_s, search.bound_s * _CLOSE):
+                with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
+                    cycles.prove()
             climb_on(search, local, search.branches)
     except OutOfBudget as why:
         stopped = str(why)
