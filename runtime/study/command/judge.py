@@ -130,9 +130,9 @@ class ByTimeToTarget:
 def _fitted(fit: OverheadFit) -> str:
     """How well trainings are foretold by others."""
     return (
-        f"overheads (≈) by {fit.number}: {fit.trainings} trainings that were left out in turn are "
-        f"{math.expm1(fit.miss):.0%} from what the others foretell, and "
-        f"{math.expm1(fit.residual):.0%} outside of what they allow"
+        f"overheads (≈) by {fit.number}: of {fit.trainings} trainings that were left out in turn "
+        f"{fit.told} can be held against the others, and are {math.expm1(fit.miss):.0%} from what "
+        f"these foretell, and {math.expm1(fit.residual):.0%} outside of what they allow"
     )
 
 

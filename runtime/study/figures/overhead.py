@@ -12,8 +12,10 @@ Between two trainings the function is a straight line, and its interval all that
 the next with smaller delays to the next with larger ones that reached the target, and beyond these
 ends t·√(s²/n + r²): s² the variance between a training's n seeds, pooled; r² the mean square of how
 far each training lies outside of what the others allow it (leave one out), or, where one seed has
-no s, from what they foretell; t Student's 97.5 % quantile for as many as were left out. Beyond the
-largest delays that reached the target there is a lower end alone.
+no s, from what they foretell; t Student's 97.5 % quantile, of the degrees of freedom that such a
+sum of variances has (Welch-Satterthwaite). Of trainings that didn't reach the target, those that
+contradict the others count in r² alone: the rest can't be off. Beyond the largest delays that
+reached the target there is a lower end alone.
 """
 
 from __future__ import annotations
@@ -142,6 +144,20 @@ _NUMBERS: dict[str, _Number] = {
 """By what messages call them; of equally good ones the first is taken."""
 
 
+class _LeftOut(NamedTuple):
+    """How far a training is from others of its kind: logarithms.
+
+    Attributes:
+        miss: from what they foretell.
+        beyond: what they allow.
+        told: whether it could be off: it reached the target, or has a bound that contradicts them.
+    """
+
+    miss: float
+    beyond: float
+    told: bool
+
+
 class _Knot(NamedTuple):
     """A number of delays that was trained with.
 
@@ -250,6 +266,7 @@ class OverheadFit:
             nothing is known of any delay.
         number: what of the delays they are functions of, in words.
         trainings: that were left out in turn: those that have others of their kind.
+        told: those of them that others can be wrong about (`_LeftOut`).
         miss: how far they are from what the others foretell; the root of the mean square, of
             logarithms.
         residual: how far they are outside of what the others allow: r.
@@ -263,15 +280,14 @@ class OverheadFit:
         self._trained = self._trainings()
         self._starts = self._plain_trainings()
         errors = {name: self._errors(number) for name, number in _NUMBERS.items()}
-        self.number = min(errors, key=lambda name: sum(miss**2 for miss, _ in errors[name]))
+        self.number = min(errors, key=lambda name: sum(each.miss**2 for each in errors[name]))
         self._number = _NUMBERS[self.number]
         self.trainings = len(errors[self.number])
-        self.miss = _root_mean_square([miss for miss, _ in errors[self.number]])
-        self.residual = _root_mean_square([beyond for _, beyond in errors[self.number]])
-        own = [variance(t.logs) for t in self._trained if t.reached and len(t.logs) > 1]
-        seeds = self._study.question.seeds
-        noise = self.residual**2 + fmean(own) / seeds if own else self.miss**2
-        self._half = t_quantile(max(self.trainings, 1)) * math.sqrt(noise)
+        told = [each for each in errors[self.number] if each.told]
+        self.told = len(told)
+        self.miss = _root_mean_square([each.miss for each in told])
+        self.residual = _root_mean_square([each.beyond for each in told])
+        self._half = self._half_width()
         self._functions = {
             rules: self._function([t for t in self._trained if t.rules == rules], self._number)
             for rules in {*(t.rules for t in self._trained), *self._starts}
@@ -334,14 +350,29 @@ class OverheadFit:
             for cure, every, n in sorted(alike)
         ]
 
+    def _half_width(self) -> float:
+        """Of an interval, beyond what rising allows; infinite where nothing says how far one
+        training may be off."""
+        own = [t.logs for t in self._trained if t.reached and len(t.logs) > 1]
+        seeds = self._study.question.seeds
+        if not own:
+            off = self.residual if seeds > 1 else self.miss or math.inf
+            return t_quantile(max(self.told, 1)) * off
+        of_seeds = fmean(map(variance, own)) / seeds
+        parts = [(of_seeds, sum(len(logs) - 1 for logs in own)), (self.residual**2, self.told)]
+        total = of_seeds + self.residual**2
+        squares = sum(part**2 / freedom for part, freedom in parts if part)
+        return t_quantile(max(int(total**2 / squares), 1)) * math.sqrt(total) if total else 0.0
+
     def _estimate(self, rules: _Rules, allowed: _Allowed) -> Estimate:
         # No delay has an interval of its own: it is what others are compared with.
-        low, start = allowed.low, self._starts.get(rules, -math.inf)
+        low, high, start = allowed.low, allowed.high, self._starts.get(rules, -math.inf)
+        sure = self._half < math.inf
         return Estimate(
             mean=math.exp(allowed.height or 0.0),
-            low=None if low is None else math.exp(max(low - self._half, start)),
-            high=None if allowed.high is None else math.exp(allowed.high + self._half),
-            reached=allowed.high is not None,
+            low=None if low is None else math.exp(max(low - self._half, start)) or None,
+            high=None if high is None or not sure else math.exp(high + self._half),
+            reached=high is not None,
             exact=False,
         )
 
@@ -392,7 +423,7 @@ class OverheadFit:
         numbers = [round(number(each.delays, each.weights), 9) for each in trained]
         return _fitted(numbers, trained, self._starts.get(trained[0].rules))
 
-    def _errors(self, number: _Number) -> list[tuple[float, float]]:
+    def _errors(self, number: _Number) -> list[_LeftOut]:
         """Leaving out each training in turn that has others of its kind: how far it is from what
         these foretell, and from what they allow."""
         found = []
@@ -412,7 +443,8 @@ class OverheadFit:
             miss = 0.0 if high is None or told is None else mean - told
             if not left_out.reached:
                 miss = max(miss, 0.0)
-            found.append((max(abs(miss), above, below), max(above, below, 0.0)))
+            miss, beyond = max(abs(miss), above, below), max(above, below, 0.0)
+            found.append(_LeftOut(miss, beyond, left_out.reached or miss > 0))
         return found
 
     def _exact(self, plan: Late) -> Estimate | None:

@@ -150,7 +150,7 @@ def test_plans_are_found_by_a_study(folder):
         "not decided: ",
         "none that the study bounds takes less than",
         "the bound leaves out delays that the study says too little of: pipedream-nesterov",
-        "5 trainings that were left out in turn",
+        "of 5 trainings that were left out in turn 5 can be held against the others",
         "spectrain",
         "wrote best.json (the best by time to target)",
     ):

@@ -198,9 +198,26 @@ def test_one_seed_has_the_interval_of_what_was_left_out():
     assert fit.residual == 0 < fit.miss
     found = fit.at(asked(2, 0, system="timeprest-stashed"))
     assert found.low < found.mean * 0.98 < found.mean * 1.02 < found.high
+    # Of one that got there nothing can be left out and held against others.
+    fit = fit_overheads(trained({(1, 0): 1.1, (3, 0): 9.0, (4, 0): 9.0}, plain=plain))
+    found = fit.at(asked(1, 0, system="timeprest-stashed"))
+    assert (found.reached, found.low, found.high) == (True, 1, None)
     # But plain training is as long as itself.
     none = fit.at(asked(0, 0))
     assert (none.mean, none.low, none.high) == (1, 1, 1)
+
+
+def test_what_is_fitted_is_no_surer_than_what_it_is_fitted_to():
+    """Of one training that got there two seeds have one degree of freedom, whatever didn't."""
+    plain = arm("plain", (1.0, 1.1), "plain")
+    some = {(1, 0): 1.2, **{(d, 0): 9.0 for d in range(3, 9)}}
+    fit = fit_overheads(trained(some, plain=plain, seeds=(1.0, 1.25)))
+    own, found = fit.at(asked(1, 0)), fit.at(asked(1, 0, system="timeprest-stashed"))
+    assert (own.exact, found.exact) == (True, False)
+    assert found.mean == pytest.approx(own.mean)
+    assert found.high == pytest.approx(own.high)
+    assert found.low == pytest.approx(max(own.low, 1))
+    assert (fit.trainings, fit.told) == (7, 1)
 
 
 @given(
