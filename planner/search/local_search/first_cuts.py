@@ -34,6 +34,9 @@ _TURNS = (1.0, 1.02, 1.05, 1.1)
 _HALVINGS = 40
 """Of the interval that the least is in."""
 
+_AT_ONCE = 5
+"""Halvings whose 31 possible middles are tried together, which takes about as long as one does."""
+
 _FEW_BOUNDS, _MOST = (1.05, 1.35, 2.0), 16_000_000
 """Of larger programs (S n² for each bound) none is run; and from an eighth of that on, those with
 these bounds alone."""
@@ -75,20 +78,14 @@ def _all_cuts(
         return
     done, sent_s = np.array([0.0, *accumulate(work_s)]), np.append(messages_s, 0.0)
     low, high = float(done[-1]) / sum(speeds), float(done[-1]) / min(speeds) + float(sent_s.sum())
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        found = _turning(done, sent_s, speeds, drops, middle)
-        low, high = (low, middle) if found else (middle, high)
-    for factor in _TURNS:
-        found = _turning(done, sent_s, speeds, drops, high * factor)
-        if found is not None:
-            yield found
+    least_s = _least_period_s(done, sent_s, speeds, drops, low, high)
+    yield from _turning(done, sent_s, speeds, drops, [least_s * factor for factor in _TURNS])
     size = len(speeds) * len(work_s) ** 2
     if size > _MOST:
         return
-    least_s = _least_load_s(done, speeds)
+    load_s = _least_load_s(done, speeds)
     for factor in _BOUNDS if 8 * size <= _MOST else _FEW_BOUNDS:
-        cut = _cheapest(done, sent_s, speeds, least_s * factor)
+        cut = _cheapest(done, sent_s, speeds, load_s * factor)
         if cut is not None:
             yield cut
 
@@ -115,39 +112,84 @@ def _least_load_s(done: NDArray[np.float64], speeds: Sequence[float]) -> float:
     return high
 
 
+def _least_period_s(
+    done: NDArray[np.float64],
+    sent_s: NDArray[np.float64],
+    speeds: Sequence[float],
+    drops: Sequence[int],
+    low: float,
+    high: float,
+) -> float:
+    """The least period of 1F1B over all cuts, by bisection of [low, high]."""
+    for _ in range(_HALVINGS // _AT_ONCE):
+        # The middle of 2 k + 1 is that of the lower half of k's interval, of 2 k + 2 of the upper.
+        ends = [(low, high)]
+        for k in range(2 ** (_AT_ONCE - 1) - 1):
+            below, above = ends[k]
+            middle = (below + above) / 2
+            ends += [(below, middle), (middle, above)]
+        middles = [(below + above) / 2 for below, above in ends]
+        found = _kept(done, sent_s, speeds, drops, middles).tolist()
+        k = 0
+        while k < len(ends):
+            low, high = (low, middles[k]) if found[k] else (middles[k], high)
+            k = 2 * k + (1 if found[k] else 2)
+    return high
+
+
 def _turning(
     done: NDArray[np.float64],
     sent_s: NDArray[np.float64],
     speeds: Sequence[float],
     drops: Sequence[int],
-    period_s: float,
-) -> tuple[int, ...] | None:
-    """A cut that 1F1B runs in a period; None where there is none.
+    periods_s: Sequence[float],
+) -> Iterator[tuple[int, ...]]:
+    """For each of some periods that has one, a cut that 1F1B runs in it."""
+    begins = list[NDArray[np.intp]]()
+    kept = _kept(done, sent_s, speeds, drops, periods_s, begins)
+    for k in np.flatnonzero(kept).tolist():
+        yield _ends([begin[k] for begin in begins])
+
+
+def _kept(
+    done: NDArray[np.float64],
+    sent_s: NDArray[np.float64],
+    speeds: Sequence[float],
+    drops: Sequence[int],
+    periods_s: Sequence[float],
+    begins: list[NDArray[np.intp]] | None = None,
+) -> NDArray[np.bool_]:
+    """Which of some periods some cut keeps to, [P].
 
     Args:
         done: work before each place, [n + 1].
         sent_s: messages where a stage ends there, [n + 1].
+        begins: where those of each stage are noted that are best for its ends, [P, n + 1].
     """
-    size, begins = len(done), list[NDArray[np.intp]]()
+    each_s = np.array(periods_s)[:, None]
     # How far rows that end there are above the period.
-    above = np.full(size, np.inf)
-    places = np.arange(size)
+    above, places = np.empty((len(periods_s), len(done))), np.arange(len(done))
     for s, speed in enumerate(speeds):
+        work_s = done / speed
         if s:
-            before = np.maximum(-period_s, above + sent_s - drops[s - 1] * period_s)
-            before[0] = np.inf
+            before = np.maximum(-each_s, above + sent_s - drops[s - 1] * each_s)
+            before[:, 0] = np.inf
         else:
-            before = np.where(places == 0, -period_s, np.inf)
-        before -= done / speed
-        least = np.minimum.accumulate(before)
-        at = np.maximum.accumulate(np.where(before <= least, places, 0))
-        above = np.full(size, np.inf)
-        above[1:] = least[:-1] + done[1:] / speed
-        above[above > 1e-12 * period_s] = np.inf
-        begins.append(np.concatenate(([0], at[:-1])))
-    if not np.isfinite(above[-1]):
-        return None
-    ends = [size - 1]
+            before = np.where(places == 0, -each_s, np.inf)
+        before -= work_s
+        least = np.minimum.accumulate(before, axis=1)
+        if begins is not None:
+            at = np.maximum.accumulate(np.where(before <= least, places, 0), axis=1)
+            begins.append(np.insert(at[:, :-1], 0, 0, axis=1))
+        above[:, 0] = np.inf
+        np.add(least[:, :-1], work_s[1:], out=above[:, 1:])
+        above[above > 1e-12 * each_s] = np.inf
+    return np.isfinite(above[:, -1])
+
+
+def _ends(begins: Sequence[NDArray[np.intp]]) -> tuple[int, ...]:
+    """Of all stages, from the last one's end on: where each begins is where another ends."""
+    ends = [len(begins[0]) - 1]
     for begin in reversed(begins[1:]):
         ends.append(int(begin[ends[-1]]))
     return tuple(reversed(ends))
@@ -176,9 +218,4 @@ def _cheapest(
         through = np.where(within, sent[None, :], np.inf)
         begins.append(through.argmin(axis=1))
         cost = through[places, begins[-1]]
-    if not np.isfinite(cost[-1]):
-        return None
-    ends = [size - 1]
-    for begin in reversed(begins[1:]):
-        ends.append(int(begin[ends[-1]]))
-    return tuple(reversed(ends))
+    return _ends(begins) if np.isfinite(cost[-1]) else None
