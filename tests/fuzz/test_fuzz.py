@@ -9,6 +9,7 @@ import ast
 import re
 
 import pytest
+import torch
 from fuzz.__main__ import complaint_of
 from fuzz.cases import COMMANDS, FILES
 from helpers.paths import ROOT
@@ -18,8 +19,14 @@ OF_EACH = dict.fromkeys(FILES, 16) | dict.fromkeys(COMMANDS, 12)
 OF_EACH |= {"profile": 40, "plan": 60, "cluster": 40}
 
 
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """For most of a stage's time goes into that, and tests of compiled stages do it."""
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("plugins_forgotten")
+@pytest.mark.usefixtures("plugins_forgotten", "not_compiled")
 @pytest.mark.parametrize("kind", OF_EACH)
 def test_broken_input_is_refused_in_one_line(kind, tmp_path):
     found = {seed: complaint_of(kind, seed, tmp_path / str(seed)) for seed in range(OF_EACH[kind])}
