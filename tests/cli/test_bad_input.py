@@ -465,6 +465,7 @@ def test_the_name_of_a_stream_stays_one(tmp_path):
 
 
 EVIL = "\x1b[2J\r\n\x07\x9b5m\u202eevil\x7f"
+STAGES, BRIEFLY = ("--devices", "3", "--stages", "2"), ("--time-limit", "0.1")
 
 
 def test_names_move_no_cursor_and_end_no_line(box):
@@ -481,8 +482,8 @@ def test_names_move_no_cursor_and_end_no_line(box):
         path.write_bytes(content)
     Path("stopped").symlink_to(run)
     commands = [
-        ("tp-plan", "solve", f"p{EVIL}", "--cluster", f"c{EVIL}", "-v", "-o", plan),
-        ("tp-plan", "solve", f"p{EVIL}", "--devices", "3", "--stages", "2", "-o", "other.json"),
+        ("tp-plan", "solve", f"p{EVIL}", "--cluster", f"c{EVIL}", "-v", "-o", plan, *BRIEFLY),
+        ("tp-plan", "solve", f"p{EVIL}", *STAGES, "-o", "other.json", *BRIEFLY),
         ("tp-plan", "check", plan, "--profile", f"p{EVIL}", "-o", plan),
         ("tp-plan", "show", plan, "--timeline", "-v", "--html", "page", "--svg", f"svg{EVIL}"),
         ("tp-plan", "show", plan, "--svg-memory", "svg", "--trace", "trace"),
