@@ -642,9 +642,8 @@ def test_what_cannot_be_printed_is_said(box):
         assert ended(closed, subprocess.PIPE, "show", "plan.json") == (0, "")
 
 
-def test_a_task_that_goes_to_another_folder_takes_no_output_along(box, monkeypatch):
+def test_a_task_that_goes_to_another_folder_takes_no_output_along(box):
     (box / "elsewhere").mkdir()
-    monkeypatch.setenv("ELSEWHERE", str(box / "elsewhere"))
     task = f"{TESTS / 'tasks/failing_tasks.py'}:GoesElsewhere"
     call("tp-profile", task, "--batch-size", "8", "-q", "-o", "mine.json", code=0)
     assert (box / "mine.json").exists()

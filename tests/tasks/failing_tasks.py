@@ -73,19 +73,20 @@ class LossTakesAll(MLPTask):
 
 
 class NotesEnvironment(MLPTask):
-    """Writes down all environment variables that a task's code is shown."""
+    """Writes down all environment variables that a task's code is shown, in the folder at hand."""
 
     def optimizer(self, parameters):
-        with Path(os.environ["SEEN"]).open("a") as file:
+        with Path("seen").open("a") as file:
             file.write(f"{dict(os.environ)}\n")
         return super().optimizer(parameters)
 
 
 class GoesElsewhere(MLPTask):
-    """Its data are read in another folder."""
+    """Its data are read in another folder, below the one at hand."""
 
     def data(self, split):
-        os.chdir(os.environ["ELSEWHERE"])
+        if Path("elsewhere").exists():
+            os.chdir("elsewhere")
         return super().data(split)
 
 

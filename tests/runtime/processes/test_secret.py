@@ -141,7 +141,7 @@ def test_who_reaches_the_launchers_store_cannot_speak_for_it():
 def test_nobody_sees_the_secret_of_a_local_run(mlp_profile, tmp_path, monkeypatch):
     """In ps, in files, or in what the task's code has of the environment."""
     monkeypatch.setattr(secret.secrets, "token_hex", lambda count: KEY)
-    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.chdir(tmp_path)
     lines = []
 
     class Look(Observer):
