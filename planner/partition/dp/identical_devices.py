@@ -213,8 +213,10 @@ class _Halving:
 ROUNDING = 1e-13
 """Relative to a sum over all layers: what differences of such sums may be off by."""
 
-PLACE = ("speed", "memory_bytes", "sync_s", "sync_s_per_byte", "lower_scale", "upper_scale")
-COUNTS = ("units", "copies")
+PLACE = (
+    *("speed", "memory_bytes", "sync_s", "sync_s_per_byte", "lower_scale", "upper_scale"),
+    *("units", "copies"),
+)
 
 
 @dataclass(frozen=True)
@@ -235,33 +237,17 @@ class StagesAbove:
     units: Positions
 
 
-class CommonCosts(NamedTuple):
-    """What stages from one downset cost whatever their places, each with an option, [p].
+class ModeCosts(NamedTuple):
+    """What stages from one downset cost whatever their places, [p], or in each mode, [m, p].
 
     Attributes:
         above: position of the downset they end at.
-        at: the option, by its number among those that there are devices for.
         compute, serial: seconds at speed 1.
         once, flight: bytes held in any case, parameters left out, and for each unit.
         parameters: bytes.
         lower_s, upper_s: on the wire.
         beside: of other layers that come on top, in s.
     """
-
-    above: Positions
-    at: Positions
-    compute: Vector
-    once: Vector
-    flight: Vector
-    parameters: Vector
-    serial: Vector
-    lower_s: Vector
-    upper_s: Vector
-    beside: Vector
-
-
-class ModeCosts(NamedTuple):
-    """As `CommonCosts`, of the stages from one downset, [p], in all modes, [m, p]."""
 
     above: Positions
     compute: Vector
@@ -275,17 +261,7 @@ class ModeCosts(NamedTuple):
 
     def those(self, which: Flags) -> ModeCosts:
         """Of some of the stages."""
-        return ModeCosts(
-            self.above[which],
-            self.compute[:, which],
-            self.once[:, which],
-            self.flight[:, which],
-            self.parameters[which],
-            self.serial[which],
-            self.lower_s[which],
-            self.upper_s[which],
-            self.beside[which],
-        )
+        return ModeCosts(*(numbers[..., which] for numbers in self))
 
     def loads(self, problem: StageProblem, mode: int, replicas: int, place: Place) -> Vector:
         """Loads in s of stages that all have this mode, so many replicas and this place, [p]; of
@@ -314,25 +290,14 @@ class StageTable:
         self._replicas = replicas[self._usable]
         self._mode = np.array([option.mode for option in problem.options])[self._usable]
         self._alike = [np.flatnonzero(self._replicas == r) for r in np.unique(self._replicas)]
-        self._take_places(places)
-
-    def _take_places(self, places: IdenticalPlaces) -> None:
         self._copies_per_unit = places.copies_per_unit
         self._most = np.array(places.most)[self._usable]
         self._place = {
             field: np.array([getattr(places.with_one[o], field) for o in self._usable])
-            for field in (*PLACE, *COUNTS)
+            for field in PLACE
         }
 
     # Stages ----------------------------------------------------------------------------------
-
-    def stages(self, below: int) -> StagesAbove:
-        """Those from the downset at this position.
-
-        Left out: options that take more devices than there are, or more memory than a device has
-        with 1 unit in flight, and modes that another one is as good as in all.
-        """
-        return self.stages_of(self.common(below))
 
     def of_modes(self, below: int) -> ModeCosts:
         """What stages from a downset cost in each mode."""
@@ -351,53 +316,41 @@ class StageTable:
             costs.before[below] + costs.after[above],
         )
 
-    def common(self, below: int) -> CommonCosts:
-        """What stages from a downset cost whatever their places."""
-        found = self.of_modes(below)
+    def stages(self, below: int) -> StagesAbove:
+        """Those from the downset at this position.
+
+        Left out: options that take more devices than there are, or more memory than a device has
+        with 1 unit in flight, and modes that another one is as good as in all.
+        """
+        costs = self.of_modes(below)
         # Options in rows, upper downsets in columns. Only one with as many replicas may stand in.
-        worth = np.zeros((len(self._mode), len(found.above)), dtype=np.bool_)
+        worth = np.zeros((len(self._mode), len(costs.above)), dtype=np.bool_)
         for alike in self._alike:
             modes = self._mode[alike]
             worth[alike] = _worth_having(
-                (found.compute[modes], self._costs.compute[:, -1].max()),
-                (found.once[modes], self._costs.fixed[:, -1].max()),
-                (found.flight[modes], self._costs.flight[:, -1].max()),
+                (costs.compute[modes], self._costs.compute[:, -1].max()),
+                (costs.once[modes], self._costs.fixed[:, -1].max()),
+                (costs.flight[modes], self._costs.flight[:, -1].max()),
             )
         at, which = np.nonzero(worth)
-        mode = self._mode[at]
-        return CommonCosts(
-            found.above[which],
-            at,
-            found.compute[mode, which],
-            found.once[mode, which],
-            found.flight[mode, which],
-            found.parameters[which],
-            found.serial[which],
-            found.lower_s[which],
-            found.upper_s[which],
-            found.beside[which],
-        )
-
-    def stages_of(self, found: CommonCosts) -> StagesAbove:
-        """Those of a downset whose costs are known, as `stages`."""
-        at = found.at
+        mode, mine = self._mode[at], costs.those(which)
+        stage = np.arange(len(at))
         load = stage_loads(
             self._problem,
             lambda field: self._place[field][at],
             self._replicas[at],
-            # Changed in place; other places have it too.
-            found.compute.copy(),
-            found.serial,
-            found.parameters > 0,
-            lambda: found.parameters,
-            (found.lower_s, found.upper_s),
-            found.beside,
+            mine.compute[mode, stage],
+            mine.serial,
+            mine.parameters > 0,
+            lambda: mine.parameters,
+            (mine.lower_s, mine.upper_s),
+            mine.beside,
         )
-        units = self._units(at, found.once, found.flight, found.parameters)
+        units = self._units(at, mine.once[mode, stage], mine.flight[mode, stage], mine.parameters)
         good = units > 0
         at = at[good]
         return StagesAbove(
-            found.above[good], self._usable[at], self._replicas[at], load[good], units[good]
+            mine.above[good], self._usable[at], self._replicas[at], load[good], units[good]
         )
 
     def _units(self, at: Positions, once: Vector, flight: Vector, parameters: Vector) -> Positions:
