@@ -653,7 +653,7 @@ def better(found: Evaluation, best: Evaluation) -> bool:
             len({d for stage in e.stages for d in stage.devices}),
             len(e.stages),
             e.difference,
-            max(e.prediction.device_of(s).memory_bytes for s in range(len(e.stages))),
+            e.prediction.most_bytes,
         )
 
     mine, its = found.prediction.period_s, best.prediction.period_s

@@ -197,6 +197,11 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return max(stage.delay or 0 for stage in self.stages)
 
     @property
+    def most_bytes(self) -> int:
+        """On the fullest device."""
+        return max(one.memory_bytes for one in self.devices or self.stages)
+
+    @property
     def waits_for_samples(self) -> bool:
         """Whether it is loading that the period is made of."""
         return self.loading_s is not msgspec.UNSET and self.loading_s >= self.period_s

@@ -114,7 +114,7 @@ def _given(plan: Plan) -> list[tuple[str, str]]:
         return []
     lost = plan.predicted.period_s / shortest_s - 1
     difference = plan.predicted.version_difference
-    held = max(device.predicted.memory_bytes for device in on_devices(plan))
+    held = plan.predicted.most_bytes
     gained = {
         "staleness": f"d {difference} instead of {fastest.version_difference}",
         "memory": f"{format_bytes(held)} at most instead of {format_bytes(fastest.memory_bytes)}",

@@ -40,10 +40,6 @@ class Figure:
     better: int = 0
 
 
-def _most_memory(plan: Plan) -> int:
-    return max(device.predicted.memory_bytes for device in on_devices(plan))
-
-
 def _idle(plan: Plan) -> list[float]:
     return [device.predicted.idle_share for device in on_devices(plan)]
 
@@ -87,7 +83,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("period", "period_s", lambda p: p.predicted.period_s, format_seconds, -1),
     Figure("samples/s", "samples_per_s", lambda p: p.predicted.samples_per_s, bare_rate, 1),
     Figure("speed-up", "speedup", lambda p: p.predicted.speedup, lambda v: f"{v:.2f} ×", 1),
-    Figure("most memory", "memory_bytes", _most_memory, short_bytes, -1),
+    Figure("most memory", "memory_bytes", lambda p: p.predicted.most_bytes, short_bytes, -1),
     Figure("most of a limit", "memory_share", share_of_limit, _percent, -1),
     Figure("most versions", "versions_held", _most("versions_held"), str, -1),
     Figure("most d", "version_difference", _most("version_difference"), str, -1),

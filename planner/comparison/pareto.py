@@ -38,7 +38,7 @@ def pareto_point(variant: str, found: Evaluation) -> ParetoPoint:
         variant=variant,
         evaluation=found,
         period_s=predicted.period_s,
-        memory_bytes=max(each.memory_bytes for each in predicted.devices or predicted.stages),
+        memory_bytes=predicted.most_bytes,
         version_difference=found.difference,
     )
 

@@ -139,7 +139,7 @@ class Fitting:
             found = self._least_of(relaxation, Branch(n, stages, pins), fits=fits, room=room)
             if found is None:
                 continue
-            if best is None or _most_bytes(found) < _most_bytes(best):
+            if best is None or found.prediction.most_bytes < best.prediction.most_bytes:
                 best = found
             if fits and search.counts(found, question.cluster):
                 return found
@@ -210,7 +210,7 @@ class Fitting:
         """Bytes that would do if every device had them, and the plan; None: no cut at all, or
         none was found in time (`cut_short`)."""
         best = self.least(self.search.question)
-        return None if best is None else (_most_bytes(best), best)
+        return None if best is None else (best.prediction.most_bytes, best)
 
     def fewest_devices(self) -> int | None:
         """Devices like the cluster's that would do; None where there is no such count."""
@@ -237,20 +237,17 @@ class Fitting:
     def other_ways(self) -> Iterator[tuple[str, Evaluation]]:
         """Options that would do, each by itself where one does, and the plan."""
         question, freedom = self.search.question, self.search.relaxation.freedom
-        again = replace(freedom, recompute="auto")
-        may = freedom.recompute == "off" and not question.system.recompute_refusal
-        ways = [("--recompute auto", question, again)] * may
-        ways += [(f"--mini-batch {q.mini_batch}", q, freedom) for q in _smaller(question)]
         seen = set[str]()
-        for words, other, allowed in ways:
+        for words, other, allowed in _ways(question, freedom):
             option = words.partition(" ")[0]
             # The largest of mini-batches will do.
             if option not in seen and (found := self._fitting(other, allowed)) is not None:
                 seen.add(option)
                 yield words, found
-        if may and not seen:
+        if _may_recompute(question, freedom) and not seen:
             for other in _smaller(question):
-                if (found := self._fitting(other, again)) is not None:
+                found = self._fitting(other, replace(freedom, recompute="auto"))
+                if found is not None:
                     yield f"--recompute auto and --mini-batch {other.mini_batch}", found
                     break
         for name in _of_less_memory(question.system):
@@ -277,7 +274,7 @@ class Fitting:
         """
         search = self.search
         question = _on(search.question, cluster)
-        relaxation = self._relaxation(cluster)
+        relaxation = Relaxation(question, search.relaxation.freedom, search.relaxation.graph)
         most = min(len(cluster.devices), relaxation.graph.most_stages)
         for branch in chain.from_iterable(_counted(relaxation, b, most) for b in branches):
             in_flight = in_flight_under(relaxation.variant, search.most_stages, cap)
@@ -315,11 +312,6 @@ class Fitting:
                     break
         self.deadline = end
         return best
-
-    def _relaxation(self, cluster: Cluster) -> Relaxation:
-        search = self.search
-        question = _on(search.question, cluster)
-        return Relaxation(question, search.relaxation.freedom, search.relaxation.graph)
 
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
         """The best cut; then a few others, where the graph is small enough to go on looking."""
@@ -410,7 +402,7 @@ def diagnose(
     memory = max(device.memory_for(memory) for device in cluster.devices)
     would_do = [f"{memory} bytes ({format_bytes(memory)}) on every device"]
     ways = fitting.other_ways() if explains else ()
-    others = [f"{words} ({format_bytes(_most_bytes(plan))})" for words, plan in ways]
+    others = [f"{words} ({format_bytes(plan.prediction.most_bytes)})" for words, plan in ways]
     count = fitting.fewest_devices() if explains else None
     would_do += [f"{count} such devices"] * (count is not None) + others
     no_help = "; more such devices alone would not" * fitting.more_devices_are_no_help
@@ -480,32 +472,21 @@ def _doing(
     """What would do: memory, and each option by itself that a plan was found for."""
     if finder is None or search.question.order:
         return _help(search)
-    question, freedom = search.question, search.relaxation.freedom
-    most = _device_bytes(closest)
+    question, most = search.question, closest.prediction.most_bytes
     memory = max(device.memory_for(most) for device in question.cluster.devices)
     found = [f"{memory} bytes ({format_bytes(memory)}) on every device"]
-    again = replace(freedom, recompute="auto")
-    ways = [("--recompute auto", question, again)]
-    ways += [(f"--mini-batch {q.mini_batch}", q, freedom) for q in _smaller(question)]
-    if freedom.recompute != "off" or question.system.recompute_refusal:
-        del ways[0]
     until = time.monotonic() + _SECONDS
-    for words, other, allowed in ways:
+    for words, other, allowed in _ways(question, search.relaxation.freedom):
         if time.monotonic() > until:
             break
         with suppress(PlanError):
             plan = finder.fitting(other, allowed, micro_batch_counts(other, micro_batches))
             if plan is not None:
-                found.append(f"{words} ({format_bytes(_device_bytes(plan))})")
+                found.append(f"{words} ({format_bytes(plan.prediction.most_bytes)})")
                 if other is not question:
                     # The largest of mini-batches will do.
                     break
     return f". What would do: {', or '.join(found)}"
-
-
-def _device_bytes(plan: Evaluation) -> int:
-    held = plan.prediction.devices or plan.prediction.stages
-    return max(one.memory_bytes for one in held)
 
 
 def _sizes(plan: Evaluation) -> str:
@@ -541,6 +522,19 @@ def _tie(search: SearchState) -> str:
     return f". {tie[0].upper()}{tie[1:]}" if tie else ""
 
 
+def _may_recompute(question: Question, freedom: Freedom) -> bool:
+    """Whether stages compute nothing again, and may."""
+    return freedom.recompute == "off" and not question.system.recompute_refusal
+
+
+def _ways(question: Question, freedom: Freedom) -> list[tuple[str, Question, Freedom]]:
+    """Options that may do, each by itself, and what they make of the question."""
+    ways = [(f"--mini-batch {q.mini_batch}", q, freedom) for q in _smaller(question)]
+    if _may_recompute(question, freedom):
+        ways.insert(0, ("--recompute auto", question, replace(freedom, recompute="auto")))
+    return ways
+
+
 def _smaller(question: Question) -> list[Question]:
     """With mini-batches halved again and again."""
     size, found = question.mini_batch, []
@@ -561,10 +555,8 @@ def _of_less_memory(variant: Variant) -> Iterator[str]:
 
 
 def _help(search: SearchState) -> str:
-    relaxation = search.relaxation
-    if relaxation.freedom.recompute == "off" and not relaxation.variant.recompute_refusal:
-        return "; --recompute auto or a smaller --mini-batch may help"
-    return "; a smaller --mini-batch may help"
+    may = _may_recompute(search.question, search.relaxation.freedom)
+    return f"; {'--recompute auto or ' * may}a smaller --mini-batch may help"
 
 
 def _on(question: Question, cluster: Cluster) -> Question:
@@ -585,7 +577,3 @@ def _grown(cluster: Cluster, count: int) -> Cluster:
     )
     # Their links would be those of others of these names; memory doesn't depend on them.
     return msgspec.structs.replace(cluster, devices=devices, links=())
-
-
-def _most_bytes(found: Evaluation) -> int:
-    return max(stage.memory_bytes for stage in found.prediction.stages)

@@ -162,12 +162,11 @@ def fastest_of(
     """What the fastest plan has, for the chosen one's file; unset where that is as fast."""
     if chosen.prediction.period_s <= found.prediction.period_s * SAME:
         return msgspec.UNSET
-    held = found.prediction.devices or found.prediction.stages
     pairs = zip(regard(found, cluster), regard(chosen, cluster), strict=True)
     first = next(k for k, (its, mine) in enumerate(pairs) if its != mine)
     return FastestPlan(
         version_difference=found.difference,
-        memory_bytes=max(one.memory_bytes for one in held),
+        memory_bytes=found.prediction.most_bytes,
         given_for=("staleness", "memory", "evenness", "stages")[first],
     )
 

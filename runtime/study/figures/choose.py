@@ -107,7 +107,7 @@ class StudyFigures:
         cure: str = "",
     ) -> Judged | None:
         """A plan by what it predicts; None: the study says nothing of it."""
-        stages, held = predicted.stages, predicted.devices or predicted.stages
+        stages = predicted.stages
         parameters = tuple(stage.parameter_bytes for stage in stages)
         delays = delays_of(stages) or ()
         # Without a delay there is nothing to cure.
@@ -117,8 +117,7 @@ class StudyFigures:
         if overhead is None or (self.fit.refusal and not overhead.exact):
             return None
         time_s = self.seconds(predicted.period_s) * overhead.mean
-        memory_bytes = max(one.memory_bytes for one in held)
-        return Judged(overhead, predicted.period_s, time_s, memory_bytes, cure)
+        return Judged(overhead, predicted.period_s, time_s, predicted.most_bytes, cure)
 
     def seconds(self, period_s: float) -> float:
         """Of plain training's samples in that period."""

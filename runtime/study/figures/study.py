@@ -278,7 +278,6 @@ def short(value: float) -> float:
 def studied(plan: Plan, name: str, file: str, arm: str, cure: str = "") -> StudiedPlan:
     """What a study needs of a plan."""
     predicted = plan.predicted
-    held = predicted.devices or predicted.stages
     return StudiedPlan(
         name=name,
         file=file,
@@ -293,7 +292,7 @@ def studied(plan: Plan, name: str, file: str, arm: str, cure: str = "") -> Studi
         delays=delays_of(predicted.stages),
         parameter_bytes=tuple(stage.parameter_bytes for stage in predicted.stages),
         period_s=predicted.period_s,
-        memory_bytes=max(each.memory_bytes for each in held),
+        memory_bytes=predicted.most_bytes,
         cluster=cluster_name(plan.cluster),
         cure=cure or msgspec.UNSET,
     )
