@@ -120,7 +120,7 @@ def _fit_lines(report: LinkReport) -> list[str]:
         f"{_span(report.all_reduce)}"
     )
     if len(report.pairs) > 1:
-        slowest = max(range(len(report.pairs)), key=lambda k: _largest_s(report.pairs[k]))
+        slowest = max(range(len(report.pairs)), key=lambda k: report.pairs[k].points[-1].seconds)
         lines.append(f"slowest pair, {slowest} and {slowest + 1}: {formula(report.pairs[slowest])}")
     return lines
 
@@ -128,7 +128,3 @@ def _fit_lines(report: LinkReport) -> list[str]:
 def _span(fit: LinkFit) -> str:
     span = f"measured / fitted {min(fit.ratios):.2f} to {max(fit.ratios):.2f}"
     return f"{span}: the file has the times by size" if fit.is_off else span
-
-
-def _largest_s(fit: LinkFit) -> float:
-    return fit.points[-1].seconds

@@ -169,7 +169,8 @@ def _run(
             _warn(_lost(where, settings) if reports else ())
             where.reopen(settings)
         elif here[0].rank == 0:
-            where.create(plan, settings)
+            where.check_new()
+            where.join(plan, settings)
         if rendezvous is not None:
             rendezvous.gather("directory")
             # Each host may have one of its own.

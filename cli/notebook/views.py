@@ -181,9 +181,10 @@ def _profiles_sheet(profiles: Sequence[Profile]) -> Sheet:
     names = list(dict.fromkeys(name for found in each for name in found))
     whole = [_passes_s(profile.whole_model[-1]) for profile in profiles]
     rows = [(name, *_times([found.get(name) for found in each])) for name in names]
+    titles = [f"{p.target} on {p.device}, {p.micro_batch_sizes[-1]}" for p in profiles]
     return Sheet(
         "forward and backward of each layer",
-        ("layer", *numbered([_profile_name(profile) for profile in profiles])),
+        ("layer", *numbered(titles)),
         (("whole model", *_times(whole)), *rows),
     )
 
@@ -199,10 +200,6 @@ def _times(seconds: Sequence[float | None]) -> list[str]:
         ratio = f" ({each / first:.2f} ×)" if k and each is not None and first else ""
         found.append("-" if each is None else f"{format_seconds(each)}{ratio}")
     return found
-
-
-def _profile_name(profile: Profile) -> str:
-    return f"{profile.target} on {profile.device}, {profile.micro_batch_sizes[-1]}"
 
 
 # Plans ------------------------------------------------------------------------------------------

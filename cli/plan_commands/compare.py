@@ -254,7 +254,10 @@ def _print_stages(console: Console, plans: Mapping[str, Plan], *, every: bool) -
     cells: list[list[str]] = [[] for _ in found]
     left_out = 0
     for s in range(count):
-        rows = [(name, _stage_row(found, s, text, room)) for name, text in STAGE_FIGURES]
+        rows = [
+            (name, [text(plan, s, room) if s < len(plan.stages) else "-" for plan in found])
+            for name, text in STAGE_FIGURES
+        ]
         there = all(s < len(plan.stages) for plan in found)
         rows = [
             (name, row)
@@ -281,10 +284,6 @@ def _print_stages(console: Console, plans: Mapping[str, Plan], *, every: bool) -
     if left_out:
         more = counted(left_out, "more stage differs", "more stages differ")
         console.print(Text(f"{more} (-v)", style="dim"))
-
-
-def _stage_row(plans: Sequence[Plan], s: int, text: Any, room: int) -> list[str]:
-    return [text(plan, s, room) if s < len(plan.stages) else "-" for plan in plans]
 
 
 def _print_moves(console: Console, plans: Mapping[str, Plan], *, every: bool) -> None:

@@ -53,10 +53,6 @@ def yes(value: object) -> str:
     return "yes" if value else "no"
 
 
-def _recomputed(plan: Plan) -> tuple[int, ...]:
-    return tuple(s for s, stage in enumerate(plan.stages) if stage.recompute)
-
-
 def share_of_limit(plan: Plan) -> float | None:
     """The largest share of its limit that a device needs."""
     shares = [
@@ -79,7 +75,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("stages", "stages", lambda p: len(p.stages)),
     Figure("devices", "devices", lambda p: device_count(p.stages)),
     Figure("placement", "placement", placement_name),
-    Figure("recomputed", "recomputed_stages", lambda p: len(_recomputed(p))),
+    Figure("recomputed", "recomputed_stages", lambda p: sum(bool(s.recompute) for s in p.stages)),
     Figure("period", "period_s", lambda p: p.predicted.period_s, format_seconds, -1),
     Figure("samples/s", "samples_per_s", lambda p: p.predicted.samples_per_s, bare_rate, 1),
     Figure("speed-up", "speedup", lambda p: p.predicted.speedup, lambda v: f"{v:.2f} ×", 1),

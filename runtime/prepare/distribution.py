@@ -78,7 +78,8 @@ def distribute(
         if whole and len(sources) != len(targets):
             if here.numbers != there.numbers:
                 _check_numbers(value, here, there, samples, varying=varying)
-                known[value.target][value.name] = _as_sent(there)
+                sent_as = torch.tensor(there.numbers, dtype=there.dtype)
+                known[value.target][value.name] = sent_as.reshape(there.shape)
                 continue
             dimension = _sample_dimension(value, here, there, samples)
         for a in sources:
@@ -186,7 +187,3 @@ def _sample_dimension(
 
 def _between(value: SentValue) -> str:
     return f"stages {value.source} and {value.target} have different numbers of replicas"
-
-
-def _as_sent(spec: ValueSpec) -> Tensor:
-    return torch.tensor(spec.numbers, dtype=spec.dtype).reshape(spec.shape)

@@ -46,11 +46,6 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def create(self, plan: Plan, settings: RunSettings) -> None:
-        """Make the directory. Raises FileError as `check_new`, or when it can't be made."""
-        self.check_new()
-        self.join(plan, settings)
-
     def check_new(self) -> None:
         """Raise FileError when it holds a run already, or files that a run would write over."""
         with file_errors(self.path, "read"):
@@ -155,7 +150,8 @@ class RunDir:
         return self.path / "gradients" / f"stage{stage}"
 
     def weights(self, stage: int) -> Path:
-        """A stage's final weights."""
+        """A stage's final parameters and buffers. The file's metadata has the names that stand for
+        what another name does, and that one."""
         return self.path / "weights" / f"stage{stage}.safetensors"
 
     @property
@@ -180,15 +176,6 @@ class RunDir:
     def summary(self) -> Path:
         """The end of the run; it is there when the run has ended."""
         return self.path / "summary.json"
-
-    def save_weights(self, stage: int, state: dict[str, Tensor], tied: dict[str, str]) -> None:
-        """Write a stage's parameters and buffers. Raises FileError.
-
-        Args:
-            tied: names that stand for what another name does, and that one; goes into the file's
-                metadata.
-        """
-        save_tensors(self.weights(stage), state, tied)
 
     def write_report(self, replica: Replica, report: StageReport) -> None:
         """Write a replica's figures."""

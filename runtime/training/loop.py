@@ -46,7 +46,7 @@ from ..records.metrics import (
 )
 from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
 from ..records.progress import MetricsFile, Observer
-from ..records.run_dir import RunDir
+from ..records.run_dir import RunDir, save_tensors
 from ..stage.memory import out_of_memory
 from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
@@ -154,7 +154,8 @@ def train(
     for runner, report in zip(runners, reports, strict=True):
         if runner.replica.leads:
             with for_use(runner.stage.updates.optimizer):
-                where.save_weights(runner.number, runner.state(), runner.tied_names())
+                own = where.weights(runner.number)
+                save_tensors(own, runner.state(), runner.tied_names())
         where.write_report(runner.replica, report)
     return reports
 

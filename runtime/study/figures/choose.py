@@ -203,7 +203,8 @@ class TargetSearch:
     def _descend(self, name: str, system: str, how: TrainedWith, end: float | None) -> None:
         most, bound_s = None, 0.0
         while most is None or most >= 0:
-            if most is not None and self._floor_s(system, how, most, bound_s) > self._best_s:
+            best_s = inf if (best := self.best) is None else best.time_s
+            if most is not None and self._floor_s(system, how, most, bound_s) > best_s:
                 most -= 1
                 continue
             left = None if end is None else max((end - time.monotonic()) / 2, LEAST_S)
@@ -232,10 +233,6 @@ class TargetSearch:
                 self._interrupted, self.bound_s = True, 0.0
                 return
             most = delay - 1
-
-    @property
-    def _best_s(self) -> float:
-        return inf if (best := self.best) is None else best.time_s
 
     def _floor_s(self, system: str, how: TrainedWith, delay: int, period_s: float) -> float:
         """No plan whose largest delay is this one and whose period isn't shorter takes less; 0:
