@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -26,7 +26,7 @@ from .answer.diagnosis import Fitting
 from .answer.recheck import question_of, signed
 from .choices import Freedom, micro_batch_counts
 from .relaxed.relaxation import Relaxation
-from .solve import INTERRUPTED, LEAST_GAIN, SearchRequest, explore, question_for, solve
+from .solve import INTERRUPTED, LEAST_GAIN, SearchRequest, explore, read_asked, solve
 
 TiedAsked = Literal["auto", "together", "split"]
 
@@ -158,11 +158,8 @@ class _Ask:
 
     def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
         """What a search for it begins with. Raises as `solve`."""
-        known = {field.name for field in fields(SearchRequest)}
-        request = SearchRequest(**{k: v for k, v in asked.items() if k in known})
-        rest = {k: v for k, v in asked.items() if k not in {*known, "progress", "seen"}}
-        name = self.system.name
-        return question_for(self.profile, self.cluster, name, tied=tied, **rest), request
+        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen")}
+        return read_asked(self.profile, self.cluster, self.system.name, {**asked, "tied": tied})
 
     def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:
         """Whether a plan that computes nothing again is soon found; None where that isn't known

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 from ...profiles.errors import InfeasibleError, PlanError
 from ...profiles.files import ratio
@@ -111,34 +112,19 @@ def solve(
     cluster: Cluster,
     variant: str = "timeprest",
     *,
-    mini_batch: int | None = None,
-    optimizer_state_factor: float | None = None,
-    matrix_state_factor: float | None = None,
-    update_every: int = 1,
-    tied: Tied = "together",
     order: Order | None = None,
-    headroom: Headroom | None = None,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
-    **asked: object,
+    **asked: Any,
 ) -> Plan:
     """Find the plan with the shortest period that fits every device's memory.
 
     Args:
-        mini_batch: samples per update; the profile's by default.
-        optimizer_state_factor: bytes of optimizer state per byte of parameters; the
-            profile's by default.
-        matrix_state_factor: of those that are matrices of hidden layers; the same by default.
-        update_every: mini-batches per update.
-        tied: "split": layers that share parameters may be on several devices, each with a copy;
-            for systems that flush.
         order: what devices run, in the system's weight rules and in the place of its own; it says
             stages, micro-batches and which device runs what (line by line, the first ones).
-        headroom: what plans leave free of each device's memory, where the cluster doesn't say it;
-            None: what is usual of the profile's device. The plan's cluster has it.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
-        asked: fields of `SearchRequest`.
+        asked: fields of `SearchRequest`, and what `question_for` takes besides.
 
     Raises:
         PlanError: settings that contradict each other or the profile.
@@ -146,27 +132,21 @@ def solve(
         InfeasibleError: nothing fits; names the stage that lacks memory and how much.
     """
     begin = time.perf_counter()
-    question = question_for(
-        profile,
-        cluster,
-        variant,
-        mini_batch=mini_batch,
-        optimizer_state_factor=optimizer_state_factor,
-        matrix_state_factor=matrix_state_factor,
-        update_every=update_every,
-        tied=tied,
-        headroom=headroom,
-    )
-    request = SearchRequest(**asked)  # type: ignore[arg-type]
+    question, request = read_asked(profile, cluster, variant, asked)
     progress = progress or (lambda *_: None)
-    met = Candidates(question.cluster, _tolerance(request))
-    seen = _both(met.add, seen)
+    met = Candidates(question.cluster, request.tolerance)
     placed: PlacedSearch | None = None
+
+    def note(found: Evaluation) -> None:
+        met.add(found)
+        if seen is not None:
+            seen(found)
+
     if order is not None:
         question = under(question, order)
-        search, placed = _ordered(question, request, order, progress, seen)
+        search, placed = _ordered(question, request, order, progress, note)
     else:
-        search = explore(question, request, progress, seen)
+        search = explore(question, request, progress, note)
         placed = _placed(search, request)
     go = partial(_run, search, placed, request)
     try:
@@ -194,6 +174,16 @@ def solve(
     return signed(make_plan(question, chosen, _report(search, chosen, stopped, begin)), question)
 
 
+def read_asked(
+    profile: Profile, cluster: Cluster, variant: str, asked: Mapping[str, Any]
+) -> tuple[Question, SearchRequest]:
+    """What `solve` plans, and what it may choose. Raises as `question_for`."""
+    own = {field.name for field in fields(SearchRequest)}
+    rest = {name: value for name, value in asked.items() if name not in own}
+    request = SearchRequest(**{name: asked[name] for name in own & asked.keys()})
+    return question_for(profile, cluster, variant, **rest), request
+
+
 def question_for(
     profile: Profile,
     cluster: Cluster,
@@ -206,7 +196,19 @@ def question_for(
     tied: Tied = "together",
     headroom: Headroom | None = None,
 ) -> Question:
-    """The question that `solve` answers, from the same. Raises PlanError and UserError as that."""
+    """The question that `solve` answers. Raises PlanError and UserError as that.
+
+    Args:
+        mini_batch: samples per update; the profile's by default.
+        optimizer_state_factor: bytes of optimizer state per byte of parameters; the
+            profile's by default.
+        matrix_state_factor: of those that are matrices of hidden layers; the same by default.
+        update_every: mini-batches per update.
+        tied: "split": layers that share parameters may be on several devices, each with a copy;
+            for systems that flush.
+        headroom: what plans leave free of each device's memory, where the cluster doesn't say it;
+            None: what is usual of the profile's device. The plan's cluster has it.
+    """
     factor = (
         profile.optimizer.state_bytes_per_parameter_byte
         if optimizer_state_factor is None
@@ -238,7 +240,7 @@ def _ordered(
     request: SearchRequest,
     order: Order,
     progress: Progress,
-    seen: Callable[[Evaluation], None] | None,
+    seen: Callable[[Evaluation], None],
 ) -> tuple[SearchState, PlacedSearch]:
     """The search for the cut that suits an order. Raises PlanError."""
     _check_request(question, request)
@@ -259,7 +261,7 @@ def _ordered(
         pins=lambda relaxation: _pins(relaxation, request.pins, order.stages),
         budget=Budget(request.effort, _deadline(request)),
         progress=progress,
-        seen=seen or (lambda _: None),
+        seen=seen,
     )
 
 
@@ -374,27 +376,6 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     return stopped
 
 
-def _both(
-    one: Callable[[Evaluation], None], other: Callable[[Evaluation], None] | None
-) -> Callable[[Evaluation], None]:
-    """Tells both of a plan."""
-    if other is None:
-        return one
-
-    def tell(found: Evaluation) -> None:
-        one(found)
-        other(found)
-
-    return tell
-
-
-def _tolerance(request: SearchRequest) -> float:
-    """Raises PlanError for what is no share."""
-    if not 0 <= request.tolerance < 1:
-        raise PlanError(f"--tolerance {request.tolerance:.0%}: give a share from 0% to below 100%")
-    return request.tolerance
-
-
 def _report(
     search: SearchState, chosen: Evaluation, stopped: str | None, begin: float
 ) -> SolverReport:
@@ -423,7 +404,7 @@ def explore(
     question: Question,
     request: SearchRequest,
     progress: Progress,
-    seen: Callable[[Evaluation], None] | None = None,
+    seen: Callable[[Evaluation], None] = lambda _: None,
 ) -> SearchState:
     """The search that answers a request; not begun yet. Raises PlanError."""
     _check_request(question, request)
@@ -465,7 +446,7 @@ def explore(
         most_stages=most or devices,
         budget=Budget(request.effort, deadline, hurried=is_late(listed)),
         progress=progress,
-        seen=seen or (lambda _: None),
+        seen=seen,
     )
 
 
@@ -482,6 +463,8 @@ def _too_many_stages(relaxation: Relaxation, stages: int, counts: Sequence[int])
 
 
 def _check_request(question: Question, request: SearchRequest) -> None:
+    if not 0 <= request.tolerance < 1:
+        raise PlanError(f"--tolerance {request.tolerance:.0%}: give a share from 0% to below 100%")
     if request.recompute not in RECOMPUTE:
         raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
     refusal = question.system.recompute_refusal

@@ -76,7 +76,6 @@ lines 69 cli/run_commands/report.py print_run
 lines 63 cli/tables/run.py summary_lines
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/search/exploration.py _raise_lowest
-lines 63 planner/search/solve.py solve
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
 lines 63 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads
@@ -93,7 +92,6 @@ parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 9 planner/search/solve.py question_for
-parameters 13 planner/search/solve.py solve
 parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 runtime/run.py Trainer.__init__
 participle planner/partition/dp/minimax.py Reached
@@ -108,7 +106,6 @@ word again planner/search/first_plans.py again
 word again planner/search/local_search/memory_about.py again
 word again planner/search/local_search/neighbours.py again
 word among planner/search/relaxed/places.py among
-word tell planner/search/solve.py tell
 word again planner/search/state.py again
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""

@@ -259,9 +259,9 @@ class ModeCosts(NamedTuple):
     upper_s: Vector
     beside: Vector
 
-    def those(self, which: Flags) -> ModeCosts:
+    def those(self, which: Flags | Positions) -> ModeCosts:
         """Of some of the stages."""
-        return ModeCosts(*(numbers[..., which] for numbers in self))
+        return ModeCosts._make(numbers[..., which] for numbers in self)
 
     def loads(self, problem: StageProblem, mode: int, replicas: int, place: Place) -> Vector:
         """Loads in s of stages that all have this mode, so many replicas and this place, [p]; of
