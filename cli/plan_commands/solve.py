@@ -10,7 +10,6 @@ import click
 
 from ...planner.cluster.cluster import DEVICES
 from ...planner.comparison.plans import (
-    best_plan_of,
     changed_clusters,
     fresher_plans,
     fresher_plans_of_systems,
@@ -119,13 +118,16 @@ def solve(
         _solve_all(planning, path, as_json=as_json, quiet=quiet)
         return
     with Bar("planning", quiet=quiet) as bar:
-        plan = best_plan_of(planning, bar)
+        judged = None if study is None else plans_of_systems(planning, bar).judged
+        plan = planning.best(bar) if judged is None else judged.chosen
         plans, failed = plans_on(planning, others, bar, plan)
     write_file(path, plan)
     if as_json:
         print_json({"plan": plan, "what_if": plans, "failed": failed} if what_if else plan)
     elif not quiet:
         print_plan(plan, 16 if verbose else 0, every=verbose)
+        for note in () if judged is None else judged.notes():
+            output().print(note)
         if what_if:
             output().print(what_if_table(plan, plans, failed, output().width))
         _print_notes(planning, [plan])

@@ -42,6 +42,9 @@ class Judgement(Protocol):
     def tables(self, width: int) -> Sequence[Any]:
         """What a terminal so wide shows in the place of periods and their Pareto front."""
 
+    def notes(self) -> Sequence[Any]:
+        """Of that, what a single plan's own report doesn't say."""
+
     def as_json(self) -> Mapping[str, Any]:
         """The same as data."""
 

@@ -83,21 +83,24 @@ class ByTimeToTarget:
         return next(iter(self.plans.values()))
 
     def tables(self, width: int) -> Sequence[Any]:
-        """The systems' plans, and how sure that is."""
-        return [target_table(self.plans, width), *self._lines()]
-
-    def _lines(self) -> list[Text]:
+        """The systems' plans, the best one's time, and how sure that is."""
         (best, plan), found = next(iter(self.plans.items())), to_target(self.chosen)
+        time_s = f"{format_seconds(found.time_s)}{target_interval(found)}"
         lines = [
-            f"best by time to target: {best}, {format_seconds(found.time_s)}"
-            f"{target_interval(found)}; {target_bound(found)}",
-            shortest_text(plan, found),
+            Text(f"best by time to target: {best}, {time_s}; {target_bound(found)}", style="bold"),
+            Text(shortest_text(plan, found)),
         ]
         for name, each in self.plans.items():
             if options := to_target(each).options:
-                lines.append(f"as studied, {name} is to be trained with {options}")
+                lines.append(Text(f"as studied, {name} is to be trained with {options}"))
+        return [target_table(self.plans, width), *lines, *self.notes()]
+
+    def notes(self) -> Sequence[Any]:
+        """How sure it is that nothing takes less."""
+        lines = []
         if self.open:
-            lines.append(f"not decided: plans of {', '.join(self.open)} may take less; study them")
+            names = ", ".join(self.open)
+            lines.append(f"not decided: other plans of {names} may take less; study them")
         if self.unbounded:
             names = ", ".join(self.unbounded)
             lines.append(f"the bound leaves out delays that the study says too little of: {names}")
@@ -107,7 +110,7 @@ class ByTimeToTarget:
                 "is mostly chance: plans without delay alone are taken; study for longer"
             )
         lines.append(self.fit.refusal or _fitted(self.fit))
-        return [Text(line, style="" if k else "bold") for k, line in enumerate(lines)]
+        return [Text(line) for line in lines]
 
     def as_json(self) -> Mapping[str, Any]:
         """What the plans' files don't say of the study."""

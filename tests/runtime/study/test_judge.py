@@ -215,6 +215,8 @@ def test_one_systems_plan_says_what_its_file_keeps(folder):
     kept = read_plan("plan.json").to_target
     assert "to target" in text
     assert "× the samples of plain training" in text
+    # How sure that is isn't in its file.
+    assert "overheads (≈) by the mean" in text
     assert call("show", "plan.json").count("to target") == 1
     call("check", "plan.json", "--profile", "profile.json", "-o", "again.json")
     assert read_plan("again.json").to_target == kept
