@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from helpers.by_hand.profiles import chain
 from timeprest.profiles.files import write_file
 from timeprest.tests.benchmarks.objective import tasks
-from timeprest.tests.benchmarks.objective.__main__ import SYSTEMS, Cell, Outcome, _row, _same
+from timeprest.tests.benchmarks.objective.__main__ import SYSTEMS, Cell, Outcome, Times, _row, _same
 
 
 @pytest.mark.parametrize("name", ["regression", "letters", "waves", "rows"])
@@ -40,14 +41,14 @@ def test_a_row_says_what_wasnt_reached_and_what_was_said():
         cell="letters-2",
         best="`pipedream`, delay 1",
         chosen="`spectrain`, delay 1",
-        over_best=1.2,
+        over_best=Times(1.2, True),
         equal=False,
         said=True,
         predicted=0.9,
         cost=0.2,
         shortest="`timeprest`, delay 1",
-        shortest_over_best=math.inf,
+        shortest_over_best=Times(1.5, False),
     )
-    assert _row(found).endswith(
-        "| 1.20 |  | yes | 0.90 | 20% | `timeprest`, delay 1 | not reached |"
-    )
+    assert _row(found).endswith("| 1.20 |  | yes | 0.90 | 20% | `timeprest`, delay 1 | > 1.50 |")
+    lost = msgspec.structs.replace(found, over_best=Times(math.inf, False), predicted=math.inf)
+    assert "| diverged |  | yes | – |" in _row(lost)

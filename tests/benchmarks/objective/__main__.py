@@ -13,10 +13,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import msgspec
@@ -113,11 +113,13 @@ class Cell:
         seeds: int,
         path: Path,
         confirm: int,
+        **more: Any,
     ) -> tuple[StudyResults, int]:
         """Train by plans, of whose 3 rates `confirm` train with all seeds; and for how many
-        mini-batches in all."""
+        mini-batches in all. `more`: of the study's choices."""
         settings = RunSettings(task=self.target, steps=steps, optimizer=TASKS[self.task])
-        choices = StudyChoices(seeds=seeds, tune=3, confirm=confirm, eval_every=0, longest=LONGEST)
+        more = {"eval_every": 0, "longest": LONGEST, **more}
+        choices = StudyChoices(seeds=seeds, tune=3, confirm=confirm, **more)
         files = [f"{plan.variant}.json" for plan in plans]
         due = prospect(plans, files, settings, choices)
         kept = self.work / f"{self.task}.trainings"
@@ -133,14 +135,35 @@ def _same(plan: Plan, other: Plan) -> bool:
     )
 
 
+class Times(NamedTuple):
+    """A plan's time to the target, over the best one's.
+
+    Attributes:
+        ratio: infinite where it diverged.
+        reached: False: it is more than that.
+    """
+
+    ratio: float
+    reached: bool
+
+    @property
+    def close(self) -> bool:
+        """Within 5 %."""
+        return self.reached and self.ratio <= 1.05
+
+    def __str__(self) -> str:
+        if not self.ratio < inf:
+            return "diverged"
+        return f"{'' if self.reached else '> '}{self.ratio:.2f}"
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell's figures; times are to the target of the full trainings, over the best one's."""
+    """A cell's figures; times are to the target of the full trainings."""
 
     cell: str
     best: str
     chosen: str
-    over_best: float
-    """Infinite: it doesn't reach the target."""
+    over_best: Times
     equal: bool
     """It is equal to the best within the seeds' spread."""
     said: bool
@@ -150,7 +173,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cost: float
     """Mini-batches that the short study trained, over those of the full trainings."""
     shortest: str
-    shortest_over_best: float
+    shortest_over_best: Times
 
 
 def outcome(cell: Cell) -> Outcome:
@@ -167,34 +190,47 @@ def outcome(cell: Cell) -> Outcome:
     if not any(_same(chosen, plan) for plan in candidates):
         candidates.append(chosen)
     full, trained = cell.study(candidates, STEPS, 2, cell.work / f"{name}.json", 3)
-    times = [_time(found) for found in full.plans]
-    best = min(range(len(times)), key=times.__getitem__)
+    known = {k: found.time_s.mean for k, found in enumerate(full.plans) if found.time_s is not None}
+    best = min(known, key=lambda k: known[k])
+    best_s = known[best]
     mine = next(k for k, plan in enumerate(candidates) if _same(plan, chosen))
+    own, arms = full.plans[mine], full
+    if own.time_s is None:
+        # A training ends where it can't be the best any more; how far off it is counts here.
+        longer = {"longer": LONGEST, "target_loss": full.target}
+        arms, _ = cell.study([chosen], STEPS, 2, cell.work / f"{name}-chosen.json", 3, **longer)
+        own = arms.plans[0]
+    over = _over(own, best_s)
     shortest = min(
-        range(len(times)), key=lambda k: (candidates[k].predicted.period_s, -_delay(candidates[k]))
+        range(len(candidates)),
+        key=lambda k: (candidates[k].predicted.period_s, -_delay(candidates[k])),
     )
-    target, over = chosen.to_target, times[mine] / times[best]
+    target, overhead = chosen.to_target, arms.arm(own.arm).overhead
     assert target is not msgspec.UNSET
     wide = target.overhead_high is None or target.overhead_low is None
-    wide = wide or (target.overhead_high or 1) / (target.overhead_low or 1) >= over
+    wide = wide or (
+        over.reached and (target.overhead_high or 1) / (target.overhead_low or 1) >= over.ratio
+    )
     open_systems = judged.as_json()["open"]
-    own = full.arm(full.plans[mine].arm).overhead
+    low_s = None if own.time_s is None else own.time_s.low
     return Outcome(
         cell=name,
         best=_text(candidates[best]),
         chosen=_text(chosen),
         over_best=over,
-        equal=full.plans[mine].equal,
+        equal=full.plans[mine].equal or (low_s is not None and low_s <= best_s < inf),
         said=wide or candidates[best].variant in open_systems,
-        predicted=inf if own is None else target.overhead / own.mean,
+        predicted=inf if overhead is None else target.overhead / overhead.mean,
         cost=trained_short / trained,
         shortest=_text(candidates[shortest]),
-        shortest_over_best=times[shortest] / times[best],
+        shortest_over_best=_over(full.plans[shortest], best_s),
     )
 
 
-def _time(found: PlanResult) -> float:
-    return inf if found.time_s is None else found.time_s.mean
+def _over(found: PlanResult, best_s: float) -> Times:
+    if found.time_s is not None:
+        return Times(found.time_s.mean / best_s, True)
+    return Times((found.at_least_s or inf) / best_s, False)
 
 
 def _delay(plan: Plan) -> int:
@@ -210,19 +246,15 @@ def _row(found: Outcome) -> str:
         found.cell,
         found.best,
         found.chosen,
-        _ratio(found.over_best),
+        str(found.over_best),
         "=" if found.equal else "",
-        "" if found.over_best <= 1.05 else "yes" if found.said else "no",
-        _ratio(found.predicted),
+        "" if found.over_best.close else "yes" if found.said else "no",
+        f"{found.predicted:.2f}" if found.predicted < inf else "–",
         f"{found.cost:.0%}",
         found.shortest,
-        _ratio(found.shortest_over_best),
+        str(found.shortest_over_best),
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}" if isfinite(value) else "not reached"
 
 
 @click.command()
@@ -242,13 +274,15 @@ def main(names: str, work: str) -> None:
         for cell in cells:
             found.append(outcome(cell))
             print(_row(found[-1]), flush=True)
-        close = sum(one.over_best <= 1.05 for one in found)
-        silent = sum(one.over_best > 1.15 and not one.said for one in found)
-        gains = [one.shortest_over_best / one.over_best for one in found if one.over_best < inf]
+        reached = [one for one in found if one.over_best.reached]
+        close = sum(one.over_best.close for one in found)
+        far = [one for one in found if one not in reached or one.over_best.ratio > 1.15]
+        silent = sum(not one.said for one in far)
+        gains = [one.shortest_over_best.ratio / one.over_best.ratio for one in reached]
         print(
             f"\nwithin 5 % of the best in {close} of {len(found)} cells; more than 15 % off "
             f"without a word in {silent}; time by the shortest period over that by the study, "
-            f"median: {_ratio(median(gains)) if gains else '-'}"
+            f"median, at least: {f'{median(gains):.2f}' if gains else '-'}"
         )
     except TimeprestError as error:
         print(f"bench-objective: {error}", file=sys.stderr)
