@@ -48,7 +48,7 @@ class Held(Observer):
 @pytest.mark.parametrize(("task", "epochs"), [("LongEpoch", 1), ("ShortEpochs", 100)])
 def test_workers_hold_no_more_after_more_mini_batches(task, epochs, mlp_profile, tmp_path):
     """In one long epoch, whose segment is the run, and in many short ones."""
-    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
     settings = RunSettings(
         task=f"{TESTS / 'tasks/mlp_task.py'}:{task}", epochs=epochs, evaluate=False, record="none"
     )
