@@ -1,25 +1,22 @@
-"""A mixed integer program, written down and handed to HiGHS or CBC through PuLP.
+"""A mixed integer program, written down and handed to HiGHS.
 
-PuLP and HiGHS are imported on first use, so that importing the planner stays fast.
+HiGHS is imported on first use, so that importing the planner stays fast.
 """
 
 from __future__ import annotations
 
-import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 INFINITY = float("inf")
 TOLERANCE = 1e-9
 """Of the objective, in the program's scale: a gap this small is none."""
-FEASIBILITY = (1e-7, 1e-6)
-"""Of rows and whole numbers, in the program's scale; the next where HiGHS fails with the first."""
+ATTEMPTS = ((1e-7, 0), (1e-6, 0), (1e-6, 1))
+"""What rows and whole numbers may be off by, in the program's scale, and the seed of what HiGHS
+draws at random; the next where it fails with the one before."""
 
 
 class Terms:
@@ -65,18 +62,18 @@ class SolverSettings:
     """How to solve a program.
 
     Attributes:
-        solver: "highs" or "cbc"; None: HiGHS where it is installed, else CBC.
         start: values of all binary variables of a known solution.
         gap: relative; between objective and bound, small enough to stop.
         time_limit_s: of wall time; infinite without a limit.
-        progress: told the bound and the best objective when they have changed. HiGHS only.
+        progress: told the bound and the best objective when they have changed.
+        doubted: HiGHS has said what can't be: it is asked in the last of the ways alone.
     """
 
-    solver: str | None = None
     start: Mapping[int, float] = field(default_factory=dict)
     gap: float = 0.0
     time_limit_s: float = INFINITY
     progress: Callable[[float, float], None] | None = None
+    doubted: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,23 +101,20 @@ class Mip:
     """Variables, rows, and an expression to make small."""
 
     def __init__(self) -> None:
-        self._pulp = import_module("pulp")
-        self._problem: Any = self._pulp.LpProblem("cut", self._pulp.LpMinimize)
-        self._variables: list[Any] = []
-        self._whole = False
+        # Low, high, and whether it must be whole.
+        self._variables: list[tuple[float, float, bool]] = []
+        # Low, high, and coefficients by variable number.
+        self._rows: list[tuple[float, float, dict[int, float]]] = []
+        self._objective = Terms()
         self._impossible = False
 
     def variable(
         self, low: float = 0.0, high: float | None = None, *, whole: bool = False
     ) -> Terms:
         """A new variable, as an expression."""
-        number = len(self._variables)
-        kind = self._pulp.LpInteger if whole else self._pulp.LpContinuous
-        # PuLP sorts by name; so the order of making them is kept.
-        self._variables.append(self._problem.add_variable(f"v{number:07d}", low, high, kind))
-        self._whole |= whole
         made = Terms()
-        made.of[number] = 1.0
+        made.of[len(self._variables)] = 1.0
+        self._variables.append((low, INFINITY if high is None else high, whole))
         return made
 
     def binary(self) -> Terms:
@@ -129,127 +123,77 @@ class Mip:
 
     def at_most(self, terms: Terms, limit: float = 0.0) -> None:
         """Add the row terms ≤ limit."""
-        self._row(terms, self._pulp.LpConstraintLE, limit)
+        self._row(terms, -INFINITY, limit)
 
     def equal(self, terms: Terms, value: float = 0.0) -> None:
         """Add the row terms = value."""
-        self._row(terms, self._pulp.LpConstraintEQ, value)
+        self._row(terms, value, value)
 
     def minimise(self, terms: Terms) -> None:
         """Say what is to be small."""
-        self._problem.setObjective(self._expression(terms))
+        self._objective = Terms().add(terms)
 
-    def _expression(self, terms: Terms) -> Any:
-        return self._pulp.LpAffineExpression(
-            {self._variables[number]: value for number, value in terms.of.items()}
-        )
-
-    def _row(self, terms: Terms, sense: int, right: float) -> None:
-        right -= terms.constant
+    def _row(self, terms: Terms, low: float, high: float) -> None:
+        low, high = low - terms.constant, high - terms.constant
         if terms.of:
-            row = self._pulp.LpConstraint(self._expression(terms), sense, rhs=right)
-            self._problem.addConstraint(row)
+            self._rows.append((low, high, dict(terms.of)))
         else:
-            off = -right if sense == self._pulp.LpConstraintLE else abs(right)
-            self._impossible |= off > TOLERANCE
+            self._impossible |= low > TOLERANCE or high < -TOLERANCE
 
     def solve(self, settings: SolverSettings) -> MipAnswer:
-        """Run a solver; Ctrl-C ends it, and the best solution so far is the answer."""
+        """Run HiGHS; Ctrl-C ends it, and the best solution so far is the answer."""
         if self._impossible:
             return MipAnswer(None, INFINITY, False, True, False, "infeasible")
-        highs = settings.solver == "highs" or (settings.solver is None and find_spec("highspy"))
         until = time.monotonic() + settings.time_limit_s
-        for feasibility in FEASIBILITY if highs else ():
+        for feasibility, seed in ATTEMPTS[-1:] if settings.doubted else ATTEMPTS:
             left = replace(settings, time_limit_s=max(0.0, until - time.monotonic()))
-            answer = self._highs(left, feasibility)
+            answer = self._solved(left, feasibility, seed)
             # A solution was off by more than the tolerance; so it is tried with more of it. And
             # now and then HiGHS says that its time is over when it isn't.
             early = answer.status == "time limit reached" and time.monotonic() < until
             if answer.status != "solve error" and not early:
-                return answer
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            return MipAnswer(None, -INFINITY, False, False, False, "time limit reached")
-        return self._cbc(replace(settings, time_limit_s=left_s))
+                break
+        return answer
 
-    def _highs(self, settings: SolverSettings, feasibility: float) -> MipAnswer:
+    def _solved(self, settings: SolverSettings, feasibility: float, seed: int) -> MipAnswer:
         highspy = import_module("highspy")
-        solver = self._pulp.HiGHS(
-            msg=False,
-            timeLimit=settings.time_limit_s,
-            gapRel=settings.gap,
-            gapAbs=TOLERANCE,
-            mip_feasibility_tolerance=feasibility,
-            presolve="off",
-        )
-        solver.createAndConfigureSolver(self._problem)
-        solver.buildSolverModel(self._problem)
-        highs = self._problem.solverModel
-        # PuLP leaves out variables that no row has; for them any value will do.
-        there = {v.index: n for n, v in enumerate(self._variables) if hasattr(v, "index")}
-        start = {c: settings.start[n] for c, n in there.items() if n in settings.start}
+        highs = highspy.Highs()
+        for option, value in (
+            ("output_flag", False),
+            ("mip_rel_gap", settings.gap),
+            ("mip_abs_gap", TOLERANCE),
+            ("time_limit", settings.time_limit_s),
+            ("mip_feasibility_tolerance", feasibility),
+            ("presolve", "off"),
+            ("random_seed", seed),
+        ):
+            highs.setOptionValue(option, value)
+        for number, (low, high, whole) in enumerate(self._variables):
+            highs.addCol(self._objective.of.get(number, 0.0), low, high, 0, [], [])
+            if whole:
+                highs.changeColIntegrality(number, highspy.HighsVarType.kInteger)
+        highs.changeObjectiveOffset(self._objective.constant)
+        for low, high, of in self._rows:
+            highs.addRow(low, high, len(of), list(of), list(of.values()))
+        start = settings.start
         if start:
             highs.setSolution(len(start), list(start), list(start.values()))
         interrupted = _run_highs(highs, settings)
         status, info = highs.getModelStatus(), highs.getInfo()
         infeasible = status == highspy.HighsModelStatus.kInfeasible
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        # PuLP calls it optimal at a time limit too; HiGHS doesn't.
         optimal = found and status == highspy.HighsModelStatus.kOptimal
         gap, bound = info.mip_gap, info.mip_dual_bound
-        kinds = highs.getLp().integrality_
-        if not self._whole or not any(kind != highspy.HighsVarType.kContinuous for kind in kinds):
-            # A linear program, perhaps as no row has any of the variables that must be whole; it
-            # has no gap to report, nor a bound before its end.
+        if not any(whole for _, _, whole in self._variables):
+            # A linear program has no gap to report, nor a bound before its end.
             gap, bound = 0.0, info.objective_function_value if optimal else -INFINITY
-        values = [0.0] * len(self._variables)
-        for column, value in enumerate(highs.getSolution().col_value):
-            values[there[column]] = value
         return MipAnswer(
-            tuple(values) if found else None,
+            tuple(highs.getSolution().col_value) if found else None,
             INFINITY if infeasible else bound,
             optimal and gap <= TOLERANCE,
             infeasible,
             interrupted,
             highs.modelStatusToString(status).lower(),
-        )
-
-    def _cbc(self, settings: SolverSettings) -> MipAnswer:
-        pulp, problem = self._pulp, self._problem
-        for number, variable in enumerate(self._variables):
-            variable.varValue = settings.start.get(number)
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "cbc.log"
-            limited = settings.time_limit_s < INFINITY
-            cbc = pulp.COIN_CMD(
-                path=pulp.PULP_CBC_CMD.pulp_cbc_path,
-                msg=False,
-                timeLimit=settings.time_limit_s if limited else None,
-                gapRel=settings.gap,
-                gapAbs=TOLERANCE,
-                warmStart=bool(settings.start),
-                logPath=str(log),
-            )
-            until = time.monotonic() + settings.time_limit_s
-            try:
-                problem.solve(cbc)
-            except KeyboardInterrupt:
-                return MipAnswer(None, -INFINITY, False, False, True, "interrupted")
-            lower = re.search(r"Lower bound:\s+(\S+)", log.read_text())
-        # Of a program that it had no time to prepare CBC says that there is no solution.
-        infeasible = problem.status == pulp.LpStatusInfeasible and time.monotonic() < until
-        optimal = problem.sol_status == pulp.LpSolutionOptimal
-        found = optimal or problem.sol_status == pulp.LpSolutionIntegerFeasible
-        bound = INFINITY if infeasible else float(lower[1]) if lower else -INFINITY
-        if optimal and settings.gap == 0.0:
-            bound = float(pulp.value(problem.objective))
-        return MipAnswer(
-            tuple(float(v.varValue or 0.0) for v in self._variables) if found else None,
-            bound,
-            optimal and settings.gap == 0.0,
-            infeasible,
-            False,
-            "infeasible" if infeasible else pulp.LpSolution[problem.sol_status].lower(),
         )
 
 

@@ -64,6 +64,7 @@ class Search(Generic[Found]):
         excluded: answers that aren't wanted.
         limits: tried before the real one, ascending, in s.
         best: what is known so far.
+        doubted: HiGHS has ruled out what there is.
     """
 
     program: Callable[[float, list[Found]], IntegerProgram[Found]]
@@ -74,10 +75,10 @@ class Search(Generic[Found]):
     gap: float = 0.0
     time_limit_s: float | None = None
     progress: Callable[[float, float], None] | None = None
-    solver: str | None = None
     best: Found | None = None
     interrupted: bool = False
     optimal: bool = False
+    doubted: bool = False
 
     def run(self) -> None:
         """Search; Ctrl-C ends it, and what was found until then stays."""
@@ -138,9 +139,8 @@ class Search(Generic[Found]):
         proven_s = self._proven(program, answer, found, limit_s)
         if self.best is not None and known <= limit_s and proven_s > known:
             # The solver rules out what is there to see. Presolving has had such faults.
-            again = self.solver != "cbc"
-            self.solver = "cbc"
-            return not again
+            before, self.doubted = self.doubted, True
+            return before
         self.bound_s = max(self.bound_s, min(proven_s, limit_s))
         if answer.interrupted:
             raise KeyboardInterrupt
@@ -167,7 +167,7 @@ class Search(Generic[Found]):
                 bound_s = max(self.bound_s, min(bound * program.unit_s, limit_s))
                 self.progress(bound_s, min(self._known(), load * program.unit_s))
 
-        settings = SolverSettings(self.solver, start, self.gap, time_s, tell)
+        settings = SolverSettings(start, self.gap, time_s, tell, self.doubted)
         return program.mip.solve(settings)
 
 
@@ -187,7 +187,6 @@ def solve_ilp(
     forbidden: Sequence[Cut] = (),
     time_limit_s: float | None = None,
     progress: Callable[[float, float], None] | None = None,
-    solver: str | None = None,
 ) -> Answer:
     """The cut whose largest stage load is smallest.
 
@@ -199,7 +198,6 @@ def solve_ilp(
         forbidden: cuts that are not wanted; those with the same layers and options per stage.
         time_limit_s: of wall time, for writing programs down and solving them.
         progress: told the bound and the best load, in s, when they change.
-        solver: "highs" or "cbc"; by default HiGHS where it is installed.
 
     Returns:
         The best cut, no worse than the one that was given; after Ctrl-C too.
@@ -215,7 +213,6 @@ def solve_ilp(
         [least_s * times for times in LIMITS] if large else (),
         time_limit_s=time_limit_s,
         progress=progress,
-        solver=solver,
     )
     if warm is not None and not any(_same(warm, cut) for cut in forbidden):
         search.offer(Cut(warm.stages, cut_load(problem, warm)))

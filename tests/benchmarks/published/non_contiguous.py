@@ -360,14 +360,13 @@ def solve_noncontiguous(
     warm: Cut | None = None,
     gap: float = 0.0,
     time_limit_s: float | None = None,
-    solver: str | None = None,
 ) -> NoncontiguousAnswer:
     """The assignment of layers to devices whose largest load is smallest.
 
     Args:
         warm: a cut to start from, if all its stages have one replica.
         gap: relative; the search may end when load and bound are no further apart.
-        time_limit_s, solver: as in `search.solve_ilp`.
+        time_limit_s: as in `search.solve_ilp`.
     """
     made = parted(problem)
     slots = device_slots(made)
@@ -376,7 +375,6 @@ def solve_noncontiguous(
         least_load(made, slots),
         gap=gap,
         time_limit_s=time_limit_s,
-        solver=solver,
     )
     if warm is not None and all(problem.options[s.option].replicas == 1 for s in warm.stages):
         devices = [0] * slots.count
