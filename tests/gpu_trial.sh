@@ -3,7 +3,7 @@
 #
 #     tests/gpu_trial.sh FOLDER [PHASES [MODELS]]
 #
-# FOLDER has what the machine lacks, for its own Python: wheels (msgspec, pulp, highspy, rich, click), and for messages by
+# FOLDER has what the machine lacks, for its own Python: wheels (msgspec, highspy, rich, click), and for messages by
 # NCCL between ranks of one card libnccl.pruned.so.xz: the library of nvidia-nccl-cu13 2.30 or later, which is preloaded (of
 # 300 MB the machine code of one architecture is enough). OUT, if set, gets the logs. PHASES: some of
 # "graphs links memory races suite"; all by default, which is over in 18 minutes whatever happens. Where a command has
