@@ -404,7 +404,7 @@ def explore(
     question: Question,
     request: SearchRequest,
     progress: Progress,
-    seen: Callable[[Evaluation], None] = lambda _: None,
+    seen: Callable[[Evaluation], None] | None = None,
 ) -> SearchState:
     """The search that answers a request; not begun yet. Raises PlanError."""
     _check_request(question, request)
@@ -446,7 +446,7 @@ def explore(
         most_stages=most or devices,
         budget=Budget(request.effort, deadline, hurried=is_late(listed)),
         progress=progress,
-        seen=seen,
+        seen=seen or (lambda _: None),
     )
 
 
