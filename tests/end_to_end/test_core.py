@@ -17,14 +17,15 @@ TESTS = (
     "tests/planner/comparison",
     "tests/profiles/imported",
     "tests/profiles/test_plugins.py",
-    "tests/runtime/stage/test_learning_rate.py",
+    "tests/runtime/prepare/test_same_data.py",
+    "tests/runtime/checkpoint/test_plain_attributes.py",
     "tests/runtime/weights/test_stash.py",
 )
 """Some of the core's, of each package: without what goes through all cases, as where satellites
 are."""
 
 IN_TURN = """
-import importlib, pkgutil, sys
+import importlib, os, pkgutil, pytest, sys
 import timeprest
 assert timeprest.__path__[0] == sys.argv[1], timeprest.__path__
 for line in sys.argv[2].split("\\n"):
@@ -36,9 +37,11 @@ for line in sys.argv[2].split("\\n"):
             assert not end.code, line
 for found in pkgutil.walk_packages(timeprest.__path__, "timeprest."):
     importlib.import_module(found.name)
+os.chdir(sys.argv[1])
+sys.exit(pytest.main(sys.argv[3:]))
 """
-"""Lines of commands, one after another, and then whatever they haven't imported: loading torch
-takes longer than what they do."""
+"""Lines of commands, one after another, then whatever they haven't imported, and tests: loading
+torch takes longer than what they do."""
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +69,9 @@ def core(tmp_path_factory):
     return folder, {**os.environ, "PYTHONPATH": str(folder.parent)}
 
 
-def call(core, *words, cwd=None):
-    folder, environment = core
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd or folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_it_profiles_plans_and_trains_and_all_of_it_imports(core, tmp_path, mlp_target):
-    folder, _ = core
+def test_it_profiles_plans_trains_and_passes_its_tests(core, tmp_path, mlp_target):
+    folder, environment = core
     for name in SATELLITES:
         assert not (folder / name).exists()
     given = f"""
@@ -91,14 +80,17 @@ def test_it_profiles_plans_and_trains_and_all_of_it_imports(core, tmp_path, mlp_
     plan solve profile.json
     run plan.json --inline --steps 3 --run-dir run
     """
-    said = call(core, "-c", IN_TURN, folder, given, cwd=tmp_path)
-    assert "solve" in said
-    assert "export" not in said
-    assert (tmp_path / "run/summary.json").exists()
-
-
-@pytest.mark.slow
-def test_it_passes_its_tests(core):
     words = ("-q", "-x", "-p", "no:cacheprovider")
     more = ("--every-case",) if cases.every else ("-m", "not slow")
-    call(core, "-m", "pytest", *words, *more, *TESTS)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, str(folder), given, *words, *more, *TESTS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "solve" in done.stdout
+    assert "export" not in done.stdout
+    assert (tmp_path / "run/summary.json").exists()
