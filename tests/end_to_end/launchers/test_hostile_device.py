@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.runtime.communication.transport import NCCL
@@ -20,9 +17,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def hostile(monkeypatch):
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(launch, "WORKER", "helpers.processes.hostile_worker")
+    monkeypatch.setattr(launch, "WORKER", "timeprest.tests.helpers.processes.hostile_worker")
 
 
 def check_inline(plan, task, tmp_path, monkeypatch, **options):
