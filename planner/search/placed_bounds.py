@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from ..partition.chains import PERIODS, Chains, Found
@@ -16,7 +16,7 @@ from ..partition.dp.lattice import Lattice, joined
 from ..partition.dp.program import Program
 from ..partition.dp.sweep import OutOfTime
 from ..partition.least_memory import LeastMemory, several_each
-from ..partition.problem import StageProblem, members
+from ..partition.problem import SAME, StageProblem, members
 from ..partition.solve import DpSource, source_for
 from .answer.diagnosis import proven
 from .choices import Branch, PlacedBranch
@@ -29,6 +29,9 @@ from .state import SearchState
 
 _MOST_DOWNSETS = 1_200
 """Of graphs with more, cuts are guessed at with few places alone."""
+
+_MOST_ALONG_PATH = 20_000
+"""The same of graphs where only what is along one path counts."""
 
 _PER_OPERATION = 80
 """Links of stages that are gone through while an operation is simulated, about."""
@@ -86,12 +89,8 @@ class PlacedBounds:
     def cuts(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
         """Cuts that come near to a branch's bound, which is found where that is soon done."""
         if self._soon(branch, _ROUNDS):
-            return self.bound(branch, _FIRST_PERIODS)
-        rows = self.rows(branch.micro_batches, coarse=True)
-        if rows is None:
-            return []
-        self._few[branch] = chains = rows.chains(branch.on)
-        return self.solved(chains, self.search.bounds[branch]).cuts
+            return self._bound(branch, self.chains(branch), _FIRST_PERIODS)
+        return self._bound(branch, self._fewer(branch), _FIRST_PERIODS)
 
     def cuts_like(self, branch: PlacedBranch, standing: Standing) -> list[tuple[int, ...]]:
         """The same within the memory for what a plan's stages have in flight."""
@@ -108,20 +107,46 @@ class PlacedBounds:
         links = _PER_PAIR * size**2 * len(branch.placement) * rounds
         return links <= max(self._most_links, _FEW_LINKS)
 
-    def bound(self, branch: PlacedBranch, periods: int = PERIODS) -> list[tuple[int, ...]]:
-        """Bound a branch. Returns cuts that come near to it. `periods`: that are asked about."""
-        search, chains = self.search, self.chains(branch)
+    def bound(self, branch: PlacedBranch) -> None:
+        """Bound a branch: first by what is soon known."""
+        self._bound(branch, self._fewer(branch))
+        if self.search.bounds[branch] * SAME < self.search.period_s:
+            self._bound(branch, self.chains(branch))
+
+    def _bound(
+        self, branch: PlacedBranch, chains: Chains | None, periods: int = PERIODS
+    ) -> list[tuple[int, ...]]:
+        """Bound a branch by chains. Returns cuts that come near to it. `periods`: that are asked
+        about."""
         if chains is None:
             return []
-        found = self.solved(chains, search.bounds[branch], periods)
-        search.bounds[branch] = max(search.bounds[branch], found.bound_s)
+        bounds = self.search.bounds
+        found = self.solved(chains, bounds[branch], periods)
+        if chains is not self._few.get(branch) or self._path_bounds:
+            bounds[branch] = max(bounds[branch], found.bound_s)
         return found.cuts
+
+    def _fewer(self, branch: PlacedBranch) -> Chains | None:
+        """With few places to cut, or what is known along the path alone."""
+        if branch not in self._few:
+            rows = self.rows(branch.micro_batches, coarse=True)
+            if rows is None:
+                return None
+            self._few[branch] = rows.chains(branch.on)
+        return self._few[branch]
+
+    @cached_property
+    def _path_bounds(self) -> bool:
+        """Whether few places are those along the path, which bound all cuts."""
+        return self.lattice is not None and not self._pins and _has_few(self.lattice)
 
     def solved(self, chains: Chains, low_s: float, periods: int = _FIRST_PERIODS) -> Found:
         """The bound of chains, of those below the best plan. Raises OutOfBudget."""
         found = chains.bound(low_s, self.search.period_s, self._most_links, periods)
         self.search.budget.take(found.spent // _PER_OPERATION)
-        return found
+        # Along the path stages may have none of its layers, and others aren't known.
+        cuts = [cut for cut in found.cuts if all(a != b for a, b in pairwise(cut))]
+        return found._replace(cuts=cuts)
 
     @property
     def _most_links(self) -> float:
@@ -135,7 +160,8 @@ class PlacedBounds:
             soon = self._soon(branch, _LEAST_ROUNDS)
             rows = self.rows(branch.micro_batches) if soon else None
             if rows is None:
-                return None
+                few = self.rows(branch.micro_batches, coarse=True)
+                return self._fewer(branch) if few is not None and few.every_cut else None
             self._chains[branch] = chains = rows.chains(branch.on)
             if branch in self._few:
                 chains.begin_as(self._few[branch])
@@ -159,7 +185,7 @@ class PlacedBounds:
         many. Raises OutOfBudget.
 
         Args:
-            coarse: with few places to cut, for guesses alone.
+            coarse: with few places to cut, for guesses alone, or along the path.
         """
         lattice, budget, key = self.lattice, self.search.budget, (micro_batches, coarse)
         if lattice is None:
@@ -167,10 +193,12 @@ class PlacedBounds:
         if not coarse and not (lattice.complete and lattice.size <= _MOST_DOWNSETS):
             return None
         if key not in self._rows:
-            if coarse:
+            along = coarse and self._path_bounds
+            if coarse and not along:
                 lattice = Program(self._problem, lattice).thinned(_SHARES, _CHEAPEST)
+            asked = self.relaxation, lattice, micro_batches, self._pins, budget.deadline
             try:
-                found = Rows(self.relaxation, lattice, micro_batches, self._pins, budget.deadline)
+                found = Rows(*asked, along_path=along)
             except OutOfTime:
                 raise budget.over() from None
             budget.take(len(found.links.begin) // _PER_OPERATION)
@@ -237,3 +265,23 @@ class PlacedBounds:
             trip, _ = relaxation.seconds.heads(costs, both=False)
             least_s = max(least_s, float(trip.sum()))
         return least_s
+
+
+def _has_few(lattice: Lattice) -> bool:
+    """Whether there is a bound along the path, which soon is found."""
+    few = lattice.layers <= _MOST_DOWNSETS and lattice.size <= _MOST_ALONG_PATH
+    return lattice.complete and few
+
+
+def straight_along_path(search: SearchState, branch: Branch) -> float:
+    """What no plan of a branch is below by the layers of one path: of those where each stage has
+    the device at its place. 0 where there are too many places to cut. Raises OutOfBudget."""
+    source, budget, relaxation = search.source, search.budget, search.relaxation
+    if not (isinstance(source, DpSource) and _has_few(source.lattice) and branch.stages):
+        return 0.0
+    most = max(budget.effort * _BOUND_SHARE, 1) * _PER_OPERATION
+    rows = Rows(relaxation, source.lattice, branch.micro_batches, along_path=True)
+    chains = rows.chains(range(branch.stages))
+    found = chains.bound(search.bounds[branch], search.period_s, most)
+    budget.take(found.spent // _PER_OPERATION)
+    return found.bound_s

@@ -13,6 +13,7 @@ from ...costs.recomputation import KeptStorages, Selection, in_steps, selections
 from ...costs.stage_costs import sized
 from ...partition.problem import Mode, Option, Shared, Vector
 from .costs import Work
+from .places import Assumptions
 from .scope import Reading, Scope
 
 _AT_ONCE = 0.5
@@ -187,6 +188,19 @@ class LeastBytes(Scope):
             if savers and kept.is_recomputed(name, again):
                 found[1, min(savers)] += nbytes
         return found[0], found[1]
+
+    def of_layers(self, micro_batches: int) -> Vector:
+        """Bytes of layers that are each on one device, with everything kept, [3, n]: what is always
+        there, parameters, and what each micro-batch keeps at the least, of what several keep all by
+        the first of them."""
+        read = self.reading(micro_batches, Assumptions(unreplicated=True))
+        storages, kept = self.storages(read), read.costs[1].private_bytes.copy()
+        for name, savers in self.graph.savers.items():
+            kept[(savers & -savers).bit_length() - 1] += storages[name]
+        parameters = self.graph.parameter_bytes
+        always = (1 + self.question.least_state_factor) * parameters + self.graph.buffer_bytes
+        found: Vector = np.array([always, parameters, kept])
+        return found
 
     def unit(self, micro_batches: int, replicas: int) -> float:
         """Micro-batches that one replica's backward works through at once."""

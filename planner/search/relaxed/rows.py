@@ -28,9 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...costs.layer_graph import LayerVectors
 from ...costs.memory import room_bytes
-from ...evaluate import Evaluation
+from ...evaluate import Evaluation, Question
 from ...partition.chains import Chains, Links, Term
 from ...partition.dp.cost_tables import Flags
 from ...partition.dp.cycle_stages import StageTable
@@ -42,6 +41,7 @@ from ...systems.operations import BACKWARDS, FORWARDS
 from ..choices import Branch
 from .carried import Carried
 from .cycles import stage_problem
+from .path_links import path_links
 from .relaxation import Relaxation
 
 _FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _THERE, _BACK, _MESSAGES = range(9)
@@ -81,10 +81,16 @@ def _over_wires(age: int) -> tuple[int, int]:
 class Rows:
     """Makes the terms of plans with any devices for their stages.
 
+    Attributes:
+        links: stages.
+        every_cut: whether each cut of the lattice is one row of them.
+
     Args:
         lattice: places to cut at.
         pins: (layer, stage).
         deadline: by `time.monotonic`.
+        along_path: places are told apart by how much of the path is before them alone: a bound that
+            is soon found, for a complete lattice.
 
     Raises OutOfTime.
     """
@@ -96,15 +102,24 @@ class Rows:
         micro_batches: int,
         pins: Sequence[tuple[int, int]] = (),
         deadline: float | None = None,
+        *,
+        along_path: bool = False,
     ) -> None:
         self.relaxation, self.variant, self._n = relaxation, relaxation.variant, micro_batches
         self.question, self._lattice, self._pins = relaxation.question, lattice, pins
-        self._table = StageTable(
-            stage_problem(relaxation, Branch(micro_batches)), lattice, deadline
-        )
+        self._problem = stage_problem(relaxation, Branch(micro_batches))
+        self._ages, self.every_cut = 1, lattice.complete
+        if along_path:
+            back = micro_batches if self.variant.backward_unit == "mini" else 1
+            self.links = path_links(self._problem, lattice, self._layer_bytes, back)
+            self.every_cut = len(self.links.masks) == lattice.size + 2
+            self._every_on_path = self.every_cut
+            return
+        self._table = StageTable(self._problem, lattice, deadline)
         self._carried = Carried(self._table)
         self._every_on_path = not self._table.off_path[0, 1:-1].any()
         self.links = self._links()
+        self._ages = self._carried.ages
 
     def _links(self) -> Links:
         """Stages, with the kind of the next one and the age of what is carried to it."""
@@ -150,25 +165,44 @@ class Rows:
     @cached_property
     def _layer_bytes(self) -> Vector:
         """Of layers, measures in bytes, [3, n]."""
-        graph = self.relaxation.graph
-        costs = graph.costs(self.relaxation.size(self._n, 1))
-        always = (1 + self.question.least_state_factor) * graph.parameter_bytes
-        kept = self._kept_bytes(costs)
-        found: Vector = np.array([always + graph.buffer_bytes, graph.parameter_bytes, kept])
-        return found
-
-    def _kept_bytes(self, costs: LayerVectors) -> Vector:
-        """Of each layer, what several keep by the first of them."""
-        found: Vector = costs.private_bytes.copy()
-        for name, savers in self.relaxation.graph.savers.items():
-            found[(savers & -savers).bit_length() - 1] += costs.storages[name]
-        return found
+        return self.relaxation.kept.of_layers(self._n)
 
     def chains(self, devices: Sequence[int]) -> Chains:
         """All cuts into stages that have these devices, by their positions in the cluster's list;
-        within the memory for what is always there."""
-        rows = [self._holding(devices, d, {_BYTES: [1.0] * len(devices)}) for d in {*devices}]
+        within the memory for what is always there, and for what the schedule says is kept at one
+        time."""
+        always = {_BYTES: [1.0] * len(devices)}
+        rows = [
+            self._holding(devices, d, {**always, _KEPT: [*map(float, kept)]})
+            for d in {*devices}
+            for kept in self._kept_at_once(tuple(devices), d)
+        ]
         return self._chains(devices, rows)
+
+    def _kept_at_once(self, devices: tuple[int, ...], d: int) -> list[tuple[int, ...]]:
+        """Per stage, micro-batches that a device keeps at some moments, whatever operations take;
+        none of them fewer of each than at another one."""
+        stages, variant = len(devices), self.variant
+        if self.relaxation.recompute != (False,):
+            return [(0,) * stages]
+        if variant.forwards_first:
+            return [(self._n,) * stages]
+        if variant.schedule != "interleaved":
+            return [(0,) * stages]
+        kept, moments = [0] * stages, set[tuple[int, ...]]()
+        for kinds, turns in interleaved(self._pipeline(devices)):
+            if devices[turns[0]] == d:
+                for kind, s in zip(kinds, turns, strict=True):
+                    kept[s] += (kind == FORWARDS) - (kind == BACKWARDS)
+                    moments.add(tuple(kept))
+        return [
+            mine
+            for mine in moments
+            if not any(
+                other != mine and all(a >= b for a, b in zip(other, mine, strict=True))
+                for other in moments
+            )
+        ]
 
     def chains_like(self, found: Evaluation, cut: Sequence[int]) -> Chains:
         """The same within the memory for what a plan's stages have in flight: a guess.
@@ -274,7 +308,7 @@ class Rows:
         for s, d in enumerate(devices):
             if s and devices[s - 1] != d:
                 a, link = devices[s - 1], cluster.link(devices[s - 1], d)
-                slower = self._slower(a, d)
+                slower = _slower(self.question, a, d)
                 there.append(_Step((a, d), s - 1, _THERE, slower, link.latency_s))
                 back.append(_Step((d, a), s - 1, _BACK, slower, link.latency_s))
             pace = 1 / cluster.devices[d].speed
@@ -345,22 +379,17 @@ class Rows:
     def _wires(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Of each wire between two devices, in each direction."""
         stages, found = len(devices), dict[tuple[int, int], Vector]()
-        for age in range(1, max(self._carried.ages, 2)):
+        for age in range(1, max(self._ages, 2)):
             there, back = _over_wires(age)
             for s in range(stages - age):
                 a, b = devices[s], devices[s + age]
                 for wire, measure in (((a, b), there), ((b, a), back)) if a != b else ():
                     within = found.setdefault(wire, np.zeros((stages, len(self.links.values))))
                     # Of what comes to the next one the stage before it knows.
-                    within[s if age == 1 else s + age, measure] += self._slower(a, b)
+                    within[s if age == 1 else s + age, measure] += _slower(self.question, a, b)
         for within in found.values():
             if (within.any(axis=0) & self.links.values.any(axis=1)).any():
                 yield Term(within)
-
-    def _slower(self, a: int, b: int) -> float:
-        """What messages between two devices take, of those over the fastest link."""
-        cluster = self.question.cluster
-        return cluster.fastest_bytes_per_s / cluster.link(a, b).top_bytes_per_s
 
     def _holding(
         self,
@@ -426,7 +455,7 @@ class Rows:
         for s, often in sent:
             a, b = devices[s : s + 2]
             if a != b:
-                within[s, [_THERE, _BACK]] += often * self._slower(a, b)
+                within[s, [_THERE, _BACK]] += often * _slower(self.question, a, b)
                 within[s, _MESSAGES] += 2 * often * cluster.link(a, b).latency_s
         return Term(within / over)
 
@@ -447,3 +476,9 @@ def _on_way(
         within[step.stage, step.measure] += count * step.factor
         within[step.stage, _MESSAGES] += step.latency_s * (count > 0)
     return Term(within)
+
+
+def _slower(question: Question, a: int, b: int) -> float:
+    """What messages between two devices take, of those over the fastest link."""
+    cluster = question.cluster
+    return cluster.fastest_bytes_per_s / cluster.link(a, b).top_bytes_per_s

@@ -8,10 +8,14 @@ from math import inf
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
 from helpers.drawn.cases import examples
+from helpers.drawn.lone_devices import drawn_alone
 from helpers.drawn.questions import drawn_placed
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.lattice import find_downsets
+from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import rows as rows_of_stages
 from timeprest.planner.search.relaxed.relaxation import Relaxation
@@ -34,6 +38,7 @@ def test_no_plan_is_below_its_bound(first, linked, monkeypatch):
         relaxation = Relaxation(question, Freedom(recompute=drawn.recompute)).with_several_stages()
         lattice = find_downsets(relaxation.problem(Branch(n)), 10_000, None)
         rows, position = Rows(relaxation, lattice, n), relaxation.graph.position
+        along = Rows(relaxation, lattice, n, along_path=True)
         placed = {}
         for plan in drawn.plans:
             devices = tuple(stage.devices[0] for stage in plan.stages)
@@ -42,8 +47,9 @@ def test_no_plan_is_below_its_bound(first, linked, monkeypatch):
         for devices, plans in placed.items():
             best_s = min(plan.prediction.period_s for plan in plans)
             for below_s in (best_s, 3 * best_s, inf):
-                found = rows.chains(devices).bound(0.1 * best_s, below_s, 60)
-                assert found.bound_s <= best_s * (1 + 1e-9), (seed, devices)
+                for each in (rows, along):
+                    found = each.chains(devices).bound(0.1 * best_s, below_s, 60)
+                    assert found.bound_s <= best_s * (1 + 1e-9), (seed, devices)
             most_s = max(plan.prediction.period_s for plan in plans)
             for bounded in (False, True):
                 chains = rows.chains(devices)
@@ -56,6 +62,23 @@ def test_no_plan_is_below_its_bound(first, linked, monkeypatch):
                     assert cuts[cut] <= plan.prediction.period_s * (1 + 1e-9), (seed, devices)
             seen += 1
     assert seen > 3
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(0, 10**5))
+def test_no_plan_with_a_device_for_each_stage_is_below_its_bound_along_the_path(seed):
+    drawn = drawn_alone(seed)
+    assume(drawn is not None)
+    question = drawn.question
+    relaxation, placed = Relaxation(question, drawn.freedom), {}
+    for plan in drawn.fitting:
+        devices = tuple(stage.devices[0] for stage in plan.stages)
+        placed.setdefault((plan.micro_batches, devices), []).append(plan.prediction.period_s)
+    for (n, devices), periods in placed.items():
+        lattice = find_downsets(relaxation.problem(Branch(n)), 10_000, None)
+        chains = Rows(relaxation, lattice, n, along_path=True).chains(devices)
+        for below_s in (min(periods), inf):
+            assert chains.bound(0.1 * min(periods), below_s).bound_s <= min(periods) * SAME
 
 
 def residual(sent):
@@ -94,16 +117,36 @@ def test_what_is_carried_isnt_followed_where_that_makes_many_links(monkeypatch):
     assert 0 < bounds_s[0] < bounds_s[1]
 
 
-def bound_of(system, times, devices):
-    """In ms, of four micro-batches of one sample, each layer a stage; no messages take time."""
-    layers = [(f"n{k}", 0, 1e-3 * f, 1e-3 * b, 0, []) for k, (f, b) in enumerate(times)]
+def bound_of(system, times, devices, *, along_path=False, kept=0, memory=None, low_s=1e-3):
+    """In ms, of four micro-batches of one sample, each layer a stage; no messages take time.
+
+    Args:
+        kept: bytes by each layer for each sample.
+        memory: of each device.
+        low_s: no period is shorter.
+    """
+    layers = [(f"n{k}", 0, 1e-3 * f, 1e-3 * b, kept, []) for k, (f, b) in enumerate(times)]
     ends = [*(f"n{k}" for k in range(1, len(times))), "output"]
     edges = [(f"n{k}", end, f"t{k}", 8) for k, end in enumerate(ends)]
-    cluster = uniform_cluster(4, bandwidth="1000TB/s", latency="0s")
+    cluster = uniform_cluster(4, memory, bandwidth="1000TB/s", latency="0s")
     question = Question(profile_by_hand(layers, edges), cluster, system, 4, 1.0)
     relaxation = Relaxation(question, Freedom()).with_several_stages()
     lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-    return 1e3 * Rows(relaxation, lattice, 4).chains(devices).bound(1e-3, inf).bound_s
+    rows = Rows(relaxation, lattice, 4, along_path=along_path)
+    return 1e3 * rows.chains(devices).bound(low_s, inf).bound_s
+
+
+@pytest.mark.parametrize("along_path", [False, True])
+@pytest.mark.parametrize(("system", "most"), [("gpipe", 8), ("interleaved-1f1b", 5)])
+def test_a_device_holds_all_that_its_schedule_keeps_at_one_time(system, most, along_path):
+    """Of two layers and four micro-batches: all, or the first two of each, and one more."""
+    times = [(1, 2), (3, 4), (5, 6), (2, 1)]
+    known = {"along_path": along_path, "kept": 1_000_000}
+    # Whatever fits takes less than a second; what doesn't has no period.
+    for memory, takes in ((most + 0.1, pytest.approx(1e3)), (most - 0.1, pytest.approx(64e3))):
+        limit = f"{memory}MB"
+        found = bound_of(system, times, (0, 1, 0, 1), memory=limit, low_s=1.0, **known)
+        assert found == takes
 
 
 def test_all_forwards_of_a_device_come_before_the_last_ones_way_back():

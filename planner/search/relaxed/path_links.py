@@ -1,0 +1,67 @@
+"""Stages by how much of one path through the graph is before them, and behind: few, whatever else
+the graph has.
+
+Of all downsets with as many layers of the path one place stands for any. What a stage costs is then
+known from below: it has the path's layers between its places, and others that are in no cut
+elsewhere; and it sends the path's message.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...partition.chains import Links
+from ...partition.dp.cycle_stages import CycleProblem
+from ...partition.dp.lattice import Lattice
+from ...partition.problem import Vector
+
+
+def path_links(
+    problem: CycleProblem, lattice: Lattice, layer_bytes: Vector, gradients: int
+) -> Links:
+    """Stages with whether the next one has any of the path: 0 where it has, else 1.
+
+    Args:
+        lattice: a complete one.
+        layer_bytes: of layers, measures in bytes, [_, n].
+        gradients: of how many micro-batches a message back is.
+
+    Returns:
+        Links whose first and last places are by themselves; `values` as of `Rows`.
+    """
+    n, path, loads = problem.micro_batches, [*problem.path], problem.loads
+    inside = np.array([lattice.column(layer) for layer in range(lattice.layers)])
+    passed = inside[path].sum(axis=0)
+    _, first_at, alike = np.unique(passed, return_index=True, return_counts=True)
+    # The first one and the last one by themselves: others may have as many layers of the path.
+    at = np.concatenate([[passed[0]], passed[first_at], [passed[-1]]])
+    masks = [lattice.masks[0], *(lattice.masks[k] for k in first_at), lattice.masks[-1]]
+    work = np.min([mode.compute_s for mode in loads.modes], axis=0)
+    work = work + (0.0 if loads.serial_s is None else loads.serial_s)
+    forward, backward = problem.forward_s.min(axis=0), problem.backward_s.min(axis=0)
+    each = np.array([forward, backward, work, *layer_bytes])
+    sums = np.concatenate([np.zeros((len(each), 1)), each[:, path].cumsum(axis=1)], axis=1)
+    # None of the path have stages between places with as many of it.
+    low, high = np.triu_indices(len(at), 1)
+    several = np.concatenate([[False], alike > 1, [False]])
+    some = at[high] > at[low]
+    some |= (low == 0) & several[high] | (high == len(at) - 1) & several[low]
+    middle = np.flatnonzero(several)
+    low, high = np.append(low[some], middle), np.append(high[some], middle)
+    on = at[high] > at[low]
+    values = sums[:, at[high]] - sums[:, at[low]]
+    for layer in {*range(lattice.layers)}.difference(path):
+        has = inside[layer]
+        sure = on & ((low == 0) | (at[low] < passed[has].min()))
+        sure &= (high == len(at) - 1) | (at[high] > passed[~has].max())
+        values[:, sure] += each[:, layer, None]
+    # A message by how much of the path is before it, one way.
+    crossing = np.array([0.0, *problem.path_s, 0.0]) / (1 + gradients)
+    which, after = np.divmod(np.arange(2 * len(low)), 2)
+    linked = on[which] & (after == 0) & (high[which] < len(at) - 1)
+    there = np.where(linked, crossing[at[high[which]]], 0.0)
+    measured = [*values[:, which], there, there * gradients, linked, there * n, there * n]
+    begin, end = low[which] * 2 + ~on[which], high[which] * 2 + after
+    kept = (after == 0) | np.isin(high[which], low[~on])
+    order = np.flatnonzero(kept)[np.argsort(begin[kept], kind="stable")]
+    return Links(begin[order], end[order], np.array(measured)[:, order], masks, 2)
