@@ -37,6 +37,7 @@ from .local_search.improve import (
     improve_others,
     start,
 )
+from .placed_bounds import straight_along_path
 from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, OutOfBudget, SearchState, shown
 
@@ -92,6 +93,7 @@ def run(search: SearchState) -> str | None:
         if not any(search.promising()):
             return None
         search.by_cycles = all(map(cycles.proves, search.promising()))
+        _bound_along_path(search, cycles)
         vague = search.period_s > search.bound_s * _SHARP
         if not search.by_cycles or (vague and not search.question.cluster.uniform):
             with budget.part(_NEARLY):
@@ -179,6 +181,19 @@ def _start(search: SearchState, local: LocalSearch) -> None:
 
 
 # Bounds ------------------------------------------------------------------------------------------
+
+
+def _bound_along_path(search: SearchState, cycles: CycleSearch) -> None:
+    """Bounds of branches without replicas whose graph has too many downsets for critical cycles."""
+    question, relaxation, cluster = search.question, search.relaxation, search.question.cluster
+    alike = cluster.flat and cluster.uniform
+    for branch in search.promising():
+        every = branch.stages == len(cluster.devices) and not search.any_sequence
+        alone = relaxation.replica_counts(branch.micro_batches) == [1]
+        known = branch.pins or question.update_every > 1 or cycles.reaches(branch)
+        if (every or alike) and alone and not known:
+            bound_s = straight_along_path(search, branch)
+            search.bounds[branch] = max(search.bounds[branch], bound_s)
 
 
 def _bound_all(search: SearchState) -> None:

@@ -21,6 +21,7 @@ from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Evaluation, Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.problem import SAME
+from timeprest.planner.search import critical_cycles, exploration
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.critical_cycles import CycleSearch, _Way, least_turning, turnings
 from timeprest.planner.search.local_search.improve import LocalSearch
@@ -160,6 +161,37 @@ def test_a_plan_called_optimal_is_so(seed, effort):
         assert plan.solver.bound_s <= drawn.best_s * SAME
         if plan.solver.optimal:
             assert plan.predicted.period_s <= drawn.best_s * SAME
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_where_tables_would_take_too_long_bounds_along_a_path_hold(first, monkeypatch):
+    monkeypatch.setattr(critical_cycles, "quick", lambda lattice, modes: False)
+    known, bound = list[float](), exploration.straight_along_path
+
+    def noted(*asked) -> float:
+        known.append(bound(*asked))
+        return known[-1]
+
+    monkeypatch.setattr(exploration, "straight_along_path", noted)
+    for seed in range(first, first + examples(30)):
+        drawn = drawn_alone(seed)
+        if drawn is None or not drawn.fitting:
+            continue
+        question, stages = drawn.question, max(len(found.stages) for found in drawn.fitting)
+        plan = solve(
+            question.profile,
+            question.cluster,
+            question.variant,
+            mini_batch=question.mini_batch,
+            optimizer_state_factor=question.optimizer_state_factor,
+            tied=question.tied,
+            stages=stages,
+            effort=20_000,
+            **asked_of(drawn),
+        )
+        periods = [x.prediction.period_s for x in drawn.fitting if len(x.stages) == stages]
+        assert plan.solver.bound_s <= min(periods) * SAME, seed
+    assert any(bound_s > 0 for bound_s in known)
 
 
 @settings(max_examples=examples(90))
