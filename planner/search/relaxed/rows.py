@@ -167,15 +167,15 @@ class Rows:
         """Of layers, measures in bytes, [3, n]."""
         return self.relaxation.kept.of_layers(self._n)
 
-    def chains(self, devices: Sequence[int]) -> Chains:
+    def chains(self, devices: Sequence[int], *, at_once: bool = True) -> Chains:
         """All cuts into stages that have these devices, by their positions in the cluster's list;
-        within the memory for what is always there, and for what the schedule says is kept at one
-        time."""
-        always = {_BYTES: [1.0] * len(devices)}
+        within the memory for what is always there and, with `at_once`, for what the schedule says
+        is kept at one time."""
+        always, nothing = {_BYTES: [1.0] * len(devices)}, [(0,) * len(devices)]
         rows = [
             self._holding(devices, d, {**always, _KEPT: [*map(float, kept)]})
             for d in {*devices}
-            for kept in self._kept_at_once(tuple(devices), d)
+            for kept in (self._kept_at_once(tuple(devices), d) if at_once else nothing)
         ]
         return self._chains(devices, rows)
 
