@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, islice, product
 from typing import NamedTuple
 
 from ...profiles.errors import PlanError, ScheduleError
@@ -32,10 +32,11 @@ from ..partition.dp.cycle_stages import CycleProblem, StageTable
 from ..partition.dp.sweep import OutOfTime
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
+from ..schedules.schedules import has_pattern
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
-from .choices import MOST_VECTORS, Branch, Choice
-from .relaxed.cycles import cycle_problem, has_cycles, kinds_of, same_anywhere
+from .choices import MOST_VECTORS, Branch, Choice, caps
+from .relaxed.cycles import cycle_problem, filled_up, has_cycles, kinds_of, same_anywhere
 from .state import OutOfBudget, SearchState
 
 _MOST_COUNTS = 16
@@ -44,11 +45,20 @@ _MOST_COUNTS = 16
 _PER_OPERATION = 200
 """Entries of tables that take as long as a simulated operation, about."""
 
+_ROOMIER = (1.0, 0.93)
+"""Of the memory, what guesses may use by what is known of them: less, where they need more."""
+
 _REPAIRS = 3
 """Times that a cut is looked for anew with less memory where its plan needs more than was known."""
 
 _PER_CUT = 200
 """Simulated operations that take as long as laying a cut out, about."""
+
+_PACES = (1.0, 1.03, 1.1)
+"""What stages but the last may take longer, where a list schedule makes what they run."""
+
+_GUESSED_SHARE = 0.2
+"""Of the budget, for them."""
 
 _COARSE, _COARSER, _WORTH_IT = 2e-3, 5, 1.01
 """Bounds are first found so closely, guesses so many times less, and bounds to the end where the
@@ -72,14 +82,18 @@ class _Way(NamedTuple):
     """How a branch's cuts are looked at.
 
     Attributes:
-        every_mode: as of `cycle_problem`.
+        every_mode, share: as of `cycle_problem`.
         thinned: with fewer places to cut.
+        filled: what is in flight at the most, and the pace, as of `filled_up`; None: what cycles
+            leave.
         lacks: per stage, bytes that it needs besides what is known of it; empty: none.
     """
 
     branch: Branch
     every_mode: bool = False
+    share: float = 1.0
     thinned: bool = False
+    filled: tuple[int, float] | None = None
     lacks: tuple[float, ...] = ()
 
 
@@ -142,7 +156,7 @@ class CycleSearch:
         search, n = self.search, way.branch.micro_batches
         alike = (part for b in search.branches if b.micro_batches == n for part in self._parts(b))
         largest = max(alike, key=lambda part: part.stages or 0)
-        way = way._replace(branch=largest, lacks=())
+        way = way._replace(branch=largest, filled=None, lacks=())
         if way not in self.tables:
             problem, source = _problem(search, way), search.source
             assert problem is not None
@@ -189,6 +203,39 @@ class CycleSearch:
                 self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), min(bounds_s))
                 if self.covers(branch):
                     search.bounds[branch] = max(search.bounds[branch], min(bounds_s))
+
+    def guesses(self) -> list[Evaluation]:
+        """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
+        best, as many as there is effort for."""
+        search, found = self.search, list[Evaluation]()
+        branches = [branch for branch in search.branches if self.reaches(branch)]
+        if not has_pattern(search.relaxation.variant):
+            with suppress(OutOfBudget), search.budget.part(_GUESSED_SHARE):
+                for branch in sorted(branches, key=partial(_hoped_s, search)):
+                    search.say(f"{search.standing}; guesses")
+                    for part in reversed([*self._parts(branch)]):
+                        if not _is_large(self.search, _Way(part)):
+                            self._guess(part, found)
+        return found
+
+    def _guess(self, part: Branch, found: list[Evaluation]) -> None:
+        """Add plans with so many stages: with less and less in flight, where memory is limited, and
+        with some memory left free where it is too small for what was guessed."""
+        search, relaxation, tried = self.search, self.search.relaxation, set[CycleCut]()
+        assert part.stages is not None
+        most, shares = caps(relaxation.limit_ranges(part.stages)), _ROOMIER
+        low_s = relaxation.seconds.shared_out_s(part.micro_batches) / 2
+        for cap, pace in product(most if relaxation.limited else most[:1], _PACES):
+            for share in shares:
+                way = _Way(part, thinned=True, share=share, filled=(cap, pace))
+                cut = self._best(way, low_s, _COARSE * _COARSER).cut
+                if cut is None or cut in tried:
+                    break
+                tried.add(cut)
+                plan = self._plan(way, cut)
+                found += [] if plan is None else [plan]
+                if plan is None or not plan.over_limit(search.question.cluster):
+                    break
 
     def _bounded(self, way: _Way) -> tuple[float, list[Evaluation]]:
         """What no plan is below, and plans of the cut that comes to that, where there is any that
@@ -261,21 +308,13 @@ class CycleSearch:
     # Proofs ------------------------------------------------------------------------------------
 
     def prove(self) -> None:
-        """Try all cuts whose cycles are shorter than the best plan, branch by branch; where not all
-        plans of a cut can be tried, bound them to the end if the best plan is near.
+        """Try all cuts whose cycles are shorter than the best plan, branch by branch.
 
         Raises OutOfBudget when the budget is used up.
         """
-        search = self.search
-        for branch in search.promising():
-            if search.hopeless(branch):
-                continue
-            if self.proves(branch):
+        for branch in self.search.promising():
+            if not self.search.hopeless(branch) and self.proves(branch):
                 self._prove(branch)
-            elif self.covers(branch) and search.period_s < search.bounds[branch] * _WORTH_IT:
-                low_s = search.bounds[branch]
-                bounds_s = [self._best(_Way(part), low_s).bound_s for part in self._parts(branch)]
-                search.bounds[branch] = max(low_s, min(bounds_s))
 
     def _prove(self, branch: Branch) -> None:
         search, unresolved = self.search, float("inf")
@@ -361,13 +400,16 @@ def _problem(search: SearchState, way: _Way) -> CycleProblem | None:
         way.branch,
         any_sequence=search.any_sequence,
         every_mode=way.every_mode,
+        share=way.share,
     )
     if problem is not None and way.lacks:
         devices = problem.devices.changed(
             lambda s, x: replace(x, memory_bytes=x.memory_bytes - way.lacks[s])
         )
         problem = replace(problem, devices=devices)
-    return problem
+    if problem is None or way.filled is None:
+        return problem
+    return filled_up(problem, search.relaxation.variant, *way.filled)
 
 
 def _hoped_s(search: SearchState, branch: Branch) -> tuple[float, int]:

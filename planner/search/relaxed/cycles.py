@@ -81,12 +81,14 @@ def cycle_problem(
     *,
     any_sequence: bool = False,
     every_mode: bool = False,
+    share: float = 1.0,
 ) -> CycleProblem | None:
     """The cycles of plans with so many micro-batches and stages, each with a device of its own.
 
     Args:
         any_sequence: devices are taken in any, else as they are listed.
         every_mode: as of `CycleProblem`.
+        share: of each device's memory, that a guess may use.
 
     None where there are none (`has_cycles`).
     """
@@ -98,7 +100,7 @@ def cycle_problem(
     return replace(
         found,
         rule=_RULES[variant.schedule],
-        devices=_devices(relaxation, found.loads, n, stages, any_sequence=any_sequence),
+        devices=_devices(relaxation, found.loads, n, stages, share, any_sequence=any_sequence),
         every_mode=every_mode,
         latency_s=min((link.latency_s for link in links), default=0.0),
         split=variant.split_backward,
@@ -135,11 +137,37 @@ def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
     )
 
 
+def filled_up(problem: CycleProblem, variant: Variant, cap: int, pace: float) -> CycleProblem:
+    """A guess, not a bound, at how list schedules run: each stage has as much in flight as limits
+    of at most `cap` allow, and all of that is there when a backward begins.
+
+    Args:
+        pace: of all stages but the last, as if they took so many times as long. Where it is the
+            last that sets the period, gradients leave it evenly, and all others keep up; where it
+            is another one, they come there sooner each time, until forwards are put off.
+    """
+    most, n = min(cap, problem.stages[0].flights[-1].limit), problem.micro_batches
+
+    def filled(s: int, stage: CycleStage) -> CycleStage:
+        limit = min(cap, stage.flights[-1].limit)
+        versions = 1
+        if variant.synchronises:
+            # Versions that stage 0 still enters with; where they are kept, of all in flight.
+            latest = variant.backward_weights == "latest"
+            versions = most - limit + 1 if latest else most
+        flight = Flight(limit, limit, float(versions), float(limit * n))
+        last = s == len(problem.stages) - 1
+        return replace(stage, flights=(flight,), speed=stage.speed / (1 if last else pace))
+
+    return replace(problem, devices=problem.devices.changed(filled))
+
+
 def _devices(
     relaxation: Relaxation,
     loads: StageProblem,
     n: int,
     stages: int,
+    share: float,
     *,
     any_sequence: bool,
 ) -> CycleDevices:
@@ -165,7 +193,7 @@ def _devices(
         place = places(device)[s]
         return CycleStage(
             speed=place.speed,
-            memory_bytes=place.memory_bytes,
+            memory_bytes=place.memory_bytes * share,
             copies=place.copies - 1.0,
             per_byte_s=place.sync_s_per_byte,
             flights=flights[s],
