@@ -286,24 +286,19 @@ class LocalSearch:
 
     def starts_on(self, lying: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Standing]:
         """The same with so many micro-batches, stages having these devices."""
-        stages, found = len(lying), list[Standing]()
-        cuts = self.near.first_cuts(micro_batches, lying)
+        stages, cuts = len(lying), self.near.first_cuts(micro_batches, lying)
         under = limits_and_ways(self, lying, micro_batches)
-        for first in dict.fromkeys((0, len(under) // 2, len(under) - 1)):
-            points = dict.fromkeys(
-                _that_may_fit(
-                    self, Point(cut, lying, (again,) * stages, micro_batches, limits), under[first:]
-                )
-                for cut, (limits, again) in product(cuts, under[:1])
-            )
-            known = [x for p in self._expected(list(points)) if (x := self.look(p))]
-            if all(standing.over for standing in known):
-                # What is slower may need less: even stages.
-                known += [x for p in [*points][:_EVEN] if (x := self.look(p))]
-            found += known
-            if not first and any(not standing.over for standing in known):
-                # With more computed again it is no faster.
-                break
+        limits, again = under[0]
+        points = dict.fromkeys(
+            _that_may_fit(self, Point(cut, lying, (again,) * stages, micro_batches, limits), under)
+            for cut in cuts
+        )
+        found = [x for p in self._expected(list(points)) if (x := self.look(p))]
+        if all(standing.over for standing in found):
+            # What is slower may need less: even stages.
+            found += [x for p in [*points][:_EVEN] if (x := self.look(p))]
+            for begun in {standing.point: standing for standing in found}.values():
+                found += _with_less(self, begun, under[1:])
         return found
 
     def _expected(self, points: Sequence[Point]) -> list[Point]:
@@ -567,18 +562,27 @@ def starts_with(
         if widest is None:
             continue
         yield widest
-        for limits, again in less if widest.over else ():
-            point = replace(widest.point, limits=limits, again=(again,) * len(lying))
-            seen = local.foreseen(point)
-            if seen is None:
-                continue
-            over = over_about(seen.laid, point, widest, local.question)
-            last = (limits, again) == less[-1]
-            standing = local.look(point) if over <= _NEARLY or last else None
-            if standing is not None:
-                yield standing
-                if not standing.over:
-                    break
+        if widest.over:
+            yield from _with_less(local, widest, less)
+
+
+def _with_less(
+    local: LocalSearch, begun: Standing, less: Sequence[tuple[tuple[int, ...], Selection]]
+) -> Iterator[Standing]:
+    """Those with fewer in flight and more computed again that are likely to fit, up to the first
+    that does, and the last."""
+    for limits, again in less:
+        point = replace(begun.point, limits=limits, again=(again,) * begun.point.stages)
+        seen = local.foreseen(point)
+        if seen is None:
+            continue
+        over = over_about(seen.laid, point, begun, local.question)
+        last = (limits, again) == less[-1]
+        standing = local.look(point) if over <= _NEARLY or last else None
+        if standing is not None:
+            yield standing
+            if not standing.over:
+                break
 
 
 def fastest_first(
