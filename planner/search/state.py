@@ -56,7 +56,7 @@ CLOSE = 1.001
 SOON_S = 1.0
 """What is done after the time limit may take so long in all."""
 
-FAR, FAR_OFF = 1.25, "nothing comes near to fitting"
+FAR, FAR_OFF = 1.4, "nothing comes near to fitting"
 """Where plans that are to need little memory need so many times what there is, others hardly fit;
 and what ends a search then."""
 
