@@ -104,8 +104,13 @@ class MicroBatchScheduler(EventLoop):
         return (self._device_of[s],)
 
     def _arrived(self, kind: int, complete: Sequence[tuple[int, int]]) -> None:
-        for d in {self._device_of[t] for t, _ in complete}:
+        # Others than what a stage would run next change nothing yet.
+        for d in {self._device_of[t] for t, slot in complete if slot == self._following(kind, t)}:
             self._offer(d)
+
+    def _following(self, kind: int, s: int) -> int:
+        stage = self._stages[s]
+        return stage.forwards if kind == FORWARDS else stage.backwards
 
     def _take(self, offer: Offer) -> int:
         _, _, _, kind, s, d = offer
@@ -125,7 +130,8 @@ class MicroBatchScheduler(EventLoop):
         else:
             self.clock.update(s, self.updates[s])
             self.updates[s] = updated = self.updates[s] + 1
-        self._arrived(kind, [(s, 0), *complete])
+        self._offer(d)
+        self._arrived(kind, [(t, slot) for t, slot in complete if self._device_of[t] != d])
         return updated
 
     def _offer(self, d: int) -> None:
@@ -195,6 +201,8 @@ class MicroBatchScheduler(EventLoop):
         own = self.updates[s]
         together = self._devices[d] if flushes else (s,)
         wanted = (own + 1) * self._n
+        if self._done(self._stages[s]) < wanted:
+            return False
         return all(self._done(self._stages[t]) >= wanted or self.updates[t] > own for t in together)
 
     def _kept(self, s: int) -> int:

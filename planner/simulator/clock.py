@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
+from functools import cached_property
 from math import frexp, gcd, inf, lcm
 from typing import NamedTuple
 
@@ -78,6 +79,18 @@ class _Port(NamedTuple):
     parts: list[list[_Part]]
     r1: int
     r2: int
+
+
+PlainLane = tuple[
+    list[float],
+    list[float],
+    list[float],
+    float,
+    list[tuple[int, list[int], list[float], list[float], int, float, float]],
+]
+"""`free_s`, `ready_s` and `starts_s` of an operation's stage, seconds, and its messages: target,
+those still to be sent to it and when the last is there, its `ready_s`, wire, and seconds on it and
+on the way."""
 
 
 def _grid_s(*seconds: float) -> float:
@@ -167,6 +180,26 @@ class SimulatedClock:
             for kind in range(4)
         ]
 
+    @cached_property
+    def plain(self) -> list[list[PlainLane | None]]:
+        """Per kind and stage, what running an operation takes where that is one share of one
+        replica, whose messages go to one replica each and aren't noted; None where it isn't."""
+        stages = range(len(self.replicas))
+        if self.blocking or self.pipeline.late or self.sent is not None:
+            return [[None for _ in stages] for _ in range(4)]
+        return [[self._plain(kind, s) for s in stages] for kind in range(4)]
+
+    def _plain(self, kind: int, s: int) -> PlainLane | None:
+        free, ready_s, starts_s, seconds = self._lanes[kind][s]
+        sends = []
+        for t, left, last_s, there_s, parts, _, _ in self.ports[kind][s]:
+            if len(parts) > 1:
+                return None
+            for part in parts[0]:
+                sends.append((t, left, last_s, there_s, part.wire, part.wire_s, part.latency_s))
+        alone = len(free) == 1 and all(self.replicas[send[0]] == 1 for send in sends)
+        return (free, ready_s, starts_s, seconds[0], sends) if alone else None
+
     def _on_grid(self, seconds: float) -> float:
         return round(seconds / self._grid_s) * self._grid_s
 
@@ -178,7 +211,7 @@ class SimulatedClock:
             self._open_port(FORWARDS, link, wires)
             if link.has_gradient:
                 self._open_port(BACKWARDS, link, wires)
-        self._wire_free = [0.0] * len(wires)
+        self.wire_free = [0.0] * len(wires)
         self.blocking = any(not route.overlaps for link in links for route in link.all_routes())
         self.contended = self.blocking or len(wires) < sum(len(link.wires) for link in links)
 
@@ -299,7 +332,7 @@ class SimulatedClock:
 
     def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
         complete = []
-        wire_free, sent = self._wire_free, self.sent
+        wire_free, sent = self.wire_free, self.sent
         for t, left, last_s, ready_s, parts, r1, r2 in self.ports[kind][s]:
             for offset, wire, wire_s, latency_s, blocks in parts[slot % len(parts)]:
                 begin = wire_free[wire]

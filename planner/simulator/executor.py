@@ -145,6 +145,7 @@ class ListExecutor:
         """Run as much as can be. Returns whether that was all."""
         clock, ready_s = self.clock, self.clock.ready_s
         device_of, widths = self._device_of, self.clock.width
+        plain, wire_free = clock.plain, clock.wire_free
         pending = list(range(len(self.lists)))[::-1]
         waiting = [False] * len(pending)
         while pending:
@@ -154,6 +155,33 @@ class ListExecutor:
                 kind, slot, s = ops[p]
                 if kind == UPDATES:
                     clock.update(s, slot)
+                elif (lane := plain[kind][s]) is not None:
+                    # As the clock does it, without a call for each of very many.
+                    free, ready, starts, seconds, sends = lane
+                    start = ready[slot]
+                    if start == inf:
+                        break
+                    if free[0] > start:
+                        start = free[0]
+                    starts[slot] = start
+                    free[0] = end_s = start + seconds
+                    for t, left, last_s, there_s, wire, wire_s, latency_s in sends:
+                        gone = wire_free[wire]
+                        gone = (end_s if end_s > gone else gone) + wire_s
+                        wire_free[wire] = gone
+                        arrival = gone + latency_s
+                        if left:
+                            left[slot] -= 1
+                            if arrival > last_s[slot]:
+                                last_s[slot] = arrival
+                            if left[slot]:
+                                continue
+                            arrival = last_s[slot]
+                        there_s[slot] = arrival
+                        other = device_of[t]
+                        if waiting[other]:
+                            waiting[other] = False
+                            pending.append(other)
                 else:
                     end = slot + widths[kind][s]
                     if inf in ready_s[kind][s][slot:end]:
@@ -227,6 +255,60 @@ class ContendedExecutor(EventLoop):
         for lane in range(len(self._workers)):
             self._offer(lane)
 
+    def run(self, mini_batches: int) -> bool:
+        """As `EventLoop.run`."""
+        kinds = (FORWARDS, BACKWARDS, WEIGHTS)
+        if any(lane is None for kind in kinds for lane in self.clock.plain[kind]):
+            return super().run(mini_batches)
+        return self._run_plain(mini_batches)
+
+    def _run_plain(self, mini_batches: int) -> bool:
+        """The same where each device has one replica, without a call for each of very many."""
+        clock, heap, current = self.clock, self._heap, self._current
+        plain, sending, wire_free = clock.plain, clock.sending, clock.wire_free
+        workers, device_of, updates = self._workers, self._device_of, self.updates
+        offer = self._offer_plain
+        behind = sum(1 for done in updates if done < mini_batches)
+        while behind:
+            if sending and not (heap and heap[0][0] < sending[0][0]):
+                end_s, _, kind, s, slot = heapq.heappop(sending)
+                for t, left, last_s, there_s, wire, wire_s, latency_s in plain[kind][s][-1]:
+                    gone = wire_free[wire]
+                    gone = (end_s if end_s > gone else gone) + wire_s
+                    wire_free[wire] = gone
+                    arrival = gone + latency_s
+                    if left:
+                        left[slot] -= 1
+                        if arrival > last_s[slot]:
+                            last_s[slot] = arrival
+                        if left[slot]:
+                            continue
+                        arrival = last_s[slot]
+                    there_s[slot] = arrival
+                    if current[device_of[t]] is None:
+                        offer(device_of[t])
+                continue
+            if not heap:
+                return False
+            self.now_s, _, lane = heapq.heappop(heap)
+            worker = workers[lane]
+            kind, slot, s, position = worker.ops[worker.done]
+            if kind == UPDATES:
+                clock.update(s, slot)
+                updates[s] += 1
+                behind -= updates[s] == mini_batches
+            else:
+                free, _, starts, seconds, sends = plain[kind][s]
+                starts[slot] = self.now_s
+                free[0] = end_s = self.now_s + seconds
+                if sends:
+                    heapq.heappush(sending, (end_s, len(self.sequence), kind, s, slot))
+            self.done[lane] += 1
+            self.sequence.append((lane, position))
+            worker.done += 1
+            offer(lane)
+        return True
+
     def _lanes(self, s: int) -> range:
         return self._lanes_of[self._device_of[s]]
 
@@ -234,6 +316,20 @@ class ContendedExecutor(EventLoop):
         for t, slot in complete:
             lanes = self._lanes_of[self._device_of[t]]
             self._offer(lanes[slot % len(lanes)])
+
+    def _offer_plain(self, lane: int) -> None:
+        """As `_offer`, where each device has one replica."""
+        worker = self._workers[lane]
+        if worker.done == len(worker.ops):
+            self._current[lane], self.ended = None, True
+            return
+        kind, slot, s, _ = worker.ops[worker.done]
+        start = self.clock.free_s[s][0]
+        if kind != UPDATES and (ready := self.clock.ready_s[kind][s][slot]) > start:
+            start = ready
+        self._current[lane] = offer = None if start == inf else (start, kind == FORWARDS, lane)
+        if offer is not None:
+            heapq.heappush(self._heap, offer)
 
     def _offer(self, lane: int) -> None:
         """Put what the replica runs next, as soon as it is known when it can."""
