@@ -21,7 +21,7 @@ from ..systems.operations import (
     Schedule,
     op_text,
 )
-from .clock import SimulatedClock, SimulatedMessage
+from .clock import PlainLane, SimulatedClock, SimulatedMessage
 from .event_loop import EventLoop, Offer
 from .pipeline import Pipeline
 
@@ -257,15 +257,15 @@ class ContendedExecutor(EventLoop):
 
     def run(self, mini_batches: int) -> bool:
         """As `EventLoop.run`."""
-        kinds = (FORWARDS, BACKWARDS, WEIGHTS)
-        if any(lane is None for kind in kinds for lane in self.clock.plain[kind]):
+        plain = [[lane for lane in mine if lane is not None] for mine in self.clock.plain]
+        if any(len(mine) < len(self.updates) for mine in plain):
             return super().run(mini_batches)
-        return self._run_plain(mini_batches)
+        return self._run_plain(mini_batches, plain)
 
-    def _run_plain(self, mini_batches: int) -> bool:
+    def _run_plain(self, mini_batches: int, plain: Sequence[Sequence[PlainLane]]) -> bool:
         """The same where each device has one replica, without a call for each of very many."""
         clock, heap, current = self.clock, self._heap, self._current
-        plain, sending, wire_free = clock.plain, clock.sending, clock.wire_free
+        sending, wire_free = clock.sending, clock.wire_free
         workers, device_of, updates = self._workers, self._device_of, self.updates
         offer = self._offer_plain
         behind = sum(1 for done in updates if done < mini_batches)
