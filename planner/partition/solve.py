@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ...profiles.errors import PlanError
 from .dp.enumerate import chains_below
+from .dp.identical_devices import FEW, identical_minimax
 from .dp.identical_devices_by_target import identical_by_targets
 from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import minimax_with_bound
@@ -19,9 +20,6 @@ from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000
 """With more, the ILP takes over."""
-
-FEW = 2_000
-"""Options × devices up to which `minimax` is as quick as `identical_by_targets`."""
 
 SOLVERS = ("auto", "dp", "ilp")
 
@@ -87,13 +85,22 @@ class DpSource:
         self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
     ) -> Answer:
         """See `Source`."""
-        seconds, below, answer = enough.seconds, enough.below, None
+        seconds, below = enough.seconds, enough.below
         deadline = None if seconds is None else time.monotonic() + seconds
-        if len(problem.options) * problem.devices > FEW:
-            answer = identical_by_targets(
-                problem, self.lattice, below=below, within=enough.within, deadline=deadline
-            )
-        return answer or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
+        return (
+            identical_minimax(problem, self.lattice, deadline=deadline)
+            or self._by_targets(problem, below, enough.within, deadline)
+            or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
+        )
+
+    def _by_targets(
+        self, problem: StageProblem, below: float, within: float, deadline: float | None
+    ) -> Answer | None:
+        if len(problem.options) * problem.devices <= FEW:
+            return None
+        return identical_by_targets(
+            problem, self.lattice, below=below, within=within, deadline=deadline
+        )
 
     def each_below(
         self, problem: StageProblem, target: Target, deadline: float | None = None

@@ -17,6 +17,7 @@ from ..costs.recomputation import fewest, of_stage
 from ..costs.stage_costs import StageCost
 from ..costs.tied_parameters import NOTHING
 from ..partition.dp.blocks import Blocks, blocks
+from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.lattice import Lattice
 from ..partition.dp.minimax import minimax_with_bound
@@ -296,10 +297,13 @@ def _in_blocks(
         below_s = min(enough_s, search.period_s)
         known = _by_waits(search, guess, of, coarse, lattice, below_s=below_s, deadline=deadline)
         return None if known is None else (problem, of.fine(known))
-    below_s = search.period_s
-    answer = identical_by_targets(coarse, lattice, below=below_s, within=CLOSE, deadline=deadline)
-    if answer is None:
-        answer = minimax_with_bound(coarse, lattice, below=below_s, deadline=deadline)
+    answer = (
+        identical_minimax(coarse, lattice, deadline=deadline, few=0)
+        or identical_by_targets(
+            coarse, lattice, below=search.period_s, within=CLOSE, deadline=deadline
+        )
+        or minimax_with_bound(coarse, lattice, below=search.period_s, deadline=deadline)
+    )
     return None if answer.cut is None else (problem, of.fine(answer.cut))
 
 

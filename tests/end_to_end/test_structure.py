@@ -52,6 +52,7 @@ imports 16 cli/run.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
+imports 16 planner/search/first_plans.py
 imports 25 planner/search/solve.py
 imports 17 planner/search/stages_per_device.py
 imports 16 planner/search/state.py

@@ -1,24 +1,34 @@
-"""Identical devices: what an option means at a place, and what stages cost whatever theirs is.
+"""Identical devices: the cut by how few of them do the rest of the model under a target load.
 
 Where devices are identical, a stage's load is the same wherever it stands, and what it holds rises
-with the devices behind it: fewer of them for what follows are never worse.
-
-Index letters: k devices from a stage's first one to the end; m modes; p stages.
+with the devices behind it: fewer of them for what follows are never worse. So a downset needs one
+number, the fewest devices that do the layers beyond it under the target, where `minimax` keeps one
+for each number of devices left. The best target is some stage's load, found by halving a sorted
+list of them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 
-from ..problem import Option, Place, StageProblem, Vector
+from ..problem import (
+    FITS,
+    Answer,
+    Option,
+    Place,
+    StageProblem,
+    Vector,
+    cut_on_last_devices,
+)
 from ..waits import Waits
 from .cost_tables import PairCosts, stage_loads
-from .lattice import Flags, Positions
+from .lattice import Flags, Lattice, Positions
 
 # Places of identical devices, where only what is in flight depends on the place -------------------
 
@@ -92,7 +102,139 @@ class IdenticalPlaces:
         return other
 
 
-# What stages cost there, for one lower downset and all upper ones at a time -----------------------
+# The cut, by halving the list of all stages' loads ------------------------------------------------
+
+FEW = 2_000
+"""Options × devices up to which `minimax` is as quick."""
+
+MOST_NUMBERS = 100_000_000
+"""Steps of making the table of stages: about a second."""
+
+NEVER = 2**62
+"""A cost that no chain has."""
+
+
+def identical_minimax(
+    problem: StageProblem,
+    lattice: Lattice,
+    *,
+    deadline: float | None = None,
+    few: int | None = None,
+) -> Answer | None:
+    """The cut on a lattice whose largest stage load is smallest, or what is known at the deadline.
+
+    Among cuts with the same objective one with the fewest devices, then with the fewest stages.
+
+    Args:
+        deadline: on the clock of `time.monotonic`.
+        few: options × devices that count as few; FEW by default.
+
+    Returns:
+        None where this isn't the way: places aren't `IdenticalPlaces`, the number of stages is
+        given, devices are few, or there are too many stages to hold in memory.
+    """
+    places = problem.place
+    if not isinstance(places, IdenticalPlaces) or problem.stages is not None:
+        return None
+    if len(problem.options) * problem.devices <= (FEW if few is None else few):
+        return None
+    rows = problem.layers + len(problem.tensors) + len(problem.options) + len(problem.modes) ** 2
+    if lattice.size**2 // 2 * rows > MOST_NUMBERS:
+        return None
+    table = StageTable(problem, lattice, places)
+    stages = [table.stages(below) for below in range(lattice.size - 1)]
+    return _Halving(problem, lattice, stages, deadline).answer()
+
+
+@dataclass(frozen=True)
+class _Halving:
+    problem: StageProblem
+    lattice: Lattice
+    stages: Sequence[StagesAbove]
+    deadline: float | None
+
+    def answer(self) -> Answer:
+        loads = np.unique(np.concatenate([stages.load for stages in self.stages]))
+        # No cut is below the load at `low`; the best one so far has that at `high`.
+        low, high, best = 0, len(loads), None
+        while low < high:
+            if self.deadline is not None and monotonic() > self.deadline:
+                break
+            middle = (low + high) // 2 if best else high - 1
+            chosen = self.choices(float(loads[middle]))
+            if chosen is None:
+                low = middle + 1
+                continue
+            best = list(self.chain(chosen))
+            largest = max(self.stages[below].load[at] for below, at in best)
+            high = int(np.searchsorted(loads, largest))
+        cut = None
+        if best:
+            steps = [
+                (below, int(self.stages[below].above[at]), int(self.stages[below].option[at]))
+                for below, at in best
+            ]
+            cut = cut_on_last_devices(self.problem, self.lattice.masks, steps)
+        if low < high:
+            return Answer(cut, float(loads[low]), optimal=False)
+        return Answer(cut, cut.objective_s if cut else float("inf"), optimal=True)
+
+    def choices(self, target: float) -> Positions | None:
+        """The stage to take from each downset, with the fewest devices; None without a cut."""
+        devices, step = self.problem.devices, self.problem.layers + 1
+        # Devices · step + stages, which are fewer than that.
+        cost = np.full(self.lattice.size, NEVER, dtype=np.int64)
+        cost[-1] = 0
+        chosen = np.zeros(len(cost), dtype=np.intp)
+        for below in range(len(cost) - 2, -1, -1):
+            stages = self.stages[below]
+            total = cost[stages.above] + (stages.replicas * step + 1)
+            k = total // step
+            good = (stages.load <= target) & (k <= devices)
+            good &= -(-k // stages.replicas) <= stages.units
+            total[~good] = NEVER
+            if len(total):
+                chosen[below] = total.argmin()
+                cost[below] = total[chosen[below]]
+        return chosen if cost[0] < NEVER else None
+
+    def chain(self, chosen: Positions) -> Iterator[tuple[int, int]]:
+        """Positions of the downsets that stages begin at, and of these in their lists."""
+        below = 0
+        while below != self.lattice.size - 1:
+            at = int(chosen[below])
+            yield below, at
+            below = int(self.stages[below].above[at])
+
+
+# All stages of a small lattice with the options worth having --------------------------------------
+# The sums of `StageProblem`, for one lower downset, all upper ones and all options at a time.
+
+ROUNDING = 1e-13
+"""Relative to a sum over all layers: what differences of such sums may be off by."""
+
+PLACE = (
+    *("speed", "memory_bytes", "sync_s", "sync_s_per_byte", "lower_scale", "upper_scale"),
+    *("units", "copies"),
+)
+
+
+@dataclass(frozen=True)
+class StagesAbove:
+    """The stages from one downset, each with an option, [p].
+
+    Attributes:
+        above: position of the downset they end at.
+        option, replicas: which, and its r.
+        load: in s.
+        units: in flight at most, in their devices' memory; at least 1, and no more than devices.
+    """
+
+    above: Positions
+    option: Positions
+    replicas: Positions
+    load: Vector
+    units: Positions
 
 
 class ModeCosts(NamedTuple):
@@ -137,18 +279,111 @@ class ModeCosts(NamedTuple):
         )
 
 
-def mode_costs(costs: PairCosts, below: int) -> ModeCosts:
-    """What stages from a downset cost in each mode."""
-    above = np.flatnonzero(costs.above(below))
-    serial = np.zeros(len(above))
-    if costs.serial is not None:
-        serial = costs.serial[above] - costs.serial[below]
-    return ModeCosts(
-        above,
-        costs.compute[:, above] - costs.compute[:, below, None],
-        *costs.bytes_between(below, above),
-        costs.parameters[above] - costs.parameters[below],
-        serial,
-        *costs.wires_between(below, above),
-        costs.before[below] + costs.after[above],
-    )
+class StageTable:
+    """A problem whose places are `IdenticalPlaces`, on a lattice."""
+
+    def __init__(self, problem: StageProblem, lattice: Lattice, places: IdenticalPlaces) -> None:
+        self._problem = problem
+        self._costs = PairCosts(problem, lattice, limited=True)
+        replicas = np.array([option.replicas for option in problem.options], dtype=np.intp)
+        self._usable: Positions = np.flatnonzero(replicas <= problem.devices)
+        self._replicas = replicas[self._usable]
+        self._mode = np.array([option.mode for option in problem.options])[self._usable]
+        self._alike = [np.flatnonzero(self._replicas == r) for r in np.unique(self._replicas)]
+        self._copies_per_unit = places.copies_per_unit
+        self._most = np.array(places.most)[self._usable]
+        self._place = {
+            field: np.array([getattr(places.with_one[o], field) for o in self._usable])
+            for field in PLACE
+        }
+
+    # Stages ----------------------------------------------------------------------------------
+
+    def of_modes(self, below: int) -> ModeCosts:
+        """What stages from a downset cost in each mode."""
+        costs = self._costs
+        above = np.flatnonzero(costs.above(below))
+        serial = np.zeros(len(above))
+        if costs.serial is not None:
+            serial = costs.serial[above] - costs.serial[below]
+        return ModeCosts(
+            above,
+            costs.compute[:, above] - costs.compute[:, below, None],
+            *costs.bytes_between(below, above),
+            costs.parameters[above] - costs.parameters[below],
+            serial,
+            *costs.wires_between(below, above),
+            costs.before[below] + costs.after[above],
+        )
+
+    def stages(self, below: int) -> StagesAbove:
+        """Those from the downset at this position.
+
+        Left out: options that take more devices than there are, or more memory than a device has
+        with 1 unit in flight, and modes that another one is as good as in all.
+        """
+        costs = self.of_modes(below)
+        # Options in rows, upper downsets in columns. Only one with as many replicas may stand in.
+        worth = np.zeros((len(self._mode), len(costs.above)), dtype=np.bool_)
+        for alike in self._alike:
+            modes = self._mode[alike]
+            worth[alike] = _worth_having(
+                (costs.compute[modes], self._costs.compute[:, -1].max()),
+                (costs.once[modes], self._costs.fixed[:, -1].max()),
+                (costs.flight[modes], self._costs.flight[:, -1].max()),
+            )
+        at, which = np.nonzero(worth)
+        mode, mine = self._mode[at], costs.those(which)
+        stage = np.arange(len(at))
+        load = stage_loads(
+            self._problem,
+            lambda field: self._place[field][at],
+            self._replicas[at],
+            mine.compute[mode, stage],
+            mine.serial,
+            mine.parameters > 0,
+            lambda: mine.parameters,
+            (mine.lower_s, mine.upper_s),
+            mine.beside,
+        )
+        units = self._units(at, mine.once[mode, stage], mine.flight[mode, stage], mine.parameters)
+        good = units > 0
+        at = at[good]
+        return StagesAbove(
+            mine.above[good], self._usable[at], self._replicas[at], load[good], units[good]
+        )
+
+    def _units(self, at: Positions, once: Vector, flight: Vector, parameters: Vector) -> Positions:
+        """How many may be in flight, 0 where not even one may; as many as devices at most, [p]."""
+        limit = self._place["memory_bytes"][at] * FITS
+        each = self._place["units"][at] * flight + self._copies_per_unit * parameters
+        once = once + (self._place["copies"][at] - self._copies_per_unit) * parameters
+        # What holds nothing for a unit fits with any number of them, or with none.
+        most = np.where(once <= limit, float(self._problem.devices), 0.0)
+        np.divide(limit - once, each, out=most, where=(each > 0) & np.isfinite(limit))
+        most = np.clip(np.floor(most), 0, self._problem.devices)
+        most = np.where(once + (most + 1) * each <= limit, most + 1, most)
+        most = np.where(once + most * each <= limit, most, most - 1)
+        # What never has more in flight fits wherever it does with that many.
+        most = np.where(most >= self._most[at], self._problem.devices, most)
+        units: Positions = np.clip(most, 0, self._problem.devices).astype(np.intp)
+        return units
+
+
+def _worth_having(*numbers: tuple[Vector, float]) -> Flags:
+    """Which modes are, of each stage: no other is as good in all of these numbers, [M, B].
+
+    Args:
+        numbers: per mode and stage, [M, B], each with a sum over all layers.
+    """
+    count, width = numbers[0][0].shape
+    as_good = np.ones((count, count, width), dtype=np.bool_)
+    for values, total in numbers:
+        steps = np.rint(values / (ROUNDING * float(total) or 1.0))
+        as_good &= steps[:, None] <= steps
+    # Of modes that are as good as each other the first stays.
+    later = np.arange(count)[:, None] > np.arange(count)
+    beaten = as_good & ~(as_good.swapaxes(0, 1) & later[..., None])
+    beaten[np.arange(count), np.arange(count)] = False
+    worth: Flags = ~beaten.any(axis=0)
+    return worth

@@ -1,11 +1,9 @@
-"""Identical devices: the cut by how few of them do the rest of the model under a target load.
+"""Identical devices, on a lattice too large for a table of its stages: one target at a time.
 
-Fewer devices for what follows are never worse (`identical_devices`). So under a target a downset
-needs one number, the fewest devices that do the layers beyond it, where `minimax` keeps one for
-each number of devices left. The best target is found by halving. Stages are made again for each
-one, those with the fewest devices first, and only what can need fewer than the best so far. Targets
-far below what any cut keeps to are excluded before, with a simpler count of the devices that stages
-need (`excludes`).
+As `identical_devices`, a downset needs one number under a target: the fewest devices that do the
+layers beyond it. Stages are made again for each target, the ones with the fewest devices first, and
+only those that can need fewer than the best so far. Targets far below what any cut keeps to are
+excluded before, with a simpler count of the devices that stages need (`excludes`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy as np
 from ..problem import FITS, Answer, Cut, StageProblem, Vector, cut_on_last_devices
 from ..waits import Waits
 from .cost_tables import Flags, stage_loads
-from .identical_devices import IdenticalPlaces
+from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
 from .sweep import CLOCK, OutOfTime
@@ -31,9 +29,6 @@ CLOSE = 1.001
 
 CHUNK = 256
 """Stages to look at first; then four times as many, and so on."""
-
-NEVER = 2**62
-"""A cost that no chain has."""
 
 
 @dataclass(frozen=True)
@@ -397,9 +392,7 @@ def identical_by_targets(
     within: float = 1.0,
     deadline: float | None = None,
 ) -> Answer | None:
-    """The cut on a lattice whose largest stage load is smallest, or what is known at the deadline.
-
-    Among cuts with the same objective one with the fewest devices, then with the fewest stages.
+    """As `identical_devices.identical_minimax`, for lattices that are too large for it.
 
     Args:
         below: only objectives less than this, by more than rounding, count.
@@ -407,8 +400,7 @@ def identical_by_targets(
         deadline: on the clock of `time.monotonic`.
 
     Returns:
-        None where this isn't the way: places aren't `IdenticalPlaces`, the number of stages is
-        given, or there are too many stages to hold in memory.
+        None where this isn't the way.
     """
     found = targets_of(problem, lattice)
     return None if found is None else found.answer(below, within, deadline)

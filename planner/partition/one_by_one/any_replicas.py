@@ -27,8 +27,7 @@ from time import monotonic
 
 import numpy as np
 
-from ..dp.cost_tables import PairCosts
-from ..dp.identical_devices import IdenticalPlaces, ModeCosts, mode_costs
+from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
 from ..problem import StageProblem, Vector, cut_on_last_devices
 from .equal_replicas import Guessed, mixed
@@ -97,7 +96,7 @@ class _AnyReplicas:
         modes = {option.mode for option in problem.options}
         self._order = sorted(modes, key=lambda m: float(problem.modes[m].compute_s.sum()))
         self._places = {o.replicas: places.with_one[k] for k, o in enumerate(problem.options)}
-        self._pairs = PairCosts(problem, lattice, limited=True)
+        self._table = StageTable(problem, lattice, places)
         most = -(-problem.devices // self._replicas[0])
         self._units = np.arange(1, most + 1)
         self._costs: dict[int, tuple[ModeCosts, dict[int, Vector], Vector, Positions]] = {}
@@ -174,7 +173,7 @@ class _AnyReplicas:
         """The stages from a downset: costs, by replicas what a micro-batch takes, [p], and by what
         is in flight what is computed again for it, in which mode, [p, U] each."""
         if below not in self._costs:
-            costs = mode_costs(self._pairs, below)
+            costs = self._table.of_modes(below)
             problem, plainest = self._problem, self._order[0]
             # A replica has n // r of the micro-batches.
             plain = {

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..dp.cost_tables import PairCosts
-from ..dp.identical_devices import IdenticalPlaces, ModeCosts, mode_costs
+from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
 from ..problem import FITS, Cut, Place, StageProblem, Vector, cut_on_last_devices
 
@@ -104,7 +103,7 @@ class _EqualReplicas:
         self._place = places.with_one[0]
         self._most = min(problem.devices // self._r, lattice.layers)
         self._u = np.arange(1, self._most + 1)
-        self._pairs = PairCosts(problem, lattice, limited=True)
+        self._table = StageTable(problem, lattice, places)
         columns = np.array([lattice.column(layer) for layer in range(lattice.layers)])
         columns = columns.reshape(lattice.layers, lattice.size)
         self._forward, self._way = forward_s @ columns, beyond_s @ columns
@@ -152,7 +151,7 @@ class _EqualReplicas:
 
     def _of(self, below: int, below_s: float) -> _Stages:
         """The stages from a downset that may be worth having."""
-        costs = mode_costs(self._pairs, below)
+        costs = self._table.of_modes(below)
         plain = costs.loads(self._problem, self._order[0], self._r, self._place) + costs.beside
         some = plain < below_s
         costs = costs.those(some)

@@ -12,7 +12,7 @@ from helpers.drawn.cases import examples
 from helpers.drawn.problems import best_cut, brute_force, drawn_problems, is_downset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.partition.dp import identical_devices_by_target as by_target
+from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.dp.identical_devices import IdenticalPlaces
 from timeprest.planner.partition.dp.identical_devices_by_target import (
     identical_by_targets,
@@ -51,7 +51,7 @@ def alike(
 
 
 def solved(problem):
-    return identical_by_targets(problem, find_downsets(problem, 10_000))
+    return rising.identical_minimax(problem, find_downsets(problem, 10_000))
 
 
 def devices_of(problem, cut):
@@ -72,15 +72,23 @@ def test_as_good_as_trying_everything(drawn, limit, sync, copies, copies_per_uni
     problem = alike(
         drawn, limit=limit, sync=sync, copies=copies, copies_per_unit=copies_per_unit, most=most
     )
-    answer, best = solved(problem), brute_force(problem)
+    by_targets = identical_by_targets(problem, find_downsets(problem, 10_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rising, "FEW", 0)
+        answer = solved(problem)
+    best = brute_force(problem)
     assert answer.optimal
+    assert by_targets.optimal
     if best is None:
         assert answer.cut is None
-        assert answer.bound_s == float("inf")
+        assert by_targets.cut is None
+        assert answer.bound_s == by_targets.bound_s == float("inf")
         return
-    assert cut_load(problem, answer.cut) == answer.cut.objective_s
-    assert answer.cut.objective_s == pytest.approx(best.objective_s, rel=1e-8)
-    assert answer.bound_s == pytest.approx(best.objective_s, rel=1e-8)
+    assert cut_load(problem, by_targets.cut) == by_targets.cut.objective_s
+    assert by_targets.cut.objective_s == pytest.approx(best.objective_s, rel=1e-8)
+    assert answer.cut.objective_s == pytest.approx(best.objective_s, rel=1e-9)
+    assert answer.bound_s == pytest.approx(best.objective_s, rel=1e-9)
+    assert cut_load(problem, answer.cut) == pytest.approx(best.objective_s, rel=1e-9)
     below = 0
     for stage in answer.cut.stages:
         below |= stage.layers
@@ -168,8 +176,8 @@ def test_where_nothing_fits():
 def test_what_is_known_when_time_is_up():
     problem = many(40)
     lattice = find_downsets(problem, 10_000)
-    best = identical_by_targets(problem, lattice)
-    late = identical_by_targets(problem, lattice, deadline=time.monotonic() - 1)
+    best = rising.identical_minimax(problem, lattice)
+    late = rising.identical_minimax(problem, lattice, deadline=time.monotonic() - 1)
     assert not late.optimal
     assert late.cut is None
     assert 0 < late.bound_s <= best.cut.objective_s
@@ -178,12 +186,12 @@ def test_what_is_known_when_time_is_up():
 def test_problems_of_other_kinds_are_left_alone():
     problem = many(40)
     lattice = find_downsets(problem, 10_000)
-    assert identical_by_targets(problem, lattice).optimal
-    assert identical_by_targets(replace(problem, stages=3), lattice) is None
-    assert identical_by_targets(replace(problem, place=lambda o, k: Place()), lattice) is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_target, "MOST_PAIRS", 10)
-        assert identical_by_targets(problem, lattice) is None
+    assert rising.identical_minimax(problem, lattice).optimal
+    assert rising.identical_minimax(replace(problem, stages=3), lattice) is None
+    assert rising.identical_minimax(replace(problem, place=lambda o, k: Place()), lattice) is None
+    assert rising.identical_minimax(replace(problem, devices=2), lattice) is None
+    large = replace(problem, options=problem.options * 2000)
+    assert rising.identical_minimax(large, lattice) is None
 
 
 def test_what_holds_nothing_per_unit_is_weighed_all_the_same():

@@ -22,6 +22,7 @@ from timeprest.planner.costs import layer_graph
 from timeprest.planner.costs.recomputation import of_stage
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers
+from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.problem import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans, state
@@ -172,7 +173,8 @@ def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
     """The same ways as where there is much to look at, on the same small questions."""
     monkeypatch.setattr(state, "_LARGE", -1)
     monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
-    monkeypatch.setattr(solvers, "FEW", 0)
+    for module in (rising, solvers):
+        monkeypatch.setattr(module, "FEW", 0)
     found = drawn(number)
     if found is None:
         pytest.skip("too many plans to try, or none")
