@@ -4,8 +4,8 @@ Where devices are identical, a stage's load is the same wherever it stands, and 
 with the devices behind it: fewer of them for what follows are never worse. So a downset needs one
 number, the fewest devices that do the layers beyond it under the target, where `minimax` keeps one
 for each number of devices left. The best target is some stage's load, found by halving a sorted
-list of them all. Piper's questions on 32 to 1,024 devices take 0.1 s so, and 6 to 12 s one target at
-a time (`identical_devices_by_target`), which is for lattices whose table would be too large.
+list of them all. Piper's questions on 32 to 1,024 devices take 0.1 s so, and 6 to 12 s one target
+at a time (`identical_devices_by_target`), which is for lattices whose table would be too large.
 """
 
 from __future__ import annotations
