@@ -67,10 +67,10 @@ class Schedule:
         return tuple(found)
 
 
-def op_text(stage: int, op: Op) -> str:
-    """``1F0.2``."""
+def op_text(stage: int, op: Op, first: int = 0) -> str:
+    """``1F0.2``. `first`: number of the mini-batch that the operation counts from."""
     micro = "" if op.micro_batch is None else f".{op.micro_batch}"
-    return f"{stage}{op.kind}{op.mini_batch}{micro}"
+    return f"{stage}{op.kind}{first + op.mini_batch}{micro}"
 
 
 def parse_op(text: str) -> tuple[int, Op]:

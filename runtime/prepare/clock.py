@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -167,26 +167,32 @@ class OperationTimes(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Start and end by marks on a stream, which may be still to come."""
+    """The same by marks on a stream, which may be still to come.
+
+    Attributes:
+        loaded: of a forward, when it had its samples.
+        looked: of what communicates before it computes, start and end of what it computes between.
+    """
 
     begin: Mark
     start: Mark
     end: Mark
     sent: Mark
-    computing: Sequence[tuple[Mark, Mark]]
-    communicating: Sequence[tuple[Mark, Mark]]
-    loading: Sequence[tuple[Mark, Mark]] = ()
+    loaded: Mark = None
+    looked: tuple[Mark, Mark] | None = None
 
     def times(self, clock: StreamClock) -> OperationTimes:
         """By a clock that has come past all of them."""
         at = clock.time_s
-        begin, start, end, sent, *kinds = self
-        took = []
-        for spans in kinds:
-            took.append(0.0)
-            for first, last in spans:
-                took[-1] += at(last) - at(first)
-        return OperationTimes(at(begin), at(start), at(end), at(sent), *took)
+        begin, start, end, sent = at(self.begin), at(self.start), at(self.end), at(self.sent)
+        compute, communication, loading = end - start, sent - end, 0.0
+        if self.loaded is not None:
+            loading = at(self.loaded) - begin
+        if self.looked is not None:
+            first, last = map(at, self.looked)
+            compute += last - first
+            communication += (first - begin) + (start - last)
+        return OperationTimes(begin, start, end, sent, compute, communication, loading)
 
 
 class UnderWay:
@@ -212,11 +218,8 @@ class UnderWay:
         before. Waits where more than `AHEAD` would be under way. Raises what they raise.
 
         Args:
-            within: what it is called in, where that is later.
+            within: what it is called in.
         """
-        if not self._clock.late:
-            note()
-            return
         self._waiting.append((mark, note, within))
         self.note(AHEAD)
 

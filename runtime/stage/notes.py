@@ -102,7 +102,10 @@ class OperationNotes:
             if log is not None:
                 log.write(op, text, Use(version, forward_version, at), messages, held, left)
 
-        self.under_way.add(spans.sent, note, partial(self.explained, text))
+        if self.clock.late:
+            self.under_way.add(spans.sent, note, partial(self.explained, text))
+        else:
+            note()
 
     def finish(self) -> None:
         """A segment's operations are handed in: wait for them, and let the last messages go."""

@@ -135,8 +135,7 @@ class StageRunner:
                 with notes.explained():
                     hooks.after_forward(op)
             return
-        of_run = Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
-        notes.begin(op_text(self.number, of_run))
+        notes.begin(op_text(self.number, op, self.segment.first))
         if notes.log is not None:
             notes.log.begin(op)
         try:
@@ -170,14 +169,15 @@ class StageRunner:
         except Exception as error:
             advise(self.prepared, values, error)
             raise
-        of_loss = self._losses.note(op.mini_batch, loss, part.share) if self.data.targets else 0.0
+        check = None
+        if self.data.targets:
+            of_loss = self._losses.note(op.mini_batch, loss, part.share)
+            mini_batch = segment.first + op.mini_batch
+            check = partial(self.gradients.not_finite.check_loss, mini_batch, of_loss)
         end = mark()
         messages.send_outputs(op.micro_batch, outputs, piece.kept_outputs, piece.lasts)
         sent = mark()
-        spans = Spans(begin, start, end, sent, [(start, end)], [(end, sent)], [(begin, loaded)])
-        mini_batch = segment.first + op.mini_batch
-        check = partial(self.gradients.not_finite.check_loss, mini_batch, of_loss)
-        self.notes.handed_in(op, version, spans, before=check)
+        self.notes.handed_in(op, version, Spans(begin, start, end, sent, loaded), before=check)
 
     def _backward(self, op: Op) -> None:
         mark = self.notes.clock.mark
@@ -190,9 +190,9 @@ class StageRunner:
         end = mark()
         messages.send_gradients(mine, back)
         sent = mark()
-        spans = Spans(begin, start, end, sent, [(start, end)], [(end, sent)])
         seen = stage.meter.seen
         read = partial(seen.read, seen.noted)
+        spans = Spans(begin, start, end, sent)
         self.notes.handed_in(op, version, spans, forward_version, before=read)
 
     def _weight(self, op: Op) -> None:
@@ -202,7 +202,7 @@ class StageRunner:
         start = mark()
         version = self.stage.backward_weight(op, self.messages.held_bytes)
         end = mark()
-        spans = Spans(begin, start, end, end, [(start, end)], [(begin, start)])
+        spans = Spans(begin, start, end, end, looked=(start, start))
         self.notes.handed_in(op, version, spans)
 
     def _update(self, op: Op, segment: Segment) -> Iterator[None]:
@@ -219,8 +219,6 @@ class StageRunner:
         if stage.updates.scheduler is not None:
             stage.updates.scheduler.after_update(ends_epoch=segment.ends_epoch(op.mini_batch))
         end = mark()
-        computing = [(found.summed, found.checked), (start, end)]
-        waiting = [(begin, found.summed), (found.checked, start)]
         updated = Updated(stage.updates.lr, self.gradients.norm, stage.account.peak)
 
         def after() -> None:
@@ -233,7 +231,7 @@ class StageRunner:
                 if self.on_mini_batch:
                     self.on_mini_batch(segment, b, loss)
 
-        spans = Spans(begin, start, end, end, computing, waiting)
+        spans = Spans(begin, start, end, end, looked=(found.summed, found.checked))
         # Looked at already, what isn't finite is noted once.
         notes.handed_in(op, version, spans, before=found.check, after=after)
 

@@ -20,7 +20,7 @@ from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import updates_last, whole_sequence
 from ...planner.systems.operations import FORWARD, UPDATE, Op, Schedule
 from ...profiles.autograd.dropout import WithoutDropout
-from ...profiles.autograd.random_numbers import same_numbers
+from ...profiles.autograd.random_numbers import SameNumbers, same_numbers
 from ...profiles.errors import FileError, RunError
 from ...profiles.tasks.optimizers import for_use
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
@@ -399,13 +399,16 @@ class Course:
     def _steps(self, runner: StageRunner, op: Op) -> Iterator[None]:
         """An operation of a runner, with the same random numbers as everywhere where that is asked
         for."""
+        return runner.steps(op) if self._numbers is None else self._with(self._numbers, runner, op)
+
+    def _with(self, numbers: SameNumbers, runner: StageRunner, op: Op) -> Iterator[None]:
         segment = runner.segment
-        if self._numbers is not None and segment is not None and op.micro_batch is not None:
+        if segment is not None and op.micro_batch is not None:
             dealt = runner.stage.share.dealt
             samples = real_samples(segment, op.mini_batch, op.micro_batch, dealt)
             if op.kind == FORWARD:
                 at = (segment.first + op.mini_batch,)
-                self._numbers.begin(runner.number, at, samples)
+                numbers.begin(runner.number, at, samples)
         yield from runner.steps(op)
 
     def _advance(self, running: Sequence[tuple[int, Iterator[None]]]) -> None:
