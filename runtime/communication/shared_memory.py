@@ -208,6 +208,8 @@ class Outbox:
         self._timeout_s = timeout_s
         self._layout = layout
         self._index: Mapping[Key, int] = {box.key: k for k, box in enumerate(layout)}
+        # So many messages are within what receives are posted for, of whatever box they are.
+        self._posted = min([0 if box.varying else box.ahead for box in layout], default=0)
         self._slots = slots
         # The slot given back last is taken first: those never needed take no memory.
         self._free = [list(range(box.slots))[::-1] for box in layout]
@@ -268,7 +270,7 @@ class Outbox:
     @property
     def held_bytes(self) -> int:
         """Of messages beyond those that receives are posted for."""
-        if not self._under_way:
+        if self._under_way <= self._posted:
             return 0
         with self._lock:
             # A look at the socket takes longer than all else here, and can only find less.
@@ -449,7 +451,10 @@ class SharedMemoryChannels(PeerChannels):
     @property
     def held_bytes(self) -> int:
         """Slots that stand for posted receives, and messages beyond the others' own."""
-        return self._posted_bytes + sum(outbox.held_bytes for outbox in self._outboxes.values())
+        held = self._posted_bytes
+        for outbox in self._outboxes.values():
+            held += outbox.held_bytes
+        return held
 
 
 class SlotEnds(Protocol[Begun]):

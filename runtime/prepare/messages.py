@@ -7,14 +7,16 @@ some of its samples where replicas share every mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ...planner.costs.stage_costs import RECEIVES_AHEAD
-from ...planner.systems.operations import FORWARD
+from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError
 from ...profiles.tracing.shapes import ValueSpec
 from .workers import Replica
@@ -57,7 +59,7 @@ def missing_gradients(message: Tensor, *, in_parts: bool = True) -> list[bool]:
     Args:
         in_parts: they may have come from several senders; else a slot's first number tells.
     """
-    slots = len(message)
+    slots = message.shape[0]
     numbers = _real(message.resolve_conj())
     mark = _MARKS.get(numbers.dtype)
     if mark is None or not message.numel():
@@ -137,7 +139,12 @@ class MessageRoute:
 
     def nbytes(self, kind: str) -> int:
         """Of a message."""
-        return torch.Size(self.shape(kind)).numel() * self.spec.dtype.itemsize
+        return self._nbytes[kind]
+
+    @cached_property
+    def _nbytes(self) -> Mapping[str, int]:
+        size = self.spec.dtype.itemsize
+        return {kind: prod(self.shape(kind)) * size for kind in (FORWARD, BACKWARD)}
 
     def between(self, kind: str) -> tuple[Replica, Replica]:
         """The sender and the receiver of a message of this kind."""

@@ -78,8 +78,9 @@ class MemoryAccount:
             self._gradients = sum([n for p, n in self._gradient_bytes if p.grad is not None])
         self._count_state()
         self.last = held = self.held(boundary_bytes)
-        if self.peak is None or sum(held) > self._most:
-            self._most = sum(held)
+        total = sum(held)
+        if total > self._most or self.peak is None:
+            self._most = total
             self.peak = MemoryByKind(**dict(zip(_FIELDS, held, strict=True)))
         self.most_versions = max(self.most_versions, self._versions.held)
 
@@ -94,10 +95,10 @@ class MemoryAccount:
     def own(self, boundary_bytes: int = 0) -> tuple[int, ...]:
         """The same of this stage alone."""
         kept = self._hooks.states()
+        beside = sum([dense_bytes(t) for _, by in kept for t in by.values()]) if kept else 0
         return (
             self._weights,
-            self._versions.older_bytes
-            + sum([dense_bytes(t) for _, by in kept for t in by.values()]),
+            self._versions.older_bytes + beside,
             self._gradients + self.aside_bytes,
             self._state,
             self.activations_bytes,

@@ -49,10 +49,17 @@ class StageMessages:
         self._known = distribution.known[replica.stage]
         self._incoming = by_name(c for c in distribution.routes if c.target == replica)
         self._outgoing = [c for c in distribution.routes if c.source == replica]
+        # By micro-batch.
+        self._taken = {i: [self._for(i, cs) for cs in self._incoming.values()] for i in self._mine}
+        self._made = {i: self._for(i, self._outgoing) for i in self._mine}
         self._evaluation = distribution.evaluation_routes
         returning = Counter(c.spec.name for c in self._outgoing if c.spec.needs_grad)
         self._summed = {name for name, count in returning.items() if count > 1}
         self._in_parts = {c.spec.name for c in self._outgoing if c.taken is not None}
+
+    @staticmethod
+    def _for(micro_batch: int, routes: Iterable[MessageRoute]) -> list[MessageRoute]:
+        return [c for c in routes if micro_batch in c.micro_batches]
 
     @property
     def held_bytes(self) -> int:
@@ -63,14 +70,14 @@ class StageMessages:
         """All messages of a segment with so many mini-batches."""
         series = []
         for routes in self._incoming.values():
-            steps = [[c for c in routes if i in c.micro_batches] for i in self._mine]
+            steps = [self._for(i, routes) for i in self._mine]
             series.append(message_series(FORWARD, steps, mini_batches))
         back: dict[tuple[str, int], list[MessageRoute]] = {}
         for c in self._outgoing:
             if c.spec.needs_grad:
                 back.setdefault((c.spec.name, c.target.stage), []).append(c)
         for routes in back.values():
-            steps = [[c for c in routes if i in c.micro_batches] for i in self._mine]
+            steps = [self._for(i, routes) for i in self._mine]
             steps = [routes] if self._whole else steps
             series.append(message_series(BACKWARD, steps, mini_batches))
         return series
@@ -103,9 +110,9 @@ class StageMessages:
         """Receive what a forward takes from other stages, by name; with what is known before the
         run."""
         found = {}
-        for name, routes in self._incoming.items():
-            mine = [c for c in routes if micro_batch in c.micro_batches]
-            found[name] = join([(c, self.channels.receive(c, FORWARD)) for c in mine])
+        for routes in self._taken[micro_batch]:
+            received = [(c, self.channels.receive(c, FORWARD)) for c in routes]
+            found[routes[0].spec.name] = join(received)
         found.update(self._known)
         return found
 
@@ -122,12 +129,11 @@ class StageMessages:
             kept: outputs that the stage keeps for its backward anyway.
             lasts: whether a tensor's memory is one that changes later on.
         """
-        for c in self._outgoing:
-            if micro_batch in c.micro_batches:
-                part = c.part(outputs[c.spec.name])
-                if lasts(part):
-                    part = part.clone()
-                self._send(c, FORWARD, part, kept=c.spec.name in kept)
+        for c in self._made[micro_batch]:
+            part = c.part(outputs[c.spec.name])
+            if lasts(part):
+                part = part.clone()
+            self._send(c, FORWARD, part, kept=c.spec.name in kept)
 
     def output_gradients(
         self, mine: Sequence[int], made_shape: Callable[[str], torch.Size]
