@@ -205,6 +205,8 @@ class HandedOver:
 
     def watch(self, names: Iterable[str], arguments: Iterable[Any]) -> dict[str, Tensor]:
         """Before the piece gets these arguments. Returns those that are handed over."""
+        if not self._makers:
+            return {}
         pairs = zip(names, arguments, strict=True)
         watched = {n: v for n, v in pairs if n in self._makers and isinstance(v, Tensor)}
         self._changed.begin(watched.items())
@@ -212,7 +214,8 @@ class HandedOver:
 
     def check(self) -> None:
         """The piece has run. Raises RunError where it has changed what it hadn't before."""
-        self._changed.end()
+        if self._makers:
+            self._changed.end()
 
     def kept_elsewhere(self, names: Iterable[str]) -> set[str]:
         """Of these inputs, those whose memory the stage that made them keeps anyway."""

@@ -55,7 +55,7 @@ class OutputGradients(NamedTuple):
     gone: Mapping[str, Sequence[bool]]
 
 
-@dataclass
+@dataclass(slots=True)
 class MicroBatch:
     """What a stage keeps of a micro-batch until its backward: autograd's graph, inputs, outputs.
 

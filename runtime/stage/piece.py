@@ -82,24 +82,25 @@ class StagePiece:
     def forward(self, given: PieceInputs) -> Forwarded:
         """Forward of one micro-batch in training."""
         values = self.handed_over.safe(given.values)
+        if values is not given.values:
+            given = given._replace(values=values)
         shapes: InputShapes = ()
         known = None
-        if self._saved is not None and given.weights is None:
+        if self._saved is not None:
             shapes = input_shapes(self.inputs, values, self.specs)
             known = self._saved.get(shapes)
-        given = given._replace(values=values)
         micro, outputs, loss = self._first(given, counts=known is None)
         for name, tensor in outputs.items():
-            like = partial(self._as_profiled, values)
-            self._check(self.specs[name], tensor, inputs_alike=like)
-            micro.shapes[name] = tensor.shape
+            spec, micro.shapes[name] = self.specs[name], tensor.shape
+            if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+                self._check(spec, tensor, inputs_alike=partial(self._as_profiled, values))
         if known is None:
             saved = self.weights.saved
             kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
             known = micro.saved_bytes, kept
             if self.weights.copies:
                 self._saved = None
-            elif self._saved is not None and given.weights is None:
+            elif self._saved is not None:
                 self._saved[shapes] = known
         micro.saved_bytes, self.kept_outputs = known
         return micro, outputs, loss
@@ -155,12 +156,12 @@ class StagePiece:
         """What a forward computes, and what autograd keeps of it.
 
         Args:
-            counts: what it saves isn't known, or is a reference to weights.
+            counts: what it saves isn't known.
             remade: what some of its layers are computed again from.
         """
         values, target, part, tensors = given
         micro = MicroBatch(remade=remade)
-        weights = self.weights.forward(tensors, hooks=counts, substitutes=remade)
+        weights = self.weights.forward(tensors, counts=counts, substitutes=remade)
         selected = NOTHING if remade is None else running(remade)
         with weights, self._precision(), selected:
             arguments = [self._admit(name, values, micro) for name in self.inputs]
@@ -180,13 +181,16 @@ class StagePiece:
         if remade is not None:
             remade.finish()
             self.weights.saved |= remade.kept_bytes
-        # Buffers are there anyway.
-        elsewhere = self.handed_over.storages_kept_elsewhere(watched) | self._buffers
-        saved = self.weights.saved.items()
-        micro.saved_bytes = sum([nbytes for key, nbytes in saved if key not in elsewhere])
+        if counts:
+            # Buffers are there anyway.
+            elsewhere = self.handed_over.storages_kept_elsewhere(watched) | self._buffers
+            saved = self.weights.saved.items()
+            micro.saved_bytes = sum([nbytes for key, nbytes in saved if key not in elsewhere])
         return micro, outputs, loss
 
     def _precision(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return NOTHING
         return forward_context(self.autocast, self.device.type)
 
     def _admit(self, name: str, values: Mapping[str, Tensor], micro: MicroBatch) -> Any:

@@ -161,7 +161,8 @@ class Stage:
         version, weights = self.policy.forward(op)
         part = given.part
         run = ForwardRun(op, version, self.walk.latest, weights, part.real, part.size)
-        given, context = given._replace(weights=weights), self.hooks.forward(run)
+        given = PieceInputs(given.values, given.target, part, weights)
+        context = self.hooks.forward(run)
         with context:
             replayed = self.graphs.forward(given, alone=context is NOTHING)
             micro, outputs, loss = replayed or self.piece.forward(given)
@@ -169,7 +170,7 @@ class Stage:
         self.account.activations_bytes += micro.saved_bytes
         self.account.note(boundary_bytes, gradients_changed=False)
         self._drop()
-        return version, outputs, None if loss is None else loss._replace(value=loss.value.detach())
+        return version, outputs, None if loss is None else Loss(loss.value.detach(), loss.weight)
 
     def backward(
         self, op: Op, grads: OutputGradients, boundary_bytes: int = 0
@@ -305,7 +306,8 @@ class Stage:
         """Let go of weight versions that no operation needs any more."""
         if self.weights.held > 1:
             self.weights.drop(self.walk.needed())
-        self.ties.drop()
+        if self.ties.used:
+            self.ties.drop()
 
     def _let_gradients_go(self) -> None:
         for p in self.updated:

@@ -375,8 +375,8 @@ class TrainingInPieces:
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
         precision = forward_context(self.case.autocast, self.case.device.type)
-        hooks = bool(self.how.overwritten)
-        with self._versions.forward(None, hooks=hooks), precision:
+        counts = bool(self.how.overwritten)
+        with self._versions.forward(None, counts=counts), precision:
             yield
 
     def _loss(self, b: int, i: int, micro: _Flight, expected: Any) -> tuple[float, ...]:

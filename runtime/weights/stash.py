@@ -17,13 +17,14 @@ that goes through them is at the forward's weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ...planner.systems.hooks import NOTHING
 from ...planner.systems.versions import SharedWalk, VersionWalk
 from ...profiles.autograd.boundary import storage_bytes, storage_key
 from ...profiles.errors import TargetError
@@ -231,29 +232,32 @@ class WeightVersions:
 
     # Using weights --------------------------------------------------------------------------
 
-    @contextmanager
     def forward(
         self,
         tensors: list[Tensor] | None,
         *,
-        hooks: bool = True,
+        counts: bool = True,
         substitutes: Substitutes | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Run a forward on these; None: the parameters as they are.
 
         What it saves of the weights are references.
 
         Args:
-            hooks: False: its backward will run on the parameters, too, whatever updates have made
-                of them by then, and nobody asks what it saved: autograd keeps what it keeps. Only
-                for the parameters as they are.
+            counts: False: nobody asks what it saved, and its backward will run on the parameters,
+                whatever updates have made of them by then. So where this runs on them, too,
+                autograd keeps what it keeps.
             substitutes: asked for what is kept instead of a tensor.
         """
-        if not hooks:
-            assert tensors is None
-            self.saved = {}
-            yield
-            return
+        self.saved = {}
+        if tensors is None and not counts:
+            return NOTHING
+        return self._packing(tensors, counts, substitutes)
+
+    @contextmanager
+    def _packing(
+        self, tensors: list[Tensor] | None, counts: bool, substitutes: Substitutes | None
+    ) -> Iterator[None]:
         counted: dict[int, int] = {}
         index, only, beside = self._index, self._only_dtype, bool(self._joined or self._frozen)
         versioned = len(self.every)
@@ -273,7 +277,8 @@ class WeightVersions:
                 if found is not None:
                     return found
             if k is None:
-                counted[key] = storage.nbytes()
+                if counts:
+                    counted[key] = storage.nbytes()
                 # An operation that saves its own output would hold itself alive through it. Where
                 # there are hooks, torch doesn't look at versions itself.
                 return tensor.detach(), tensor._version
@@ -328,7 +333,8 @@ class WeightVersions:
     def _unpack(self, kept: Any) -> Tensor:
         if type(kept) is tuple:
             saved: Tensor = kept[0]
-            _check_unchanged(saved, kept[1])
+            if saved._version != kept[1]:
+                _check_unchanged(saved, kept[1])
             return saved
         if not isinstance(kept, _Reference):
             filled: Tensor = kept.filled()

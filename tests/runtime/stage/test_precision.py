@@ -148,9 +148,9 @@ def test_no_forward_keeps_its_own_copies_of_the_weights(variant, profile, tmp_pa
     """Also where autograd may keep parameters as they are, and bytes have been counted."""
     asked, forward = [], WeightVersions.forward
 
-    def noted(self, tensors, *, hooks=True, substitutes=None):
-        asked.append(hooks)
-        return forward(self, tensors, hooks=hooks, substitutes=substitutes)
+    def noted(self, tensors, *, counts=True, substitutes=None):
+        asked.append(counts)
+        return forward(self, tensors, counts=counts, substitutes=substitutes)
 
     monkeypatch.setattr(WeightVersions, "forward", noted)
     plan = plan_by_hand(profile, variant, 2, 4)
