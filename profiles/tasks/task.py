@@ -134,7 +134,7 @@ def _one_number(found: Any) -> Tensor:
             "the task's loss must give one number as a tensor: a mean over the samples; or (sum, "
             "weight)"
         )
-    return found.reshape(())
+    return found.reshape(()) if found.dim() else found
 
 
 def _as_number(found: Any) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -213,8 +213,7 @@ def mean_over(mini_batch: int, update_every: int, mini_batches: int) -> int:
     return min(update_every, mini_batches - first)
 
 
-@dataclass(frozen=True)
-class MicroBatchPart:
+class MicroBatchPart(NamedTuple):
     """A micro-batch, padded to full size, and its share of the mini-batch's mean.
 
     Attributes:

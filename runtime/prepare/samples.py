@@ -100,6 +100,8 @@ class Samples:
             if not isinstance(self._read_from, TensorDataset):
                 self._read_from = _Named(self._read_from, self.split)
         self._ahead = _TakenAhead(self, self._wait_s)
+        # Nothing of the user's runs where samples are taken.
+        self._in_memory = type(self._read_from) is TensorDataset
 
     def for_a_look(self, parts: Parts) -> Samples:
         """The same samples with other parts of them, to look at some: nothing is loaded ahead.
@@ -131,6 +133,8 @@ class Samples:
         Raises TargetError where the data have no such samples, or fail.
         """
         size = size or self.micro_batch
+        if self._in_memory:
+            return self.take_now(epoch, positions, size)
         if self._batches is not None:
             return self._of_batch(self._batches, epoch, positions, size)
         return self._ahead.take((epoch, positions, size))
@@ -165,7 +169,7 @@ class Samples:
         seeds = None
         if self._alone and not beside:
             seeds = self._seeds(epoch, positions)
-        if len(chosen) == size:
+        if chosen.shape[0] == size:
             return self._fetch(chosen, seeds)
         real = chosen.tolist()
         # Where there is none to copy, any sample will do: nothing is made of the output.

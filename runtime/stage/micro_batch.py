@@ -64,6 +64,7 @@ class MicroBatch:
         inlets: by name, where its graph takes tensors of other stages that need a gradient.
         outlets: by name, where it gives tensors that have one.
         shapes: of what it has from other stages and has made for others.
+        loss, weight: its own, and the gradient that its backward begins with there.
         inputs: what its forward is recomputed from before the backward; None: it isn't.
         remade: what some of its layers are computed again from; None: none are.
         half: the weight part of its backward, where the other part has run.
@@ -74,38 +75,35 @@ class MicroBatch:
     outlets: dict[str, GradientEdge] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     loss: Tensor | None = None
+    weight: float = 1.0
     inputs: ForwardInputs | None = None
     remade: Remade | None = None
     half: SplitBackward | None = None
 
     def roots(
         self, grads: OutputGradients, k: int
-    ) -> Iterator[tuple[Tensor | GradientEdge, Tensor | None]]:
-        """Where its backward begins, with the gradients there; None: 1, of its own loss.
+    ) -> Iterator[tuple[Tensor | GradientEdge, Tensor]]:
+        """Where its backward begins, with the gradients there.
 
         Args:
             k: its place among the micro-batches of this backward.
         """
         if self.loss is not None:
-            yield self.loss, None
+            yield self.loss, torch.full_like(self.loss, self.weight)
         for name, edge in self.outlets.items():
             if name in grads.by_name and not grads.gone[name][k]:
                 yield edge, grads.by_name[name][k]
 
     def split(
         self,
-        roots: Iterable[tuple[Tensor | GradientEdge, Tensor | None]],
+        roots: Iterable[tuple[Tensor | GradientEdge, Tensor]],
         parameters: Iterable[nn.Parameter],
     ) -> MicroBatch:
         """Run the first part of its backward. Returns what is kept for the second."""
         edges, grads = [], []
         for root, grad in roots:
-            if isinstance(root, Tensor):
-                edges.append(get_gradient_edge(root))
-                grads.append(torch.ones_like(root))
-            elif grad is not None:
-                edges.append(root)
-                grads.append(grad)
+            edges.append(get_gradient_edge(root) if isinstance(root, Tensor) else root)
+            grads.append(grad)
         half = SplitBackward(edges, grads, self.inlets.values(), parameters)
         half.inputs()
         return MicroBatch(self.saved_bytes + half.held_bytes, half=half)

@@ -170,7 +170,7 @@ class StagePiece:
             del arguments
             loss = self._loss(out[-1], target, part) if self.has_result else None
             if loss is not None:
-                micro.loss = loss.value if self.loss.weighted else loss.value * part.weight
+                micro.loss, micro.weight = loss.value, 1.0 if self.loss.weighted else part.weight
             outputs = self._named(out)
             for name, tensor in outputs.items():
                 if tensor.requires_grad:

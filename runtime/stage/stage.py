@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun
 from ...planner.systems.operations import Op
@@ -281,7 +282,7 @@ class Stage:
         self,
         op: Op,
         micro: MicroBatch,
-        roots: Sequence[tuple[Tensor | torch.autograd.graph.GradientEdge, Tensor | None]],
+        roots: Sequence[tuple[Tensor | GradientEdge, Tensor]],
         tensors: list[Tensor] | None,
         *,
         same: bool,
@@ -300,7 +301,14 @@ class Stage:
                 self.account.activations_bytes += half.saved_bytes - micro.saved_bytes
                 self._flying[op.mini_batch, op.micro_batch] = half
             elif roots:
-                torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
+                # As `torch.autograd.backward`, which takes its time to look at shapes that the
+                # engine looks at again.
+                _engine_run_backward(
+                    *zip(*roots, strict=True),
+                    *(False, False, ()),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
 
     def _drop(self) -> None:
         """Let go of weight versions that no operation needs any more."""

@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from timeprest.profiles.zoo.digits import Digits
 from timeprest.runtime.stage.compiled import StageForward
 from timeprest.runtime.stage.optimizer import StageUpdates
 from timeprest.runtime.stage.piece import StagePiece
+from timeprest.runtime.stage.stage import Stage
 from timeprest.runtime.training.loop import Course
 from timeprest.tests.benchmarks.shared import command, markdown
 from timeprest.tests.benchmarks.speed.tasks import RACES
@@ -35,7 +35,7 @@ OUT = "TIMEPREST_WORKER_TIMES"
 
 PARTS = {
     "forward": ((StageForward, "__call__"), (StagePiece, "_loss")),
-    "backward": ((torch.autograd, "backward"),),
+    "backward": ((Stage, "_run_backward"),),
     "update": ((StageUpdates, "step"),),
 }
 TOTAL, BETWEEN = "all", "between"
