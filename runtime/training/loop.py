@@ -349,7 +349,7 @@ class Course:
             runner = self.runners[0]
             with self._stream(0):
                 for op in order[runner.number]:
-                    for _ in self._steps(runner, op):
+                    for _ in _steps(runner, op, self._numbers):
                         pass
         else:
             self._take_turns(order)
@@ -390,26 +390,11 @@ class Course:
                 updates = []
             for position, runner in enumerate(self.runners):
                 if runner.number == s:
-                    updates.append((position, self._steps(runner, op)))
+                    updates.append((position, _steps(runner, op, self._numbers)))
             if op.kind != UPDATE:
                 self._advance(updates)
                 updates = []
         self._advance(updates)
-
-    def _steps(self, runner: StageRunner, op: Op) -> Iterator[None]:
-        """An operation of a runner, with the same random numbers as everywhere where that is asked
-        for."""
-        return runner.steps(op) if self._numbers is None else self._with(self._numbers, runner, op)
-
-    def _with(self, numbers: SameNumbers, runner: StageRunner, op: Op) -> Iterator[None]:
-        segment = runner.segment
-        if segment is not None and op.micro_batch is not None:
-            dealt = runner.stage.share.dealt
-            samples = real_samples(segment, op.mini_batch, op.micro_batch, dealt)
-            if op.kind == FORWARD:
-                at = (segment.first + op.mini_batch,)
-                numbers.begin(runner.number, at, samples)
-        yield from runner.steps(op)
 
     def _advance(self, running: Sequence[tuple[int, Iterator[None]]]) -> None:
         """Lead operations to their ends, from pause to pause in turn."""
@@ -534,6 +519,23 @@ class Course:
         """The most that a worker held, at moments of any of its stages."""
         peaks = [r.stage.account.peak for r in self.runners if r.replica.rank == rank]
         return max((p for p in peaks if p is not None), key=lambda peak: peak.total, default=None)
+
+
+def _steps(runner: StageRunner, op: Op, numbers: SameNumbers | None) -> Iterator[None]:
+    """An operation of a runner, with the same random numbers as everywhere where that is asked
+    for."""
+    return runner.steps(op) if numbers is None else _drawing(runner, op, numbers)
+
+
+def _drawing(runner: StageRunner, op: Op, numbers: SameNumbers) -> Iterator[None]:
+    segment = runner.segment
+    if segment is not None and op.micro_batch is not None:
+        dealt = runner.stage.share.dealt
+        samples = real_samples(segment, op.mini_batch, op.micro_batch, dealt)
+        if op.kind == FORWARD:
+            at = (segment.first + op.mini_batch,)
+            numbers.begin(runner.number, at, samples)
+    yield from runner.steps(op)
 
 
 def _rss_peak_bytes() -> int:

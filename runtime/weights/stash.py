@@ -252,48 +252,7 @@ class WeightVersions:
         self.saved = {}
         if tensors is None and not counts:
             return NOTHING
-        return self._packing(tensors, counts, substitutes)
-
-    @contextmanager
-    def _packing(
-        self, tensors: list[Tensor] | None, counts: bool, substitutes: Substitutes | None
-    ) -> Iterator[None]:
-        counted: dict[int, int] = {}
-        index, only, beside = self._index, self._only_dtype, bool(self._joined or self._frozen)
-        versioned = len(self.every)
-
-        def pack(tensor: Tensor) -> Any:
-            storage = tensor.untyped_storage()
-            key: int = storage._cdata
-            copied_to = None
-            k = index.get(key)
-            if k is None and beside:
-                k = self._beside(key)
-            if k is None and tensor.dtype != only:
-                k, copied_to = self._copied_from(tensor), tensor.dtype
-                self.copies |= k is not None
-            if substitutes is not None:
-                found = substitutes.packed(tensor, key, weight=k is not None)
-                if found is not None:
-                    return found
-            if k is None:
-                if counts:
-                    counted[key] = storage.nbytes()
-                # An operation that saves its own output would hold itself alive through it. Where
-                # there are hooks, torch doesn't look at versions itself.
-                return tensor.detach(), tensor._version
-            offset = int(tensor.storage_offset())
-            version = 0 if k < versioned else self._frozen[k - versioned]._version
-            lazy = tensor.is_conj(), tensor.is_neg()
-            layout = tensor.size(), tensor.stride(), offset
-            return _Reference(k, *layout, tensor.dtype, lazy, copied_to, version)
-
-        try:
-            hooked = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-            with _holding(self.every, tensors), hooked:
-                yield
-        finally:
-            self.saved = counted
+        return _packing(self, tensors, substitutes, counts=counts)
 
     def _copied_from(self, tensor: Tensor) -> int | None:
         """The parameter that this is a copy of in another precision, or a view of such a copy."""
@@ -363,6 +322,57 @@ class WeightVersions:
         conjugate, negative = kept.lazy
         view = view.conj() if conjugate else view
         return torch._neg_view(view) if negative else view
+
+
+@contextmanager
+def _packing(
+    versions: WeightVersions,
+    tensors: list[Tensor] | None,
+    substitutes: Substitutes | None,
+    *,
+    counts: bool,
+) -> Iterator[None]:
+    """`WeightVersions.forward` with hooks."""
+    counted: dict[int, int] = {}
+    index, only, beside = (
+        versions._index,
+        versions._only_dtype,
+        bool(versions._joined or versions._frozen),
+    )
+    versioned = len(versions.every)
+
+    def pack(tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        copied_to = None
+        k = index.get(key)
+        if k is None and beside:
+            k = versions._beside(key)
+        if k is None and tensor.dtype != only:
+            k, copied_to = versions._copied_from(tensor), tensor.dtype
+            versions.copies |= k is not None
+        if substitutes is not None:
+            found = substitutes.packed(tensor, key, weight=k is not None)
+            if found is not None:
+                return found
+        if k is None:
+            if counts:
+                counted[key] = storage.nbytes()
+            # An operation that saves its own output would hold itself alive through it. Where
+            # there are hooks, torch doesn't look at versions itself.
+            return tensor.detach(), tensor._version
+        offset = int(tensor.storage_offset())
+        version = 0 if k < versioned else versions._frozen[k - versioned]._version
+        lazy = tensor.is_conj(), tensor.is_neg()
+        layout = tensor.size(), tensor.stride(), offset
+        return _Reference(k, *layout, tensor.dtype, lazy, copied_to, version)
+
+    try:
+        hooked = torch.autograd.graph.saved_tensors_hooks(pack, versions._unpack)
+        with _holding(versions.every, tensors), hooked:
+            yield
+    finally:
+        versions.saved = counted
 
 
 @contextmanager

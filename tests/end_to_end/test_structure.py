@@ -87,7 +87,7 @@ methods 27 planner/search/local_search/neighbours.py Neighbours
 methods 27 planner/search/state.py SearchState
 methods 32 runtime/processes/rendezvous.py Rendezvous
 methods 26 runtime/records/run_dir.py RunDir
-methods 24 runtime/training/loop.py Course
+methods 23 runtime/training/loop.py Course
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
