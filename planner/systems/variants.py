@@ -40,7 +40,8 @@ Placement = Literal["any", "loop", "v"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One training system.
+    """One training system. Where a row says nothing else, nothing is flushed, all passes run on the
+    latest weights, and mini-batches have micro-batches.
 
     Attributes:
         schedule: rule that makes the list of operations (`schedules`).
@@ -79,11 +80,11 @@ class Variant:
     name: str
     schedule: ScheduleRule
     backward_unit: BackwardUnit
-    flushes: bool
-    forward_weights: ForwardWeights
-    backward_weights: BackwardWeights
-    whole_mini_batches: bool
     summary: str
+    flushes: bool = False
+    forward_weights: ForwardWeights = "latest"
+    backward_weights: BackwardWeights = "latest"
+    whole_mini_batches: bool = False
     scratch_copies: int = 0
     micro_batch_per_stage: bool = False
     forwards_first: bool = False
@@ -155,29 +156,22 @@ _TABLE = (
         name="timeprest",
         schedule="nf1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="micro-batch-entry",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="nF1B, backward on the latest weights, nothing stashed for it (2410.14312)",
     ),
     Variant(
         name="timeprest-stashed",
         schedule="nf1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="micro-batch-entry",
         backward_weights="forward",
-        whole_mini_batches=False,
         summary="timeprest with weights stashed for the backward (FGCS 178, 108260: Variant 1)",
     ),
     Variant(
         name="pipedream-unstashed",
         schedule="1f1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="micro-batch-entry",
-        backward_weights="latest",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, nothing stashed (FGCS 178, 108260: Variant 2)",
     ),
@@ -185,28 +179,20 @@ _TABLE = (
         name="v-timeprest",
         schedule="nf1b",
         backward_unit="mini",
-        flushes=False,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="nF1B, latest weights in every pass, one copy (2509.23241)",
     ),
     Variant(
         name="i-timeprest",
         schedule="nf1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="micro-batch-entry",
         backward_weights="intermediate",
-        whole_mini_batches=False,
         summary="nF1B, backward between the forward's weights and the latest (2509.23241)",
     ),
     Variant(
         name="pipedream",
         schedule="1f1b",
         backward_unit="mini",
-        flushes=False,
-        forward_weights="latest",
         backward_weights="forward",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, weights stashed for the backward (1806.03377)",
@@ -215,7 +201,6 @@ _TABLE = (
         name="pipedream-vertical-sync",
         schedule="1f1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="mini-batch-entry",
         backward_weights="forward",
         whole_mini_batches=True,
@@ -225,10 +210,8 @@ _TABLE = (
         name="pipedream-2bw",
         schedule="1f1b-micro",
         backward_unit="micro",
-        flushes=False,
         forward_weights="mini-batch-entry",
         backward_weights="forward",
-        whole_mini_batches=False,
         summary="1F1B over micro-batches, never flushed, two versions (2006.09503)",
         micro_batch_per_stage=True,
     ),
@@ -236,10 +219,7 @@ _TABLE = (
         name="pipemare",
         schedule="1f1b-deep",
         backward_unit="micro",
-        flushes=False,
-        forward_weights="latest",
         backward_weights="corrected",
-        whole_mini_batches=False,
         summary="1F1B over micro-batches, never flushed, no stash, backward corrected (1910.05124)",
         scratch_copies=2,
         rescheduled=True,
@@ -249,16 +229,12 @@ _TABLE = (
         schedule="1f1b-flush",
         backward_unit="micro",
         flushes=True,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="1F1B over micro-batches, flush: plain mini-batch training (2006.09503)",
     ),
     Variant(
         name="spectrain",
         schedule="1f1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="predicted",
         backward_weights="predicted",
         whole_mini_batches=True,
@@ -271,9 +247,7 @@ _TABLE = (
         name="pipeoptim",
         schedule="1f1b",
         backward_unit="mini",
-        flushes=False,
         forward_weights="predicted",
-        backward_weights="latest",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, forward predicted by the optimizer's rule (2312.00839)",
         scratch_copies=1,
@@ -284,8 +258,6 @@ _TABLE = (
         name="pipedream-nesterov",
         schedule="1f1b",
         backward_unit="mini",
-        flushes=False,
-        forward_weights="latest",
         backward_weights="forward",
         whole_mini_batches=True,
         summary="pipedream with delay-corrected Nesterov momentum (2505.01099)",
@@ -296,9 +268,6 @@ _TABLE = (
         schedule="gpipe",
         backward_unit="micro",
         flushes=True,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="all forwards, all backwards, flush: plain mini-batch training (1811.06965)",
         forwards_first=True,
     ),
@@ -307,9 +276,6 @@ _TABLE = (
         schedule="1f1b-split",
         backward_unit="micro",
         flushes=True,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="1F1B, flush, weight gradients postponed to fill the bubble (2401.10241)",
         split_backward=True,
     ),
@@ -318,9 +284,6 @@ _TABLE = (
         schedule="interleaved",
         backward_unit="micro",
         flushes=True,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="1F1B over several stages of each device in turn, flush (2104.04473)",
         placement="loop",
     ),
@@ -329,9 +292,6 @@ _TABLE = (
         schedule="v-shaped",
         backward_unit="micro",
         flushes=True,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="a V of stages, flush, weight gradients fill the bubble (2401.10241, 2405.15362)",
         split_backward=True,
         placement="v",
@@ -341,9 +301,6 @@ _TABLE = (
         schedule="v-shaped",
         backward_unit="micro",
         flushes=True,
-        forward_weights="latest",
-        backward_weights="latest",
-        whole_mini_batches=False,
         summary="zb-v with about half of 1F1B's activations, and some bubble (2405.15362)",
         split_backward=True,
         placement="v",
