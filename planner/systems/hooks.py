@@ -221,7 +221,7 @@ class HookChain(StageHooks):
 
     def rate(self, update: int) -> float:
         """The product of all factors."""
-        return math.prod((hook(update) for hook in self.calls["rate"]), start=1.0)
+        return math.prod([hook(update) for hook in self.calls["rate"]], start=1.0)
 
 
 def _entered(

@@ -55,10 +55,11 @@ def give_gradients_own_memory(parameters: Iterable[Tensor], others: Iterable[Ten
     """
     taken = set(map(storage_key, others))
     for p in parameters:
-        if p.grad is not None and not p.grad.is_sparse:
-            if storage_key(p.grad) in taken:
-                p.grad = p.grad.clone()
-            taken.add(storage_key(p.grad))
+        grad = p.grad
+        if grad is not None and not grad.is_sparse:
+            if storage_key(grad) in taken:
+                p.grad = grad = grad.clone()
+            taken.add(storage_key(grad))
 
 
 # Bytes that autograd keeps for the backward, counted by saved-tensor hooks ----------------------

@@ -148,7 +148,7 @@ class Share(NamedTuple):
 
     def has(self, op: Op) -> bool:
         """Whether an operation of the stage is run here: every replica updates."""
-        return op.kind == UPDATE or bool(self.of(op))
+        return op.micro_batch in self.micro_batches or op.kind == UPDATE or bool(self.of(op))
 
 
 def share_of(plan: Plan, replica: Replica) -> Share:

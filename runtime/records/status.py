@@ -72,6 +72,7 @@ class StatusFile(Status):
             path.write_bytes(b" " * _BYTES)
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _BYTES)
+        self._length = 0
         self.now = WorkerStatus(rank=rank, name=name, host=socket.gethostname(), pid=os.getpid())
         self._put(self.now)
 
@@ -92,7 +93,10 @@ class StatusFile(Status):
 
     def _put(self, status: WorkerStatus) -> None:
         self.now = status
-        self._memory[:] = msgspec.json.encode(status)[:_BYTES].ljust(_BYTES)
+        text, before = msgspec.json.encode(status)[:_BYTES], self._length
+        self._length = len(text)
+        # Over all of the one before; behind that there are spaces.
+        self._memory[: max(self._length, before)] = text.ljust(before)
 
 
 def read_status(path: Path) -> WorkerStatus | None:

@@ -71,17 +71,27 @@ class Sample:
         total = sum(p.numel() for p in parameters)
         self.parameters = parameters
         self._stride = max(1, -(-total // SAMPLED))
+        # Where the parameters are, and views of those that are looked at.
+        self._at: list[int] = []
+        self._views: list[Tensor] = []
 
     def of(self, tensors: Sequence[Tensor] | None) -> Tensor:
         """``[weights looked at]``. `tensors`: as `WeightVersions.forward` takes them; there may be
         others behind the parameters'."""
-        with torch.no_grad():
-            mine = (self.parameters if tensors is None else tensors)[: len(self.parameters)]
-            parts = [t.reshape(-1) for t in mine]
-            if self._stride > 1:
-                parts = [part[:: self._stride] for part in parts]
-            found = torch.cat(parts) if parts else torch.zeros(0)
-            return found.to(torch.complex128 if found.is_complex() else torch.float64)
+        parts = self._latest() if tensors is None else self._parts(tensors)
+        found = torch.cat(parts) if parts else torch.zeros(0)
+        return found.to(torch.complex128 if found.is_complex() else torch.float64)
+
+    def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.detach().reshape(-1)[:: self._stride] for t in tensors[: len(self.parameters)]]
+
+    def _latest(self) -> list[Tensor]:
+        at = [p.data_ptr() for p in self.parameters]
+        if at != self._at:
+            if not all(p.is_contiguous() for p in self.parameters):
+                return self._parts(self.parameters)
+            self._at, self._views = at, self._parts(self.parameters)
+        return self._views
 
 
 _Together = tuple[int, int | None]

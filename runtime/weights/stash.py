@@ -55,6 +55,10 @@ def _check_unchanged(saved: Tensor, version: int) -> None:
         )
 
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""Types that no weights are copied to: indices, masks."""
+
+
 class _Reference(NamedTuple):
     """A saved view of a parameter, or of its copy in another precision.
 
@@ -348,7 +352,7 @@ def _packing(
         k = index.get(key)
         if k is None and beside:
             k = versions._beside(key)
-        if k is None and tensor.dtype != only:
+        if k is None and tensor.dtype != only and tensor.dtype not in _WHOLE:
             k, copied_to = versions._copied_from(tensor), tensor.dtype
             versions.copies |= k is not None
         if substitutes is not None:
@@ -375,18 +379,22 @@ def _packing(
         versions.saved = counted
 
 
-@contextmanager
 def _holding(
     parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor] | None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """The parameters hold these; None: what they hold."""
-    live = [p.data for p in parameters] if tensors is not None else []
-    for p, other in zip(parameters, tensors or (), strict=bool(tensors)):
+    return NOTHING if tensors is None else _exchanged(parameters, tensors)
+
+
+@contextmanager
+def _exchanged(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Iterator[None]:
+    live = [p.data for p in parameters]
+    for p, other in zip(parameters, tensors, strict=True):
         p.data = other
     try:
         yield
     finally:
-        for p, data in zip(parameters, live, strict=bool(live)):
+        for p, data in zip(parameters, live, strict=True):
             p.data = data
 
 
