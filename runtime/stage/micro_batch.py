@@ -114,14 +114,16 @@ def input_shapes(
 ) -> InputShapes:
     """The inputs' shapes, and values of numbers, that decide how many bytes a forward keeps."""
     return tuple(
-        (
-            name,
-            values[name].shape,
-            ()
-            if name not in specs or specs[name].kind == "tensor"
-            else tuple(values[name].reshape(-1).tolist()),
-        )
-        for name in names
+        [
+            (
+                name,
+                values[name].shape,
+                ()
+                if name not in specs or specs[name].kind == "tensor"
+                else tuple(values[name].reshape(-1).tolist()),
+            )
+            for name in names
+        ]
     )
 
 

@@ -142,7 +142,8 @@ class StagePiece:
 
     def lasts(self, output: Tensor) -> bool:
         """Whether an output is a parameter's or a buffer's memory, which is going to change."""
-        return storage_key(output) in self._buffers or self.weights.has(output)
+        key = storage_key(output)
+        return key in self._buffers or self.weights.has(key)
 
     # Steps of a forward ----------------------------------------------------------------------
 

@@ -213,9 +213,9 @@ class Stage:
         }
         messages = (*grads.by_name.values(), *back.values())
         give_gradients_own_memory(fresh, messages)
-        self.account.note(boundary_bytes + sum(g.nbytes for g in messages))
+        self.account.note(boundary_bytes + sum([g.nbytes for g in messages]))
         if not self.variant.split_backward:
-            self.account.activations_bytes -= sum(m.saved_bytes for m in micros.values())
+            self.account.activations_bytes -= sum([m.saved_bytes for m in micros.values()])
         self.hooks.after_backward(op)
         self.policy.finish(op)
         self._drop()

@@ -50,6 +50,7 @@ class WeightPolicy:
     Attributes:
         stages: those that use the weights; none: the one stage alone.
         walk: which version each operation uses; begun anew for each segment of the run.
+        by_forward: which weights a backward runs on goes by its forward's.
         distances: how many updates ahead predictions aim in that segment.
     """
 
@@ -82,7 +83,7 @@ class WeightPolicy:
         self._forward = _FORWARD.get(variant.forward_weights, WeightPolicy._forward_ahead)
         self._backward = _BACKWARD.get(variant.backward_weights, WeightPolicy._backward_made)
         makes = self._backward is WeightPolicy._backward_made and self._back is not None
-        self._by_forward = variant.stashes or makes
+        self.by_forward = variant.stashes or makes
 
     def begin(self, entries: Sequence[int], distances: Distances) -> None:
         """Get ready for a segment.
@@ -100,7 +101,7 @@ class WeightPolicy:
     def used(self, op: Op, micro_batch: int) -> int:
         """The version that the forward of a micro-batch ran on; 0 where that doesn't matter to its
         backward, so that all run in one pass."""
-        return self.walk.version_of(op.mini_batch, micro_batch) if self._by_forward else 0
+        return self.walk.version_of(op.mini_batch, micro_batch) if self.by_forward else 0
 
     def backward(self, op: Op, used: int, mine: tuple[int, ...], *, last: bool) -> BackwardPass:
         """Weights of a backward of micro-batches whose forwards used the same version.
@@ -220,6 +221,9 @@ class WeightPolicies:
 
         Each is to be run before the next one is asked for: they may be made in the same memory.
         """
+        if not self.shared and not self.own.by_forward:
+            yield self.own.backward(op, 0, tuple(micro_batches), last=True)
+            return
         policies = self.every
         groups: dict[tuple[int, ...], list[int]] = {}
         for i in micro_batches:

@@ -91,6 +91,7 @@ class WeightVersions:
 
     Attributes:
         latest: number of the version that the parameters hold.
+        held: versions, the latest included.
         saved: bytes by storage that autograd saved in the last forward, parameters left out.
         copies: whether some forward so far has copied weights to another precision.
         every: what operations run on: the parameters, and behind them those that were joined.
@@ -112,6 +113,7 @@ class WeightVersions:
         self.saved: dict[int, int] = {}
         self.copies = False
         self._older: dict[int, list[Tensor]] = {}
+        self.held = 1
         self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
         self._memory = [p.detach() for p in self.parameters]
         self._unpack_from: list[Tensor] = []
@@ -154,6 +156,7 @@ class WeightVersions:
             # On a GPU one kernel copies many.
             torch._foreach_copy_(copies, [p.detach() for p in self.parameters])
         self._older[self.latest] = copies
+        self.held = 1 + len(self._older)
         self._bytes[self.latest] = sum(map(storage_bytes, copies))
         self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
 
@@ -169,20 +172,15 @@ class WeightVersions:
             del self._bytes[version]
             for tensor in self._older.pop(version):
                 self._index.pop(storage_key(tensor), None)
-
-    @property
-    def held(self) -> int:
-        """Versions held, the latest included."""
-        return 1 + len(self._older)
+        self.held = 1 + len(self._older)
 
     @property
     def older_bytes(self) -> int:
         """Bytes of the copies, the scratch copy among them."""
         return sum(self._bytes.values())
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the memory of a parameter, or of a version of one."""
-        key = storage_key(tensor)
+    def has(self, key: int) -> bool:
+        """Whether memory with this key is a parameter's, or that of a version of one."""
         return key in self._index or self._beside(key) is not None
 
     def _beside(self, key: int) -> int | None:
