@@ -117,9 +117,9 @@ class WeightVersions:
         self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
         self._memory = [p.detach() for p in self.parameters]
         self._unpack_from: list[Tensor] = []
-        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
-        # Micro-batches of a backward ask for the same ones.
-        self._views: dict[_Reference, Tensor] = {}
+        # Micro-batches of a backward ask for the same ones. Copies in another precision are by
+        # parameter and that.
+        self._views: dict[_Reference | tuple[int, torch.dtype], Tensor] = {}
         self._scratch: list[Tensor] = []
         # By version; the scratch copy's stand at -1.
         self._bytes: dict[int, int] = {}
@@ -288,7 +288,6 @@ class WeightVersions:
             if refusal is not None:
                 refusal.remove()
             self._unpack_from = []
-            self._copies = {}
             self._views = {}
 
     def _unpack(self, kept: Any) -> Tensor:
@@ -316,9 +315,9 @@ class WeightVersions:
             _check_unchanged(source, kept.version)
         if kept.copied_to is not None:
             key = (kept.parameter, kept.copied_to)
-            if key not in self._copies:
-                self._copies[key] = source.to(kept.copied_to)
-            source = self._copies[key]
+            if key not in self._views:
+                self._views[key] = source.to(kept.copied_to)
+            source = self._views[key]
         view = torch.empty(0, dtype=kept.dtype, device=source.device)
         view.set_(source.untyped_storage(), kept.offset, kept.size, kept.stride)
         conjugate, negative = kept.lazy
