@@ -25,6 +25,7 @@ class StageData:
     Attributes:
         inputs: names of the model's inputs that its piece takes.
         targets: whether it takes targets: the last stage does.
+        loads: whether it takes inputs or targets at all.
         beyond_profile: mini-batches with a sample larger than any that was profiled, counted over
             the run, where this replica is the run's reporter.
     """
@@ -40,13 +41,9 @@ class StageData:
         self._share = prepared.distribution.shares[replica.number]
         self.inputs = [name for name in names if name in prepared.model.inputs]
         self.targets = replica.stage == len(prepared.plan.stages) - 1
+        self.loads = self.targets or bool(self.inputs)
         self.beyond_profile: list[int] = []
         self._samples: dict[Split, Samples] = {}
-
-    @property
-    def loads(self) -> bool:
-        """Whether it takes inputs or targets at all."""
-        return self.targets or bool(self.inputs)
 
     @property
     def parts(self) -> Parts:
