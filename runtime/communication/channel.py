@@ -201,7 +201,7 @@ class Mailbox:
         self.waiting_bytes: dict[int, int] = {}
 
 
-class LocalChannels(Channels):
+class LocalChannels(ProcessChannels):
     """Queues within one process: between the workers of an inline run, and between the stages of
     a worker. One object for each worker."""
 
@@ -239,6 +239,9 @@ class LocalChannels(Channels):
     def throttle(self, most: int) -> None:
         """Nothing is on its way."""
 
+    def end(self) -> None:
+        """It has neither threads nor sockets."""
+
     def _count(self, rank: int, change: int) -> None:
         counts = self._mailbox.waiting_bytes
         counts[rank] = counts.get(rank, 0) + change
@@ -249,92 +252,74 @@ class LocalChannels(Channels):
         return self._mailbox.waiting_bytes.get(self.rank, 0)
 
 
-class SeveralStagesChannels(ProcessChannels):
-    """Channels of a worker that runs several stages: between these nothing is sent."""
+class _TwoKinds(ProcessChannels):
+    """Base of channels that send by others of two kinds, by a message's route."""
 
-    def __init__(self, rank: int, others: ProcessChannels) -> None:
-        """
-        Args:
-            others: to and from other workers.
-        """
-        self._own = LocalChannels(rank, Mailbox())
-        self._others = others
+    def __init__(self, near: ProcessChannels, others: ProcessChannels) -> None:
+        self._near, self._others = near, others
 
-    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
-        """Announce what comes from others."""
-        self._others.open([c for c in series if not c.routes[0].handed_over], posts)
+    def _of(self, route: MessageRoute) -> ProcessChannels:
+        raise NotImplementedError
 
     def advance(self) -> None:
         self._others.advance()
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Hand it over, or send it."""
-        channels = self._own if route.handed_over else self._others
-        channels.send(route, kind, tensor, kept=kept)
+        self._of(route).send(route, kind, tensor, kept=kept)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
-        """The next one."""
-        channels = self._own if route.handed_over else self._others
-        return channels.receive(route, kind)
+        return self._of(route).receive(route, kind)
 
     def throttle(self, most: int) -> None:
+        self._near.throttle(most)
         self._others.throttle(most)
 
     def end(self) -> None:
+        self._near.end()
         self._others.end()
 
     @property
     def held_bytes(self) -> int:
         """Of both kinds."""
-        return self._own.held_bytes + self._others.held_bytes
+        return self._near.held_bytes + self._others.held_bytes
 
 
-class SeveralHostsChannels(ProcessChannels):
+class SeveralStagesChannels(_TwoKinds):
+    """Channels of a worker that runs several stages: between these nothing is sent."""
+
+    def __init__(self, rank: int, others: ProcessChannels) -> None:
+        """`others`: to and from other workers."""
+        super().__init__(LocalChannels(rank, Mailbox()), others)
+
+    def _of(self, route: MessageRoute) -> ProcessChannels:
+        return self._near if route.handed_over else self._others
+
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
+        """Announce what comes from others."""
+        self._others.open([c for c in series if not c.routes[0].handed_over], posts)
+
+
+class SeveralHostsChannels(_TwoKinds):
     """Channels of one kind to workers of the same host, of another to those of others."""
 
     def __init__(
         self, near: Iterable[MessageRoute], here: ProcessChannels, others: ProcessChannels
     ) -> None:
         """`near`: routes between workers of one host."""
-        self._near = {route.number for route in near}
-        self._here = here
-        self._others = others
+        super().__init__(here, others)
+        self._here = {route.number for route in near}
 
     def _of(self, route: MessageRoute) -> ProcessChannels:
-        return self._here if route.number in self._near else self._others
+        return self._near if route.number in self._here else self._others
 
     def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """A tensor may come from both: each knows the routes of its own."""
 
         def far(rank: int) -> list[Post]:
-            return [post for post in posts(rank) if post.route.number not in self._near]
+            return [post for post in posts(rank) if post.route.number not in self._here]
 
-        self._here.open(series)
+        self._near.open(series)
         self._others.open([], far)
-
-    def advance(self) -> None:
-        self._others.advance()
-
-    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Send it."""
-        self._of(route).send(route, kind, tensor, kept=kept)
-
-    def receive(self, route: MessageRoute, kind: str) -> Tensor:
-        """The next one."""
-        return self._of(route).receive(route, kind)
-
-    def throttle(self, most: int) -> None:
-        self._here.throttle(most)
-        self._others.throttle(most)
-
-    def end(self) -> None:
-        self._here.end()
-        self._others.end()
-
-    @property
-    def held_bytes(self) -> int:
-        """Of both kinds."""
-        return self._here.held_bytes + self._others.held_bytes
 
 
 class LoggedChannels(Channels):

@@ -524,17 +524,12 @@ class Course:
 def _steps(runner: StageRunner, op: Op, numbers: SameNumbers | None) -> Iterator[None]:
     """An operation of a runner, with the same random numbers as everywhere where that is asked
     for."""
-    return runner.steps(op) if numbers is None else _drawing(runner, op, numbers)
-
-
-def _drawing(runner: StageRunner, op: Op, numbers: SameNumbers) -> Iterator[None]:
     segment = runner.segment
-    if segment is not None and op.micro_batch is not None:
+    if numbers is not None and segment is not None and op.micro_batch is not None:
         dealt = runner.stage.share.dealt
         samples = real_samples(segment, op.mini_batch, op.micro_batch, dealt)
         if op.kind == FORWARD:
-            at = (segment.first + op.mini_batch,)
-            numbers.begin(runner.number, at, samples)
+            numbers.begin(runner.number, (segment.first + op.mini_batch,), samples)
     yield from runner.steps(op)
 
 
