@@ -223,17 +223,24 @@ ORDINARY = {
 }
 
 
-def published_rows() -> Iterator[tuple[str, Callable[[], Asked]]]:
-    """PipeDream's workloads under our own cost model; none where the files are missing."""
+FLUSHES = "pipedream-flush"
 
-    def asked(own: published.OwnCase) -> Asked:
-        options = {"micro_batches": published.MICRO_BATCHES, "replicas": own.replicas}
-        return Asked(own.profile(), own.cluster, published.SYSTEM, {**ORDINARY, **options})
+
+def published_rows() -> Iterator[tuple[str, Callable[[], Asked]]]:
+    """PipeDream's workloads under our own cost model, also where the pipeline flushes; none where
+    the files are missing."""
+
+    def asked(own: published.OwnCase, system: str, micro_batches: int | None) -> Asked:
+        options = {"micro_batches": micro_batches, "replicas": own.replicas}
+        return Asked(own.profile(), own.cluster, system, {**ORDINARY, **options})
 
     for case in published.pipedream_cases():
         assert case.own is not None
-        machine = f"{len(case.own.cluster.devices)} devices"
-        yield f"published {case.label}, {machine}", partial(asked, case.own)
+        name = f"published {case.label}, {len(case.own.cluster.devices)} devices"
+        yield name, partial(asked, case.own, published.SYSTEM, published.MICRO_BATCHES)
+        if not case.own.replicas:
+            # Messages past several stages decide here, over slow links.
+            yield f"{name}, {FLUSHES}", partial(asked, case.own, FLUSHES, None)
 
 
 def sequence_rows() -> Iterator[tuple[str, Callable[[], Asked]]]:
