@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from ...profiles.errors import PlanError
 from .dp.enumerate import chains_below
@@ -50,33 +49,13 @@ ANY = Enough()
 """When the best cut is proven."""
 
 
-class Source(Protocol):
-    """A solver for all the problems of one graph.
+@dataclass(frozen=True)
+class DpSource:
+    """Solves all problems of one graph by dynamic programming over a list of all downsets.
 
     Attributes:
         method: what plans call it.
     """
-
-    @property
-    def method(self) -> str: ...
-
-    def best(
-        self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
-    ) -> Answer:
-        """The best cut, or one that is good enough, and a bound on all cuts."""
-
-    def each_below(
-        self, problem: StageProblem, target: Target, deadline: float | None = None
-    ) -> Iterator[Cut]:
-        """Every cut with an objective below the target, which may fall meanwhile.
-
-        Raises OutOfTime when the deadline, by `time.monotonic`, passed.
-        """
-
-
-@dataclass(frozen=True)
-class DpSource:
-    """Dynamic programming over a list of all downsets."""
 
     lattice: Lattice
     method: str = "dp"
@@ -84,7 +63,7 @@ class DpSource:
     def best(
         self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
     ) -> Answer:
-        """See `Source`."""
+        """The best cut, or one that is good enough, and a bound on all cuts."""
         seconds, below = enough.seconds, enough.below
         deadline = None if seconds is None else time.monotonic() + seconds
         return (
@@ -105,7 +84,10 @@ class DpSource:
     def each_below(
         self, problem: StageProblem, target: Target, deadline: float | None = None
     ) -> Iterator[Cut]:
-        """See `Source`."""
+        """Every cut with an objective below the target, which may fall meanwhile.
+
+        Raises OutOfTime when the deadline, by `time.monotonic`, passed.
+        """
         return chains_below(problem, self.lattice, target, deadline=deadline)
 
 
@@ -120,7 +102,7 @@ class IlpSource:
     def best(
         self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
     ) -> Answer:
-        """See `Source`."""
+        """See `DpSource`."""
         begin, seconds = time.monotonic(), enough.seconds
         share = self.orders_s if seconds is None else min(self.orders_s, seconds / 4)
         warm = good_cut(problem, deadline=begin + share)
@@ -130,7 +112,7 @@ class IlpSource:
     def each_below(
         self, problem: StageProblem, target: Target, deadline: float | None = None
     ) -> Iterator[Cut]:
-        """See `Source`."""
+        """See `DpSource`."""
         seen: list[Cut] = []
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
@@ -143,6 +125,10 @@ class IlpSource:
                 return
             seen.append(answer.cut)
             yield answer.cut
+
+
+Source = DpSource | IlpSource
+"""A solver for all the problems of one graph."""
 
 
 def source_for(
