@@ -354,6 +354,17 @@ def test_distances_see_both_parts_of_complex_weights():
     assert float(Sample(weights).of(None).norm()) == 13.0
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_sample_is_of_what_the_parameters_are_now(strided):
+    """Though it keeps views of their memory: whether that is written to, or exchanged."""
+    p = nn.Parameter(torch.zeros(3, 2).t() if strided else torch.zeros(2, 3))
+    sample = Sample([p])
+    assert sample.of(None).tolist() == [0.0] * 6
+    for change in (lambda: p.data.fill_(1.0), lambda: setattr(p, "data", torch.full((2, 3), 2.0))):
+        change()
+        assert sample.of(None).tolist() == p.detach().double().reshape(-1).tolist() != [0.0] * 6
+
+
 class Metered:
     """A weight whose backwards are metered; each mini-batch has one micro-batch."""
 
