@@ -111,9 +111,6 @@ _CLIMBS = 100
 _CLIMBED, _DEAREST = 300, 8.0
 """Plans that there is effort for there, of a search's own `EFFORT`, and times that at the most."""
 
-_UNBOUNDED = 1 << 60
-"""Effort that no search uses up."""
-
 _FIRST_CUTS, _MOST_LAYINGS = 6, 12
 """First cuts that climbs begin at, of so many numbers of micro-batches, stages and replicas."""
 
@@ -680,11 +677,8 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
 
 def climbing_effort(search: SearchState, effort: int) -> int:
     """What climbs from anywhere may take, in a search of so much effort: as much again, and where
-    plans are dear, enough for some hundreds like the best one. Where a part of the search has ended
-    by the time, all the time there is."""
+    plans are dear, enough for some hundreds like the best one."""
     found = search.best or search.closest
-    if search.budget.hurried:
-        return _UNBOUNDED
     if found is None:
         return effort
     takes = placed_operations if found.pipeline.placement else operations_of
