@@ -151,11 +151,19 @@ class _Move(NamedTuple):
     Attributes:
         most: what stages before it may wait for from the next one on, at the most, [K].
         ways: to the next one, [K], and past it; where the pipeline flushes.
+        users: layers behind that take the heaviest messages made so far, and the same for the stage
+            that has each of them.
     """
 
     step: CycleStep
     most: tuple[Vector, Vector]
     ways: tuple[Vector, float]
+    users: tuple[tuple[int, float], ...]
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """What tells it from others at its place."""
+        return self.step.above, self.step.mode, self.step.place.device, self.step.place.behind
 
 
 class CriticalCycles(CycleTables):
@@ -395,34 +403,53 @@ class CriticalCycles(CycleTables):
         def below() -> float:
             return min(shorter(), self.slow_s)
 
-        table = self.table(below() * (1 - FORGIVEN), deadline)
+        target = below()
+        table = self.table(target * (1 - FORGIVEN), deadline)
         if table is None:
             return
-        chain, ahead = list[_Move](), [iter(self._moves(table, None, 0, below()))]
-        while ahead:
+        chain, left = list[_Move](), [self._moves(table, None, 0, target)]
+        while left:
             check_time(deadline)
-            move = next(ahead[-1], None)
-            if move is None:
-                ahead.pop()
+            if below() < target:
+                target = below()
+                chain, left = self._renewed(table, chain, left, target)
+            if not left[-1]:
+                left.pop()
                 if chain:
                     chain.pop()
                 continue
-            chain.append(move)
+            chain.append(left[-1].pop())
             if len(chain) < len(self.problem.stages):
-                ahead.append(iter(self._moves(table, move, len(chain), below())))
+                left.append(self._moves(table, chain[-1], len(chain), target))
                 continue
             yield tuple(each.step for each in chain)
             chain.pop()
 
+    def _renewed(
+        self, table: CycleTable, chain: Sequence[_Move], left: Sequence[list[_Move]], below_s: float
+    ) -> tuple[list[_Move], list[list[_Move]]]:
+        """The stages laid so far, as far as they keep to a period that has become shorter, and what
+        is left to try at each place."""
+        kept, still = list[_Move](), list[list[_Move]]()
+        for s, others in enumerate(left):
+            moves = {
+                move.key: move for move in self._moves(table, kept[-1] if s else None, s, below_s)
+            }
+            still.append([moves[move.key] for move in others if move.key in moves])
+            if s == len(chain) or chain[s].key not in moves:
+                break
+            kept.append(moves[chain[s].key])
+        return kept, still
+
     def _moves(self, table: CycleTable, last: _Move | None, s: int, below_s: float) -> list[_Move]:
-        """The stages that may come next, those first that are waited for least."""
+        """The stages that may come next, those last that are waited for least."""
         starts = self.problem.devices.starts
         states = set(starts) if last is None else {last.step.place.behind}
         found = list[tuple[float, _Move]]()
         for place in self.problem.devices.places[s]:
             if states.intersection(place.used):
                 found += self._moves_to(table, last, s, place, below_s)
-        return [move for _, move in sorted(found, key=lambda item: item[0])]
+        return [move for _, move in sorted(found, key=lambda item: item[0])][::-1]
 
     def _moves_to(
         self, table: CycleTable, last: _Move | None, s: int, place: CyclePlace, below_s: float
@@ -440,6 +467,10 @@ class CriticalCycles(CycleTables):
         most, past = np.full((2, stages.count), math.inf)
         if last is not None:
             most, past = last.most[0][stages.kind], last.most[1][stages.kind]
+        waiting = () if last is None else last.users
+        for user, allowed in waiting:
+            has = self.lattice.column(user)[stages.above]
+            most = np.where(has, np.minimum(most, allowed), most)
         timed = self.timed(stages, stage)
         every = np.arange(stages.count)
         beyond, _ = self.beyond(stages, every, waits)
@@ -471,12 +502,15 @@ class CriticalCycles(CycleTables):
         fine &= np.where(stages.on_path, NEVER, passed) <= past * (1 + FORGIVEN) + _TINY
         nexts, around = self._allowed(stages, waits, rest, past)
         fine &= (nexts >= 0).any(axis=0)
-        value = self.behind(timed, beyond, np.zeros(1))
+        value, far = self.behind(timed, beyond, np.zeros(1)), rest - self._way_s[stages.made]
         for p in np.flatnonzero(fine).tolist():
             flight = stage.flights[int(top[p])]
             step = CycleStep(low, int(stages.above[p]), int(stages.mode[p]), flight, place)
             way = ways[0][:, p], float(ways[1][p])
-            yield float(value[p]), _Move(step, (nexts[:, p], around[:, p]), way)
+            inside, made = self.lattice.masks[step.above], int(stages.made[p])
+            users = tuple(each for each in waiting if not inside >> each[0] & 1)
+            users += ((int(stages.user[p]), float(far[p])),) if made >= 0 else ()
+            yield float(value[p]), _Move(step, (nexts[:, p], around[:, p]), way, users)
 
     def _allowed(
         self, stages: Stages, waits: Waits, rest: Vector, past: Vector
