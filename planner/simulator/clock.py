@@ -81,16 +81,12 @@ class _Port(NamedTuple):
     r2: int
 
 
-PlainLane = tuple[
-    list[float],
-    list[float],
-    list[float],
-    float,
-    list[tuple[int, list[int], list[float], list[float], int, float, float]],
-]
-"""`free_s`, `ready_s` and `starts_s` of an operation's stage, seconds, and its messages: target,
-those still to be sent to it and when the last is there, its `ready_s`, wire, and seconds on it and
-on the way."""
+PlainSends = list[tuple[int, list[int], list[float], list[float], int, float, float]]
+"""Of an operation's messages: target, those still to be sent to it and when the last is there, its
+`ready_s`, wire, and seconds on it and on the way."""
+
+PlainLane = tuple[list[float], list[float], list[float], float, PlainSends]
+"""`free_s`, `ready_s` and `starts_s` of an operation's stage, seconds, and its messages."""
 
 
 def _grid_s(*seconds: float) -> float:

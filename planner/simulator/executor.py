@@ -21,7 +21,7 @@ from ..systems.operations import (
     Schedule,
     op_text,
 )
-from .clock import PlainLane, SimulatedClock, SimulatedMessage
+from .clock import PlainLane, PlainSends, SimulatedClock, SimulatedMessage
 from .event_loop import EventLoop, Offer
 from .pipeline import Pipeline
 
@@ -124,6 +124,27 @@ def coded(
     return found
 
 
+def _send_plain(sends: PlainSends, wire_free: list[float], slot: int, now: float) -> list[int]:
+    """As the clock sends a share's messages, where each is for one replica. Returns the stages that
+    have all of theirs for the slot now."""
+    complete = []
+    for t, left, last_s, ready_s, wire, wire_s, latency_s in sends:
+        gone = wire_free[wire]
+        gone = (now if now > gone else gone) + wire_s
+        wire_free[wire] = gone
+        arrival = gone + latency_s
+        if left:
+            left[slot] -= 1
+            if arrival > last_s[slot]:
+                last_s[slot] = arrival
+            if left[slot]:
+                continue
+            arrival = last_s[slot]
+        ready_s[slot] = arrival
+        complete.append(t)
+    return complete
+
+
 class ListExecutor:
     """Simulates lists in topological order of their messages, where no messages share a wire.
 
@@ -165,19 +186,7 @@ class ListExecutor:
                         start = free[0]
                     starts[slot] = start
                     free[0] = end_s = start + seconds
-                    for t, left, last_s, there_s, wire, wire_s, latency_s in sends:
-                        gone = wire_free[wire]
-                        gone = (end_s if end_s > gone else gone) + wire_s
-                        wire_free[wire] = gone
-                        arrival = gone + latency_s
-                        if left:
-                            left[slot] -= 1
-                            if arrival > last_s[slot]:
-                                last_s[slot] = arrival
-                            if left[slot]:
-                                continue
-                            arrival = last_s[slot]
-                        there_s[slot] = arrival
+                    for t in _send_plain(sends, wire_free, slot, end_s) if sends else ():
                         other = device_of[t]
                         if waiting[other]:
                             waiting[other] = False
@@ -272,19 +281,7 @@ class ContendedExecutor(EventLoop):
         while behind:
             if sending and not (heap and heap[0][0] < sending[0][0]):
                 end_s, _, kind, s, slot = heapq.heappop(sending)
-                for t, left, last_s, there_s, wire, wire_s, latency_s in plain[kind][s][-1]:
-                    gone = wire_free[wire]
-                    gone = (end_s if end_s > gone else gone) + wire_s
-                    wire_free[wire] = gone
-                    arrival = gone + latency_s
-                    if left:
-                        left[slot] -= 1
-                        if arrival > last_s[slot]:
-                            last_s[slot] = arrival
-                        if left[slot]:
-                            continue
-                        arrival = last_s[slot]
-                    there_s[slot] = arrival
+                for t in _send_plain(plain[kind][s][-1], wire_free, slot, end_s):
                     if current[device_of[t]] is None:
                         offer(device_of[t])
                 continue
