@@ -75,6 +75,9 @@ _CLOSE, _NEARLY, _FAR = 1.1, 0.5, 0.15
 """How far the best plan may be above the bound, for so much of what is left to be spent on a proof;
 and what is spent where it is further."""
 
+_PROVING = 2
+"""Times the effort, for a proof in the end."""
+
 _SHARP = 1.02
 """Where cycles leave a wider gap, and devices aren't alike, other bounds and guesses at what is in
 flight are worth their time."""
@@ -104,9 +107,7 @@ def run(search: SearchState) -> str | None:
             improve(search, local, _FEW_TRIES)
         close = search.period_s <= search.bound_s * _CLOSE
         with budget.part(_NEARLY if close else _FAR):
-            cycles.prove()
-            if not (search.by_cycles or search.any_sequence):
-                _prove(search, cycles)
+            _prove_all(search, cycles)
     except OutOfBudget as why:
         stopped = str(why)
     else:
@@ -130,6 +131,12 @@ def run(search: SearchState) -> str | None:
                 with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
                     cycles.prove()
             climb_on(search, local, search.branches)
+    except OutOfBudget as why:
+        stopped = str(why)
+    try:
+        # Of small questions all that is left can be tried, however wide the gap is.
+        with budget.on_top(_PROVING * effort):
+            _prove_all(search, cycles)
     except OutOfBudget as why:
         stopped = str(why)
     return stopped if search.bound_s * SAME < search.period_s else None
@@ -429,6 +436,13 @@ def _stage_counts(search: SearchState, branch: Branch) -> list[int | None]:
 
 
 # The proof ---------------------------------------------------------------------------------------
+
+
+def _prove_all(search: SearchState, cycles: CycleSearch) -> None:
+    """Try all cuts that the bounds leave. Raises OutOfBudget when the budget is used up."""
+    cycles.prove()
+    if not (search.by_cycles or search.any_sequence):
+        _prove(search, cycles)
 
 
 def _prove(search: SearchState, cycles: CycleSearch) -> None:
