@@ -87,11 +87,15 @@ are looked at."""
 _AGAIN = 2
 """Times that cuts are looked for which need less memory than the fastest ones."""
 
-_MOST_STEPS = 20_000
-"""Stages that are begun while the cuts of a branch are listed; with more, they aren't."""
+_MOST_STEPS, _MANY_STEPS = 20_000, 400_000
+"""Stages that are begun while the cuts of a branch are listed; with more, they aren't. And in the
+end."""
 
 _TRIES = 40
 """Times that a plan is improved from elsewhere without gain."""
+
+_PROVING = 2
+"""Times the effort, for a proof in the end."""
 
 
 def placed_branches(
@@ -313,7 +317,7 @@ class PlacedSearch:
         far = search.period_s > search.bound_s * _CLOSE
         part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
         with suppress(OutOfBudget), part, time_part:
-            self._prove(branches)
+            self._prove(branches, _MOST_STEPS)
         budget.check()
         if search.best is None:
             budget.effort = min(budget.effort, _FITTING_EFFORT)
@@ -325,14 +329,15 @@ class PlacedSearch:
             stopped = why
         else:
             with suppress(OutOfBudget):
-                self._prove(branches)
+                self._prove(branches, _MOST_STEPS)
         with suppress(OutOfBudget), budget.on_top(climbing_effort(search, effort)):
             climb_on(search, local, branches)
         budget.check()
-        if stopped is not None:
-            raise stopped
+        with suppress(OutOfBudget), budget.on_top(_PROVING * effort):
+            self._prove(branches, _MANY_STEPS)
+        budget.check()
         if any(map(self._may_gain, branches)):
-            raise OutOfBudget("effort")
+            raise stopped or OutOfBudget("effort")
 
     def local_search(self, search: SearchState) -> LocalSearch:
         """Moves among plans with several stages on each device, of this search or one like it."""
@@ -474,8 +479,8 @@ class PlacedSearch:
 
     # Bounds, and the proof -------------------------------------------------------------------
 
-    def _prove(self, branches: Sequence[PlacedBranch]) -> None:
-        """Try all cuts that the bounds leave, where they are few.
+    def _prove(self, branches: Sequence[PlacedBranch], most: int) -> None:
+        """Try all cuts that the bounds leave, where they are begun with no more stages.
 
         Raises OutOfBudget when the budget is used up; the bounds are true then, too.
         """
@@ -486,11 +491,11 @@ class PlacedSearch:
                 search.say(search.standing)
                 self._bounds.bound(branch)
             if self._may_gain(branch):
-                self._try_all(branch)
+                self._try_all(branch, most)
 
-    def _try_all(self, branch: PlacedBranch) -> None:
-        """Try all cuts of a branch, unless they are too many."""
-        search, left, chains = self.search, [_MOST_STEPS], self._bounds.chains(branch)
+    def _try_all(self, branch: PlacedBranch, most: int) -> None:
+        """Try all cuts of a branch, unless so many stages are begun while they are listed."""
+        search, left, chains = self.search, [most], self._bounds.chains(branch)
         if chains is None:
             return
 

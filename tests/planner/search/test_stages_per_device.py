@@ -348,6 +348,7 @@ def test_of_cuts_that_were_not_listed_nothing_is_claimed(how, monkeypatch):
     assert best.solver.optimal
     if how == "many":
         monkeypatch.setattr(stages_per_device, "_MOST_STEPS", 4)
+        monkeypatch.setattr(stages_per_device, "_MANY_STEPS", 4)
     plan = solve(profile, fast, **asked, solver="ilp" if how == "ilp" else "auto")
     assert plan.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
     assert plan.solver.bound_s > 0
