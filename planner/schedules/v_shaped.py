@@ -20,9 +20,7 @@ from collections import Counter
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, WEIGHTS
 from .list_schedule import MicroBatchScheduler
-from .zero_bubble import WeightsWhenIdle, period_s
-
-_Rows = tuple[tuple[bytes, tuple[int, ...]], ...]
+from .zero_bubble import Rows, WeightsWhenIdle, shortest
 
 _UNITS = 6
 """Between two micro-batches: a forward, a backward and a weight part of each of two stages."""
@@ -34,7 +32,7 @@ _MOST_TRIED = 20_000
 """Operations of a mini-batch, on all devices, for which all ways are tried."""
 
 
-def v_shaped(pipeline: Pipeline) -> _Rows:
+def v_shaped(pipeline: Pipeline) -> Rows:
     """Per device, kinds and stages of a mini-batch's operations, updates left out."""
     devices = len(pipeline.stages_of)
     most = [_most_kept(pipeline, devices)] * devices
@@ -59,13 +57,10 @@ def v_shaped(pipeline: Pipeline) -> _Rows:
         scheduler = MicroBatchScheduler(pipeline, 1, keep)
         scheduler.run(1)
         found.append(scheduler.rows())
-    periods = [period_s(pipeline, *zip(*rows, strict=True)) for rows in found]
-    # Rounding is no reason to take a later one.
-    best = min(periods) * (1 + 1e-9)
-    return next(rows for rows, seconds in zip(found, periods, strict=True) if seconds <= best)
+    return shortest(pipeline, found)
 
 
-def _by_count(pipeline: Pipeline) -> _Rows:
+def _by_count(pipeline: Pipeline) -> Rows:
     """The sequence of ZB-V with equal times (2401.10241, section 6), as others write it out:
     forwards on the way down and up, then one of each stage in turn with its backward and weight
     part; while the pipeline drains, weight parts wait. Replicas of a device do alike."""

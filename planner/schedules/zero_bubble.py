@@ -12,11 +12,17 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from math import inf
+from typing import TypeAlias
 
 from ..simulator.clock import SimulatedClock
 from ..simulator.executor import ContendedExecutor, ListExecutor, coded
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
+
+Rows: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
+"""Per device, kinds of a mini-batch's operations, updates left out, and their stages."""
+
+ROUNDING = 1 + 1e-9
 
 GAP = 0.5
 """A weight part isn't begun when what comes next is there before so much of its time is over."""
@@ -44,14 +50,11 @@ def postponed(pipeline: Pipeline, rows: Sequence[bytes]) -> tuple[bytes, ...]:
     at_once = tuple(row.replace(B, B + W) for row in rows)
     turns = [(s,) * len(row) for s, row in enumerate(rows)]
     idle = tuple(kinds for kinds, _ in WeightsWhenIdle(pipeline, rows, turns, most).place())
-    found = [late, idle, at_once]
-    periods = [
-        period_s(pipeline, kinds, [(s,) * len(row) for s, row in enumerate(kinds)])
-        for kinds in found
+    found = [
+        tuple((kinds, (s,) * len(kinds)) for s, kinds in enumerate(each))
+        for each in (late, idle, at_once)
     ]
-    # Rounding is no reason to take a later one.
-    best = min(periods) * (1 + 1e-9)
-    return next(kinds for kinds, seconds in zip(found, periods, strict=True) if seconds <= best)
+    return tuple(kinds for kinds, _ in shortest(pipeline, found))
 
 
 def _most_kept(pipeline: Pipeline, rows: Sequence[bytes]) -> list[int]:
@@ -82,26 +85,40 @@ def _late(row: bytes, most: int) -> bytes:
     return bytes(kinds) + W * waiting
 
 
-def period_s(pipeline: Pipeline, rows: Sequence[bytes], turns: Sequence[tuple[int, ...]]) -> float:
-    """From update to update, on the slowest stage; the first mini-batches are like all others.
+def shortest(pipeline: Pipeline, found: Sequence[Rows]) -> Rows:
+    """Those rows with the shortest period: from update to update, on the slowest stage; the first
+    mini-batches are like all others."""
+    periods: list[float] = []
+    for rows in found:
+        periods.append(_period_s(pipeline, rows, min(periods, default=inf)))
+    # Rounding is no reason to take a later one.
+    best = min(periods) * ROUNDING
+    return next(rows for rows, seconds in zip(found, periods, strict=True) if seconds <= best)
 
-    Args:
-        rows, turns: per device, kinds of a mini-batch's operations, updates left out, and their
-            stages.
-    """
+
+def _period_s(pipeline: Pipeline, rows: Rows, best_s: float) -> float:
+    """The period of rows; infinite where the first mini-batch takes longer than a best one: the
+    second one begins behind it, on devices of which none is there for it sooner."""
     clock = SimulatedClock(pipeline)
     clock.grow(2)
-    lists = [
+    both = [
         coded(clock, (row + U * len(mine)) * 2, (of + mine) * 2)
-        for row, of, mine in zip(rows, turns, pipeline.stages_of, strict=True)
+        for (row, of), mine in zip(rows, pipeline.stages_of, strict=True)
     ]
+    updates = clock.starts_s[UPDATES]
     if clock.contended:
-        done = ContendedExecutor(clock, lists).run(2)
+        contended = ContendedExecutor(clock, both)
+        if not contended.run(1) or updates[0][0] > best_s * ROUNDING or not contended.run(2):
+            return inf
     else:
         run = ListExecutor(clock)
-        run.lists = lists
-        done = run.run()
-    return max(b - a for a, b in clock.starts_s[UPDATES]) if done else inf
+        run.lists = [tasks[: len(tasks) // 2] for tasks in both]
+        if not run.run() or updates[0][0] > best_s * ROUNDING:
+            return inf
+        run.lists = both
+        if not run.run():
+            return inf
+    return max(b - a for a, b in updates)
 
 
 class WeightsWhenIdle:
@@ -161,7 +178,7 @@ class WeightsWhenIdle:
         self._free_s = [0.0 for _ in rows]
         self._heap = [(0.0, d) for d in range(len(rows))]
 
-    def place(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+    def place(self) -> Rows:
         """Per device, the kinds of its operations, and their stages."""
         while self._heap:
             now, d = heapq.heappop(self._heap)
