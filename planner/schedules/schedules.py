@@ -212,6 +212,11 @@ def has_pattern(variant: Variant, *, several: bool = False) -> bool:
     return not several and (variant.schedule in PATTERNS or variant.schedule in ROWS)
 
 
+def has_row(variant: Variant) -> bool:
+    """Whether devices with several stages run the same whatever operations take."""
+    return variant.schedule in ROWS and not variant.split_backward
+
+
 def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
     """Per device its pattern. Of pipelines that are patterned by a rule."""
     variant, n = pipeline.variant, pipeline.micro_batches

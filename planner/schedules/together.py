@@ -4,25 +4,29 @@ Where a pattern alone says what stages run, and no two stages' messages share a 
 come in the same sequence whatever they take. So one pass over it, with a vector of times for each
 stage, does for all pipelines what `steady_state` does for one; `nf1b_together` does it where times
 make the sequence. It ends after some mini-batches, settled or not: a local search ranks its moves
-by it, and simulates what it takes exactly.
+by it, and simulates what it takes exactly. Else pipelines that differ little run much alike: all
+are taken through what one of them runs and sends, in its sequence (`periods_like_s`).
 
 Index letters: K pipelines; S stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..simulator.clock import NOT_YET
 from ..simulator.executor import execute
 from ..simulator.pipeline import Link, Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .nf1b_together import nf1b_periods_s
 from .schedules import PATTERNS, make_schedule
+from .steady_state import steady_state
 
 Seconds = NDArray[np.float64]
 
@@ -73,38 +77,89 @@ def periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     if count > affordable:
         span = every * max(affordable // (2 * every), 1)
         count = 2 * span
-    micro = first.variant.backward_unit == "micro"
-    sequence = _sequence(_alone(first), count)
+    updated = _updates_s(pipelines, _sequence(_alone(first), count), count)
+    found: Seconds = (updated[-1] - updated[-1 - span]).max(axis=0) / span
+    return found
+
+
+def simulates_like(pipeline: Pipeline) -> bool:
+    """Whether others can be simulated at once that run what this one does.
+
+    Where nothing flushes, what little is run otherwise adds up from one mini-batch to the next.
+    """
+    if not pipeline.variant.flushes:
+        return False
+    routes = [route for link in pipeline.links for route in link.routes]
+    overlaps = all(route.overlaps for route in routes)
+    alone = all(pipeline.replicas(s) == 1 for s in range(pipeline.stages))
+    by_itself = bool(pipeline.placement) or pipeline.variant.split_backward
+    return by_itself and alone and overlaps and not pipeline.late
+
+
+def periods_like_s(one: Pipeline, pipelines: Sequence[Pipeline]) -> Seconds:
+    """Period of each, about, [K], where devices run and send what one does, in its sequence.
+
+    Args:
+        one: that `simulates_like`.
+        pipelines: with as many stages and micro-batches, on the same devices.
+    """
+    events, count, span = _as_run(one)
+    updated = _updates_s(pipelines, events, count)
+    found: Seconds = (updated[-1] - updated[-1 - span]).max(axis=0) / span
+    return found
+
+
+_RUNS, _SENDS, _BOTH = range(3)
+
+_Event = tuple[int, int, int, int]
+"""Kind, slot and stage of an operation, and whether it runs, sends what it made, or both."""
+
+
+def _updates_s(
+    pipelines: Sequence[Pipeline], events: Sequence[_Event], mini_batches: int
+) -> Seconds:
+    """When stages update after each of so many mini-batches, [mini-batches, S, K]."""
+    first, count = pipelines[0], len(pipelines)
+    stages, device_of = range(first.stages), first.placement or range(first.stages)
     taken = {
         FORWARDS: np.array([p.forward_s for p in pipelines]).T,
-        BACKWARDS: np.array([[p.backward_op_s(s) for s in range(stages)] for p in pipelines]).T,
-        UPDATES: np.array([[p.update_op_s(s) for s in range(stages)] for p in pipelines]).T,
+        BACKWARDS: np.array([[p.backward_op_s(s) for s in stages] for p in pipelines]).T,
+        WEIGHTS: np.array([[p.weight_op_s(s) for s in stages] for p in pipelines]).T,
+        UPDATES: np.array([[p.update_op_s(s) for s in stages] for p in pipelines]).T,
     }
-    links = _ports(pipelines, 1 if micro else n)
-    free = np.zeros((stages, len(pipelines)))
-    wires: dict[tuple[int, int], Seconds] = {}
+    micro = first.variant.backward_unit == "micro"
+    links = _ports(pipelines, 1 if micro else first.micro_batches)
+    free = np.zeros((max(device_of) + 1, count))
+    wires: dict[Hashable, Seconds] = defaultdict(lambda: np.zeros(count))
     ready: dict[tuple[int, int, int], Seconds] = {}
-    updated = np.zeros((count, stages, len(pipelines)))
-    for kind, slot, s in sequence:
-        at = free[s]
-        if kind == UPDATES:
-            updated[slot, s] = at
-            if first.updates_after(slot):
-                at += taken[UPDATES][s]
-            continue
-        arrived = ready.pop((kind, s, slot), None)
-        if arrived is not None:
-            np.maximum(at, arrived, out=at)
-        at += taken[kind][s]
-        for t, wire_s, latency_s in links[kind][s]:
-            begin = np.maximum(at, wires[s, t]) if (s, t) in wires else at
-            gone = wires[s, t] = begin + wire_s
+    ends: dict[tuple[int, int, int], Seconds] = {}
+    updated = np.zeros((mini_batches, first.stages, count))
+    for kind, slot, s, does in events:
+        if does == _SENDS:
+            at = ends.pop((kind, s, slot))
+        else:
+            at = free[device_of[s]]
+            if kind == UPDATES:
+                if slot < mini_batches:
+                    updated[slot, s] = at
+                if first.updates_after(slot):
+                    at += taken[UPDATES][s]
+                continue
+            arrived = ready.pop((kind, s, slot), None)
+            if arrived is not None:
+                np.maximum(at, arrived, out=at)
+            at += taken[kind][s]
+            if does == _RUNS:
+                ends[kind, s, slot] = at.copy()
+                continue
+        for t, wire, wire_s, latency_s in links[kind][s]:
+            gone = wires[wire]
+            np.maximum(gone, at, out=gone)
+            gone += wire_s
             there = gone + latency_s
             before = ready.get((kind, t, slot))
             ready[kind, t, slot] = there if before is None else np.maximum(before, there)
-    last = updated[count - 1] - updated[count - 1 - span]
-    found: Seconds = last.max(axis=0) / span
-    return found
+    return updated
 
 
 def _alone(pipeline: Pipeline) -> Pipeline:
@@ -117,36 +172,60 @@ def _alone(pipeline: Pipeline) -> Pipeline:
 
 
 @lru_cache(maxsize=64)
-def _sequence(pipeline: Pipeline, mini_batches: int) -> list[tuple[int, int, int]]:
-    """Kind, slot and stage of all operations, each behind those whose messages it waits for."""
+def _sequence(pipeline: Pipeline, mini_batches: int) -> list[_Event]:
+    """All operations, each behind those whose messages it waits for."""
     executed = execute(pipeline, make_schedule(pipeline, mini_batches))
-    return [executed.tasks[d][position] for d, position in executed.sequence]
+    return [(*executed.tasks[d][position], _BOTH) for d, position in executed.sequence]
 
 
-_Ports = list[list[tuple[int, Seconds, Seconds]]]
+@lru_cache(maxsize=16)
+def _as_run(pipeline: Pipeline) -> tuple[list[_Event], int, int]:
+    """What runs and is sent until all repeats, as time goes by; the mini-batches that are updated
+    after, and how many of them the period is a mean over."""
+    steady = steady_state(pipeline)
+    clock, timed = steady.clock, list[tuple[float, bool, _Event]]()
+    for kind, by_stage in enumerate(clock.starts_s):
+        for s, starts in enumerate(by_stage):
+            seconds = clock.seconds[kind][s][0]
+            for slot, start in enumerate(starts):
+                if start != NOT_YET:
+                    timed.append((start, True, (kind, slot, s, _RUNS)))
+                    # Messages go before what begins then, but for those of what takes no time.
+                    timed.append((start + seconds, not seconds, (kind, slot, s, _SENDS)))
+    events = [
+        event
+        for _, _, event in sorted(timed)
+        if event[-1] == _RUNS or event[0] in (FORWARDS, BACKWARDS)
+    ]
+    done = steady.mini_batches
+    return events, done, steady.cycle or max(done // 2, 1)
+
+
+_Ports = list[list[tuple[int, Hashable, Seconds, Seconds]]]
 
 
 def _ports(pipelines: Sequence[Pipeline], gradients: int) -> dict[int, _Ports]:
-    """Per kind and stage: where messages go, their time on the wire, [K], and their latency, [K],
-    minus infinity where a pipeline has no such link.
+    """Per kind and stage: where messages go, over which wire, their time there, [K], and their
+    latency, [K], minus infinity where a pipeline has no such link.
 
     Args:
         gradients: micro-batches whose gradients a message has.
     """
     stages, count = pipelines[0].stages, len(pipelines)
     found: dict[int, _Ports] = {kind: [[] for _ in range(stages)] for kind in (FORWARDS, BACKWARDS)}
-    rows: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
+    rows: dict[tuple[int, int, int, Hashable], tuple[Seconds, Seconds]] = {}
     for k, pipeline in enumerate(pipelines):
         for link in pipeline.links:
-            sent = [(FORWARDS, link.source, link.target, link.forward_s)]
+            (route,) = link.all_routes()
+            there, back = (link.source, link.target), (link.target, link.source)
+            sent = [(FORWARDS, *there, route.wire, route.forward_s)]
             if link.has_gradient:
-                back_s = link.backward_s * gradients
-                sent.append((BACKWARDS, link.target, link.source, back_s))
-            for kind, s, t, wire_s in sent:
-                if (kind, s, t) not in rows:
-                    rows[kind, s, t] = np.zeros(count), np.full(count, -np.inf)
-                wire, latency = rows[kind, s, t]
-                wire[k], latency[k] = wire_s, link.latency_s
-    for (kind, s, t), (wire, latency) in rows.items():
-        found[kind][s].append((t, wire, latency))
+                sent.append((BACKWARDS, *back, route.wire_back, route.backward_s * gradients))
+            for kind, s, t, wire, each_s in sent:
+                if (kind, s, t, wire) not in rows:
+                    rows[kind, s, t, wire] = np.zeros(count), np.full(count, -np.inf)
+                wire_s, latency_s = rows[kind, s, t, wire]
+                wire_s[k], latency_s[k] = each_s, route.latency_s
+    for (kind, s, t, wire), (wire_s, latency_s) in rows.items():
+        found[kind][s].append((t, wire, wire_s, latency_s))
     return found

@@ -10,7 +10,8 @@ pays (iterated local search). In the end climbs from anywhere take whatever move
 random sequence: what decides may be nothing that busy devices tell.
 
 A move is simulated only where what its busiest device, its wires, and a flush need at the least is
-below the period that there is.
+below the period that there is; and of many at once those alone that are expected to be shorter
+(`schedules.together`).
 
 Index letters: S stages; D devices; N micro-batches; n layers.
 """
@@ -27,8 +28,14 @@ from ....profiles.errors import PlanError, ScheduleError
 from ...costs.recomputation import Selection
 from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
-from ...schedules.schedules import has_pattern, is_patterned
-from ...schedules.together import periods_s, simulates_together, stand_in
+from ...schedules.schedules import has_pattern, has_row, is_patterned
+from ...schedules.together import (
+    periods_like_s,
+    periods_s,
+    simulates_like,
+    simulates_together,
+    stand_in,
+)
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
 from ..choices import Branch, Choice, PlacedBranch
@@ -55,6 +62,13 @@ all of them at least as long as so many."""
 _MOST_LISTED, _VAGUE = 12, 1.003
 """Of moves that are simulated at once there, those that are simulated by themselves; and how much
 longer their periods may seem than that of the plan that they are to better: few settle in time."""
+
+_LIKE, _LIKE_AT_ALL, _FEW_LIKE = 5, 3, 4
+"""Of plans that are simulated as one that is known runs, what one of many takes, and each operation
+of that one; and of fewer each is simulated by itself."""
+
+_DEAR, _DEAR_SPLIT = 1_500, 15_000
+"""Operations of such plans that take long by themselves, and where backwards are split."""
 
 _ABOUT = 1.005
 """Those with other limits may be so much shorter than expected."""
@@ -92,9 +106,9 @@ _NEARLY = 0.2
 _MOST_FITTING = 20
 """Of moves to less memory, those that are simulated at a plan that doesn't fit."""
 
-_BUSY, _CHUNK = 0.8, 16
+_BUSY, _CHUNK, _CHUNK_LIKE = 0.8, 16, 48
 """Of the period, what the busiest device has to do where that sets the period; and moves that are
-laid out at once, where they aren't simulated together."""
+laid out at once, where they aren't simulated together, and where they may run alike."""
 
 _SHARP = 64
 """A stage that is busy for 95 % of the time of the busiest counts as 0.04 of one."""
@@ -408,6 +422,7 @@ class LocalSearch:
     def _ranked(self, points: Sequence[Point], here: Standing) -> list[Point]:
         """Those that may be better, by what they are expected to be."""
         found, alike = list[_Ranked](), dict[Hashable, list[_Ranked]]()
+        like = list[_Ranked]()
         for point in points:
             if point in self._standings or self.work_s(point) > here.period_s * SAME:
                 continue
@@ -419,10 +434,13 @@ class LocalSearch:
                 if narrower is None:
                     continue
                 seen, point = narrower
-            if simulates_together(stand_in(seen.pipeline)):
+            if _runs_like(self, point, here) and _has_likes(seen.pipeline):
+                like.append((seen, point))
+            elif simulates_together(stand_in(seen.pipeline)):
                 alike.setdefault(_alike(self, point), []).append((seen, point))
             else:
                 found.append((seen, point))
+        found += self._like(like, here)
         for key, some in alike.items():
             # With one micro-batch, one by itself is about as short as one of many.
             one = some[0][1].micro_batches == 1
@@ -459,6 +477,24 @@ class LocalSearch:
             del found[_MOST_LISTED:]
         return found
 
+    def _like(self, some: Sequence[_Ranked], here: Standing) -> list[_Ranked]:
+        """Those that may be better if they ran as a plan does, with what is expected of them."""
+        one = here.found.pipeline
+        if len(some) < _FEW_LIKE or not _has_likes(one):
+            return [*some]
+        operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
+        operations *= here.found.mini_batches // 2 or 1
+        self.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(some))
+        mine_s, *periods = periods_like_s(one, [one, *(seen.pipeline for seen, _ in some)])
+        given = has_row(one.variant)
+        limit_s, found = mine_s * (_VAGUE if given else _STANDS_IN), list[_Ranked]()
+        for (seen, point), period_s in zip(some, periods, strict=True):
+            if period_s <= limit_s:
+                expected = max(float(period_s), seen.least_s)
+                found.append((seen._replace(expected_s=expected), point))
+        found.sort(key=lambda item: item[0].expected_s)
+        return found[: _MOST_LISTED if given else None]
+
     def _busiest(self, here: Standing) -> list[int]:
         """Stages, the busiest first; before them those that need too much memory."""
         pipeline, cluster = here.found.pipeline, self.question.cluster
@@ -470,6 +506,24 @@ class LocalSearch:
 def _alike(local: LocalSearch, point: Point) -> Hashable:
     """Points with the same are simulated together."""
     return point.stages, point.micro_batches, () if local.is_listed else point.limits
+
+
+def _has_likes(pipeline: Pipeline) -> bool:
+    """Whether it pays to simulate others as this one runs: where times make the schedule, which
+    then differs from cut to cut, only if that takes long."""
+    variant = pipeline.variant
+    if not simulates_like(pipeline) or has_row(variant):
+        return simulates_like(pipeline)
+    takes = placed_operations(variant, pipeline.stages, pipeline.micro_batches)
+    return takes >= (_DEAR_SPLIT if variant.split_backward else _DEAR)
+
+
+def _runs_like(local: LocalSearch, point: Point, here: Standing) -> bool:
+    """Whether devices may run the same operations for both."""
+    mine = here.point
+    flushes = local.relaxation.variant.flushes
+    alike = flushes or point.limits == mine.limits
+    return alike and (point.devices, point.micro_batches) == (mine.devices, mine.micro_batches)
 
 
 def _narrower(local: LocalSearch, seen: Foreseen, point: Point, here: Standing) -> _Ranked | None:
@@ -545,8 +599,9 @@ def _chunks(local: LocalSearch, points: list[Point], here: Standing) -> Iterator
         points.sort(key=local.work_s)
     else:
         local.near.random.shuffle(points)
-    for first in range(0, len(points), _CHUNK):
-        yield points[first : first + _CHUNK]
+    size = _CHUNK_LIKE if _has_likes(here.found.pipeline) else _CHUNK
+    for first in range(0, len(points), size):
+        yield points[first : first + size]
 
 
 def starts_with(
@@ -717,8 +772,8 @@ def climb_on(
 def _climbed(local: LocalSearch, here: Standing) -> Standing:
     """As `descend`, by whatever move is better, in random sequence. Raises as that."""
     while not local._done(here):
-        for point in _any_moves(local, here):
-            found = local.look(point, here) if _may_be_better(local, point, here) else None
+        for point in _hopeful(local, here):
+            found = local.look(point, here)
             if found is not None and found.better(here):
                 break
         else:
@@ -727,6 +782,23 @@ def _climbed(local: LocalSearch, here: Standing) -> Standing:
             break
         here = found
     return here
+
+
+def _hopeful(local: LocalSearch, here: Standing) -> Iterator[Point]:
+    """Any moves that may be better; of those that run alike, what is expected to be."""
+    points, pipeline = _any_moves(local, here), here.found.pipeline
+    alike = _has_likes(pipeline) and not here.over and not pipeline.weight_s
+    for first in range(0, len(points), _CHUNK_LIKE):
+        like = list[_Ranked]()
+        for point in points[first : first + _CHUNK_LIKE]:
+            if not _may_be_better(local, point, here):
+                continue
+            seen = local.foreseen(point)
+            if alike and seen is not None and _runs_like(local, point, here):
+                like.append((seen, point))
+            else:
+                yield point
+        yield from (point for _, point in local._like(like, here))
 
 
 def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:

@@ -62,3 +62,20 @@ def _period_s(ends: Sequence[float]) -> float:
         if all(abs(a - b) <= 1e-9 * scale for a, b in pairs):
             return sum(middle[:cycle]) / cycle
     return sum(middle) / len(middle)
+
+
+def equal_stages(variant, placement, n, limits=None):
+    """Forward 1, backward 2, where it is split 1 and 1; messages take no time."""
+    system, stages = VARIANTS[variant], len(placement)
+    ranges = limit_ranges(system, stages, several=True)
+    return Pipeline(
+        variant=system,
+        micro_batches=n,
+        forward_s=(1.0,) * stages,
+        backward_s=(2.0,) * stages,
+        weight_s=(1.0,) * stages if system.split_backward else (),
+        update_s=(0.0,) * stages,
+        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
+        limits=limits or tuple(most for _, most in ranges),
+        placement=placement,
+    )

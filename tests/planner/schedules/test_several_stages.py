@@ -7,7 +7,7 @@ from itertools import accumulate, combinations, pairwise
 
 import pytest
 from helpers.by_hand.nf1b import list_schedule
-from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.by_hand.unit_pipelines import equal_stages, unit_pipeline
 from helpers.drawn.pipelines import pipelines
 from helpers.output.schedules import parse_schedule, schedule_text
 from hypothesis import example, given
@@ -18,29 +18,12 @@ from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.interleaved import interleaved
-from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.simulator.pipeline import Link
 from timeprest.planner.simulator.timeline import least_period_s, simulate
 from timeprest.planner.systems.placement import numbered_devices, pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
-
-
-def equal_stages(variant, placement, n, limits=None):
-    """Forward 1, backward 2, where it is split 1 and 1; messages take no time."""
-    system, stages = VARIANTS[variant], len(placement)
-    ranges = limit_ranges(system, stages, several=True)
-    return Pipeline(
-        variant=system,
-        micro_batches=n,
-        forward_s=(1.0,) * stages,
-        backward_s=(2.0,) * stages,
-        weight_s=(1.0,) * stages if system.split_backward else (),
-        update_s=(0.0,) * stages,
-        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
-        limits=limits or tuple(most for _, most in ranges),
-        placement=placement,
-    )
 
 
 def test_the_patterns_of_placements():
