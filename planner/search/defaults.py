@@ -71,6 +71,11 @@ def best_plan(
     Raises as `solve`.
     """
     system = variant_named(variant)
+    one_each = asked.get("stages_per_device") == 1 and asked.get("stages") != 1
+    if one_each and system.placement != "any" and len(cluster.devices) > 1:
+        raise PlanError(
+            f"--stages-per-device 1: {system.name} runs several stages on each device; leave it out"
+        )
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     ask = _Ask(profile, cluster, system, order, recompute, end, asked)
     if tied != "auto":

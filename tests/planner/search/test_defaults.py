@@ -78,6 +78,16 @@ def test_where_nothing_flushes_a_v_keeps_them_on_one_device():
         best_plan(profile, cluster, "pipedream-2bw", stages=2)
 
 
+@pytest.mark.parametrize("system", ["interleaved-1f1b", "zb-v"])
+def test_one_stage_on_each_device_is_no_choice_of_systems_that_have_several(system):
+    profile, cluster = chain(8), uniform_cluster(2, **FAST)
+    with pytest.raises(PlanError, match=f"{system} runs several stages on each device"):
+        best_plan(profile, cluster, system, stages_per_device=1)
+    # One stage on one device is a plan of theirs.
+    assert len(best_plan(profile, cluster, system, stages_per_device=1, stages=1).stages) == 1
+    assert len(best_plan(profile, cluster, system).stages) == 4
+
+
 def test_a_model_without_shared_parameters_is_planned_once(monkeypatch):
     given = []
     monkeypatch.setattr(
