@@ -18,6 +18,7 @@ from ..profiles.files import (
     Predicted,
     Shown,
     TaggedFile,
+    Tally,
     TotalBytes,
     read_file,
     save_file,
@@ -292,12 +293,27 @@ class TargetPrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Else it needs more: no training with such delays reached the target."""
     cure: str | msgspec.UnsetType = msgspec.UNSET
     """Settings that it is to be trained under, as the study's ``--cure`` has them."""
+    rate: Factor | msgspec.UnsetType = msgspec.UNSET
+    """The best learning rate of the training with these delays, or with the nearest ones. Unset, as
+    those after it: in plans of before it was written."""
+    rate_of: Literal["learning rate", "times the task's own"] | msgspec.UnsetType = msgspec.UNSET
+    warmup: Tally | msgspec.UnsetType = msgspec.UNSET
+    """Updates over which it rises."""
 
     @property
     def options(self) -> str:
-        """Of ``tp-run``, that say these settings."""
+        """Of ``tp-run``, that say these settings; and how many times the task's own learning rate
+        is the best, where that isn't 1."""
         words = [] if self.cure is msgspec.UNSET else str(self.cure).split(",")
-        return " ".join(f"--{word.replace('=', ' ')}" for word in words)
+        own = self.rate_of == "times the task's own"
+        if self.rate is not msgspec.UNSET and not own:
+            words.append(f"lr={self.rate:g}")
+        if self.warmup is not msgspec.UNSET and self.warmup:
+            words.append(f"warmup={self.warmup}")
+        found = [f"--{word.replace('=', ' ')}" for word in words]
+        if self.rate is not msgspec.UNSET and own and self.rate != 1:
+            found.append(f"({self.rate:g} times the task's own learning rate)")
+        return " ".join(found)
 
     def seconds(self, overhead: float | None) -> float | None:
         """The time with another overhead."""

@@ -91,8 +91,9 @@ class ByTimeToTarget:
             Text(shortest_text(plan, found)),
         ]
         for name, each in self.plans.items():
-            if options := to_target(each).options:
-                lines.append(Text(f"as studied, {name} is to be trained with {options}"))
+            said = to_target(each)
+            if said.options and (name == best or said.cure):
+                lines.append(Text(f"as studied, {name} is to be trained with {said.options}"))
         return [target_table(self.plans, width), *lines, *self.notes()]
 
     def notes(self) -> Sequence[Any]:

@@ -40,14 +40,14 @@ class Judged:
 
     Attributes:
         time_s: to the target; at the least, where no training with such delays reached it.
-        cure: that it is to be trained under; mostly empty.
+        late: what the overhead goes with.
     """
 
     overhead: Estimate
     period_s: float
     time_s: float
     memory_bytes: int
-    cure: str = ""
+    late: LatePlan
 
     @property
     def price(self) -> tuple[float, int]:
@@ -117,7 +117,7 @@ class StudyFigures:
         if overhead is None or (self.fit.refusal and not overhead.exact):
             return None
         time_s = self.seconds(predicted.period_s) * overhead.mean
-        return Judged(overhead, predicted.period_s, time_s, predicted.most_bytes, cure)
+        return Judged(overhead, predicted.period_s, time_s, predicted.most_bytes, late)
 
     def seconds(self, period_s: float) -> float:
         """Of plain training's samples in that period."""
@@ -282,7 +282,7 @@ class TargetSearch:
             return
         found, profile, mine.found = mine.found, self.planning.profile, None
         judged = self.figures.judge(
-            own.variant, own.update_every, own.micro_batches, own.predicted, mine.best.cure
+            own.variant, own.update_every, own.micro_batches, own.predicted, mine.best.late.cure
         )
         within = 1 + self.planning.asked["tolerance"]
         reaches = judged is not None and judged.overhead.reached
@@ -309,6 +309,7 @@ class TargetSearch:
         """What a plan's file says of its time to the target."""
         assert self.shortest is not None
         overhead, study = judged.overhead, self.figures.study
+        like = self.figures.fit.arm_like(judged.late)
         bound_s = min(self.bound_s, judged.time_s) if self.bound_s < inf else 0.0
         return TargetPrediction(
             metric=study.question.metric,
@@ -324,7 +325,10 @@ class TargetSearch:
             shortest_period_s=self.shortest.period_s,
             shortest_overhead=self.shortest.overhead.mean,
             shortest_reaches=self.shortest.overhead.reached,
-            cure=judged.cure or msgspec.UNSET,
+            cure=judged.late.cure or msgspec.UNSET,
+            rate=like.rate,
+            rate_of=study.question.rate_of,
+            warmup=like.warmup,
         )
 
 

@@ -123,6 +123,7 @@ class _Trained(NamedTuple):
         reached: whether all seeds do.
     """
 
+    arm: StudyArm
     rules: _Rules
     delays: Sequence[int]
     weights: Sequence[float]
@@ -333,6 +334,18 @@ class OverheadFit:
         ]
         return self._estimate(rules, function.at(min(ends))).low or 0.0
 
+    def arm_like(self, plan: LatePlan) -> StudyArm:
+        """What was trained that a plan has its learning rate of: its own training, or of those with
+        its rules that with the nearest delays; else plain training."""
+        own = self.arm_of(plan)
+        if own is not None:
+            return self._study.arm(own)
+        rules, number = _rules_of(plan, self._mixes), self._number
+        asked = number(plan.delays, _shares(plan.parameter_bytes))
+        alike = [each for each in self._trained if each.rules == rules]
+        apart = [abs(number(each.delays, each.weights) - asked) for each in alike]
+        return alike[apart.index(min(apart))].arm if alike else self._study.plain
+
     def trained_with(self, system: str) -> list[TrainedWith]:
         """Of all plans of a system that this says something of; those without a cure first."""
         asked = LatePlan(system, 1, 1, (), ())
@@ -386,10 +399,10 @@ class OverheadFit:
             plan, logs = plans.get(arm.name), self._logs(arm)
             if arm.kind == "uniform delay":
                 rules = _Rules(update_every=arm.update_every)
-                found.append(_Trained(rules, (arm.delay,), (1.0,), *logs))
+                found.append(_Trained(arm, rules, (arm.delay,), (1.0,), *logs))
             elif arm.kind == "pipeline" and plan and plan.delays and plan.parameter_bytes:
                 rules, shares = _rules_of(plan, self._mixes), _shares(plan.parameter_bytes)
-                found.append(_Trained(rules, plan.delays, shares, *logs))
+                found.append(_Trained(arm, rules, plan.delays, shares, *logs))
         return found
 
     def _logs(self, arm: StudyArm) -> tuple[tuple[float, ...], bool]:

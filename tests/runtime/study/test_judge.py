@@ -23,6 +23,7 @@ from timeprest.planner.search.request import PlanRequest
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Profile
 from timeprest.runtime.study.figures.choose import StudyFigures, search_to_target
+from timeprest.runtime.study.figures.overhead import LatePlan
 from timeprest.runtime.study.figures.study import DroppedArm, StudyArm, read_study, write_study
 
 call = partial(called, "tp-plan")
@@ -111,7 +112,37 @@ def test_a_plan_says_which_cure_it_was_found_with(folder):
     options = "--lr-rescheduling 9 --stagewise-momentum"
     assert f"as studied, timeprest is to be trained with {options}" in " ".join(told.split())
     assert options in " ".join(call("show", "best.json").split())
-    assert "to be trained" not in read_plan("best.pipedream.json").to_target.options
+    assert "lr-rescheduling" not in read_plan("best.pipedream.json").to_target.options
+
+
+def test_a_plan_says_the_learning_rate_that_was_best_with_its_delays(folder):
+    before = read_study("study.json")
+    rates = {each.name: 0.1 * (1 + k) for k, each in enumerate(before.arms)}
+    arms = [
+        msgspec.structs.replace(each, rate=rates[each.name], warmup=20 * (each.name == "pipedream"))
+        for each in before.arms
+    ]
+    asked = msgspec.structs.replace(before.question, rate_of="learning rate")
+    write_study("study.json", msgspec.structs.replace(before, arms=tuple(arms), question=asked))
+    systems = ("pipedream", "timeprest", "gpipe")
+    solve = ("solve", "profile.json", "--variant", ",".join(systems), *WORDS)
+    told = call(*solve, "--study", "study.json", "-o", "best.json")
+    plans = {name: read_plan(f"best.{name}.json") for name in systems}
+    assert plans["pipedream"].to_target.options == f"--lr {rates['pipedream']:g} --warmup 20"
+    # Without a delay it is plain training.
+    assert {stage.delay for stage in plans["timeprest"].predicted.stages} == {0}
+    for name in ("timeprest", "gpipe"):
+        assert plans[name].to_target.options == f"--lr {rates['plain']:g}"
+    # Delays that weren't trained have the rate of the nearest: here of this system's or another's
+    # by the same rules.
+    figures = StudyFigures(read_study("study.json"))
+    late = LatePlan("timeprest", 1, 2, (1, 0, 0), (1000, 1000, 1000))
+    assert not figures.fit.at(late).exact
+    assert figures.fit.arm_like(late).name in ("timeprest", "pipedream-unstashed", "v-timeprest")
+    best = read_plan("best.json")
+    line = f"as studied, {best.variant} is to be trained with {best.to_target.options}"
+    assert line in " ".join(told.split())
+    assert best.to_target.options in " ".join(call("show", "best.json").split())
 
 
 def test_plans_are_found_by_a_study(folder):
