@@ -50,15 +50,6 @@ def simulates_together(pipeline: Pipeline) -> bool:
     )
 
 
-def stand_in(pipeline: Pipeline) -> Pipeline:
-    """What a pipeline is ranked by: where backwards are split, the same with whole ones, whose
-    schedule doesn't depend on times."""
-    if not pipeline.variant.split_backward or pipeline.placement:
-        return pipeline
-    whole = replace(pipeline.variant, schedule="1f1b-flush", split_backward=False)
-    return replace(pipeline, variant=whole, weight_s=())
-
-
 def periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     """Period of each, about, [K]: the mean over the second half of a simulation that begins empty.
 

@@ -34,7 +34,6 @@ from ...schedules.together import (
     periods_s,
     simulates_like,
     simulates_together,
-    stand_in,
 )
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
@@ -321,8 +320,8 @@ class LocalSearch:
         if not seen:
             return []
         expected = [found.least_s for found, _ in seen]
-        if simulates_together(stand_in(seen[0][0].pipeline)) and not self.is_listed:
-            expected = _at_once_s(self, [stand_in(found.pipeline) for found, _ in seen])
+        if simulates_together(seen[0][0].pipeline) and not self.is_listed:
+            expected = _at_once_s(self, [found.pipeline for found, _ in seen])
         best_s, most = self.search.period_s, _MOST_STARTS
         operations = operations_of(
             self.relaxation.variant, points[0].stages, points[0].micro_batches
@@ -436,7 +435,7 @@ class LocalSearch:
                 seen, point = narrower
             if _runs_like(self, point, here) and _has_likes(seen.pipeline):
                 like.append((seen, point))
-            elif simulates_together(stand_in(seen.pipeline)):
+            elif simulates_together(seen.pipeline):
                 alike.setdefault(_alike(self, point), []).append((seen, point))
             else:
                 found.append((seen, point))
@@ -456,14 +455,12 @@ class LocalSearch:
 
     def _together(self, some: Sequence[_Ranked], here: Standing) -> list[_Ranked]:
         """Those of one schedule that may be better, with what is expected of them."""
-        pipelines, found = [stand_in(seen.pipeline) for seen, _ in some], list[_Ranked]()
+        pipelines, found = [seen.pipeline for seen, _ in some], list[_Ranked]()
         alike = _alike(self, here.point) == _alike(self, some[0][1])
         # What doesn't settle in time is as far off for both.
-        mine = stand_in(here.found.pipeline) if alike else pipelines[0]
+        mine = here.found.pipeline if alike else pipelines[0]
         *periods, mine_s = _at_once_s(self, [*pipelines, mine])
         limit_s = mine_s if alike else here.period_s * _ABOUT
-        if self.relaxation.variant.split_backward:
-            limit_s *= _STANDS_IN
         limit_s *= _VAGUE if self.is_listed else 1.0
         for (seen, point), period_s in zip(some, periods, strict=True):
             bottlenecks = _bottlenecks(seen.loads_s, here.period_s)
@@ -482,15 +479,12 @@ class LocalSearch:
         one = here.found.pipeline
         if len(some) < _FEW_LIKE or not _has_likes(one):
             return [*some]
-        operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
-        operations *= here.found.mini_batches // 2 or 1
-        self.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(some))
-        mine_s, *periods = periods_like_s(one, [one, *(seen.pipeline for seen, _ in some)])
+        mine_s, *periods = _like_s(self, [one, *(seen.pipeline for seen, _ in some)])
         given = has_row(one.variant)
         limit_s, found = mine_s * (_VAGUE if given else _STANDS_IN), list[_Ranked]()
         for (seen, point), period_s in zip(some, periods, strict=True):
             if period_s <= limit_s:
-                expected = max(float(period_s), seen.least_s)
+                expected = max(period_s, seen.least_s)
                 found.append((seen._replace(expected_s=expected), point))
         found.sort(key=lambda item: item[0].expected_s)
         return found[: _MOST_LISTED if given else None]
@@ -506,6 +500,15 @@ class LocalSearch:
 def _alike(local: LocalSearch, point: Point) -> Hashable:
     """Points with the same are simulated together."""
     return point.stages, point.micro_batches, () if local.is_listed else point.limits
+
+
+def _like_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]:
+    """As the first one runs. Raises OutOfBudget when the budget is used up."""
+    one = pipelines[0]
+    operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
+    local.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(pipelines))
+    found: list[float] = periods_like_s(one, pipelines).tolist()
+    return found
 
 
 def _has_likes(pipeline: Pipeline) -> bool:
@@ -787,7 +790,9 @@ def _climbed(local: LocalSearch, here: Standing) -> Standing:
 def _hopeful(local: LocalSearch, here: Standing) -> Iterator[Point]:
     """Any moves that may be better; of those that run alike, what is expected to be."""
     points, pipeline = _any_moves(local, here), here.found.pipeline
-    alike = _has_likes(pipeline) and not here.over and not pipeline.weight_s
+    alike = _has_likes(pipeline) and not here.over
+    # Where devices have several stages, weight parts change places from cut to cut.
+    alike = alike and not (pipeline.weight_s and pipeline.placement)
     for first in range(0, len(points), _CHUNK_LIKE):
         like = list[_Ranked]()
         for point in points[first : first + _CHUNK_LIKE]:
