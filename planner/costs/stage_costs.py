@@ -343,9 +343,10 @@ def as_run_by(profile: Profile, variant: Variant, update_every: int = 1) -> Prof
     """The profile with the operation costs that apply in this system: of hooks, and of weight
     versions.
 
-    Where no update comes between a forward and its backward, weights needn't be kept out of
-    autograd's graphs, and there are no hooks. (Copies in another precision are, even so.) What
-    mini-batches cost besides is counted at the update after them, for all since the one before.
+    Where no update comes between a forward and its backward, or both run on whatever the parameters
+    are then, weights needn't be kept out of autograd's graphs, and there are no hooks. (Copies in
+    another precision are, even so.) What mini-batches cost besides is counted at the update after
+    them, for all since the one before.
 
     Raises PlanError where the system can't have it.
     """
@@ -355,7 +356,8 @@ def as_run_by(profile: Profile, variant: Variant, update_every: int = 1) -> Prof
         return profile
     around_s = update_every * operation.mini_batch_s
     operation = msgspec.structs.replace(operation, mini_batch_s=around_s)
-    if variant.flushes and profile.autocast is None:
+    latest = variant.forward_weights == variant.backward_weights == "latest"
+    if (variant.flushes or latest) and profile.autocast is None:
         operation = msgspec.structs.replace(operation, pack_s=0.0, unpack_s=0.0)
     return msgspec.structs.replace(profile, operation=operation)
 

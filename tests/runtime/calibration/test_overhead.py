@@ -7,6 +7,7 @@ import pytest
 from helpers.plans import lone_stages, with_times
 from helpers.stage_costs import stage_cost
 from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.stage_costs import as_run_by
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
@@ -49,6 +50,20 @@ def test_tensors_that_autograd_keeps_take_time(mlp_profile):
     assert kept > 4
     assert costly.forward_s - cheap.forward_s == pytest.approx(kept * 1e-3)
     assert costly.backward_s - cheap.backward_s == pytest.approx(kept * 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("variant", "hooked"),
+    [("timeprest", True), ("pipedream", True), ("v-timeprest", False), ("gpipe", False)],
+)
+def test_hooks_keep_older_weights_out_of_graphs(mlp_profile, variant, hooked):
+    """In mixed precision the copies of weights, in every system."""
+    hooks = OperationCost(forward_s=0.0, mini_batch_s=0.0, pack_s=1e-3, unpack_s=2e-3)
+    profile = msgspec.structs.replace(with_times(mlp_profile), operation=hooks)
+    mixed = msgspec.structs.replace(profile, autocast="bfloat16")
+    for each, wanted in ((profile, hooked), (mixed, True)):
+        found = as_run_by(each, VARIANTS[variant]).operation
+        assert ((found.pack_s, found.unpack_s) == (1e-3, 2e-3)) == wanted
 
 
 RULES = OperationCost(
