@@ -25,7 +25,7 @@ from ..simulator.executor import execute
 from ..simulator.pipeline import Link, Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .nf1b_together import nf1b_periods_s
-from .schedules import PATTERNS, make_schedule
+from .schedules import PATTERNS, ROWS, make_schedule
 from .steady_state import steady_state
 
 Seconds = NDArray[np.float64]
@@ -83,8 +83,10 @@ def simulates_like(pipeline: Pipeline) -> bool:
     routes = [route for link in pipeline.links for route in link.routes]
     overlaps = all(route.overlaps for route in routes)
     alone = all(pipeline.replicas(s) == 1 for s in range(pipeline.stages))
-    by_itself = bool(pipeline.placement) or pipeline.variant.split_backward
-    return by_itself and alone and overlaps and not pipeline.late
+    placed, split = bool(pipeline.placement), pipeline.variant.split_backward
+    # Hardly two run alike where a list schedule comes before the weight parts are placed.
+    alike = pipeline.variant.schedule in ROWS if placed and split else placed or split
+    return alike and alone and overlaps and not pipeline.late
 
 
 def periods_like_s(one: Pipeline, pipelines: Sequence[Pipeline]) -> Seconds:

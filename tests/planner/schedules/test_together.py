@@ -39,7 +39,6 @@ def shifted(pipeline: Pipeline, stage: int) -> Pipeline:
         ("interleaved-1f1b", LOOP, 6, True),
         ("gpipe", LOOP, 4, True),
         ("pipedream-flush", V, 4, False),
-        ("zb-h1", LOOP, 6, False),
         ("zb-v", V, 6, False),
         ("v-half", V, 6, False),
     ],
@@ -62,6 +61,7 @@ def test_replicas_orders_and_what_does_not_flush_run_by_themselves():
     loop = over_wires(equal_stages("gpipe", LOOP, 4))
     assert not simulates_like(replace(loop, placement=()))
     assert not simulates_like(over_wires(equal_stages("pipedream", LOOP, 4)))
+    assert not simulates_like(over_wires(equal_stages("zb-h1", LOOP, 4)))
     (first, *rest) = loop.links
     blocking = replace(first, routes=(replace(first.routes[0], overlaps=False),))
     assert not simulates_like(replace(loop, links=(blocking, *rest)))
