@@ -82,7 +82,7 @@ _MOST_OTHERS = 4
 """Plans of other kinds that are improved besides the best one."""
 
 _STANDS_IN = 1.03
-"""How much longer periods with whole backwards may be, where those are split."""
+"""How much longer periods may be as another plan runs, where times make the schedule."""
 
 _EVEN = 2
 """First cuts that are even, by time and by layers."""
@@ -439,7 +439,7 @@ class LocalSearch:
                 alike.setdefault(_alike(self, point), []).append((seen, point))
             else:
                 found.append((seen, point))
-        found += self._like(like, here)
+        found += _run_alike(self, like, here)
         for key, some in alike.items():
             # With one micro-batch, one by itself is about as short as one of many.
             one = some[0][1].micro_batches == 1
@@ -474,21 +474,6 @@ class LocalSearch:
             del found[_MOST_LISTED:]
         return found
 
-    def _like(self, some: Sequence[_Ranked], here: Standing) -> list[_Ranked]:
-        """Those that may be better if they ran as a plan does, with what is expected of them."""
-        one = here.found.pipeline
-        if len(some) < _FEW_LIKE or not _has_likes(one):
-            return [*some]
-        mine_s, *periods = _like_s(self, [one, *(seen.pipeline for seen, _ in some)])
-        given = has_row(one.variant)
-        limit_s, found = mine_s * (_VAGUE if given else _STANDS_IN), list[_Ranked]()
-        for (seen, point), period_s in zip(some, periods, strict=True):
-            if period_s <= limit_s:
-                expected = max(period_s, seen.least_s)
-                found.append((seen._replace(expected_s=expected), point))
-        found.sort(key=lambda item: item[0].expected_s)
-        return found[: _MOST_LISTED if given else None]
-
     def _busiest(self, here: Standing) -> list[int]:
         """Stages, the busiest first; before them those that need too much memory."""
         pipeline, cluster = here.found.pipeline, self.question.cluster
@@ -502,13 +487,24 @@ def _alike(local: LocalSearch, point: Point) -> Hashable:
     return point.stages, point.micro_batches, () if local.is_listed else point.limits
 
 
-def _like_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]:
-    """As the first one runs. Raises OutOfBudget when the budget is used up."""
-    one = pipelines[0]
+def _run_alike(local: LocalSearch, some: Sequence[_Ranked], here: Standing) -> list[_Ranked]:
+    """Those that may be better if they ran as a plan does, with what is expected of them. Raises
+    OutOfBudget when the budget is used up."""
+    one = here.found.pipeline
+    if len(some) < _FEW_LIKE or not _has_likes(one):
+        return [*some]
     operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
-    local.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(pipelines))
-    found: list[float] = periods_like_s(one, pipelines).tolist()
-    return found
+    local.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(some))
+    pipelines = [one, *(seen.pipeline for seen, _ in some)]
+    mine_s, *periods = periods_like_s(one, pipelines).tolist()
+    given = has_row(one.variant)
+    limit_s, found = mine_s * (_VAGUE if given else _STANDS_IN), list[_Ranked]()
+    for (seen, point), period_s in zip(some, periods, strict=True):
+        if period_s <= limit_s:
+            expected = max(period_s, seen.least_s)
+            found.append((seen._replace(expected_s=expected), point))
+    found.sort(key=lambda item: item[0].expected_s)
+    return found[: _MOST_LISTED if given else None]
 
 
 def _has_likes(pipeline: Pipeline) -> bool:
@@ -803,7 +799,7 @@ def _hopeful(local: LocalSearch, here: Standing) -> Iterator[Point]:
                 like.append((seen, point))
             else:
                 yield point
-        yield from (point for _, point in local._like(like, here))
+        yield from (point for _, point in _run_alike(local, like, here))
 
 
 def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
