@@ -182,9 +182,10 @@ def _as_run(pipeline: Pipeline) -> tuple[list[_Event], int, int]:
             seconds = clock.seconds[kind][s][0]
             for slot, start in enumerate(starts):
                 if start != NOT_YET:
+                    end = start + seconds
                     timed.append((start, True, (kind, slot, s, _RUNS)))
                     # Messages go before what begins then, but for those of what takes no time.
-                    timed.append((start + seconds, not seconds, (kind, slot, s, _SENDS)))
+                    timed.append((end, end == start, (kind, slot, s, _SENDS)))
     events = [
         event
         for _, _, event in sorted(timed)

@@ -421,7 +421,7 @@ class LocalSearch:
     def _ranked(self, points: Sequence[Point], here: Standing) -> list[Point]:
         """Those that may be better, by what they are expected to be."""
         found, alike = list[_Ranked](), dict[Hashable, list[_Ranked]]()
-        like = list[_Ranked]()
+        like, has_likes = list[_Ranked](), _has_likes(here.found.pipeline)
         for point in points:
             if point in self._standings or self.work_s(point) > here.period_s * SAME:
                 continue
@@ -433,7 +433,7 @@ class LocalSearch:
                 if narrower is None:
                     continue
                 seen, point = narrower
-            if _runs_like(self, point, here) and _has_likes(seen.pipeline):
+            if has_likes and _runs_like(point, here):
                 like.append((seen, point))
             elif simulates_together(seen.pipeline):
                 alike.setdefault(_alike(self, point), []).append((seen, point))
@@ -491,7 +491,7 @@ def _run_alike(local: LocalSearch, some: Sequence[_Ranked], here: Standing) -> l
     """Those that may be better if they ran as a plan does, with what is expected of them. Raises
     OutOfBudget when the budget is used up."""
     one = here.found.pipeline
-    if len(some) < _FEW_LIKE or not _has_likes(one):
+    if len(some) < _FEW_LIKE:
         return [*some]
     operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
     local.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(some))
@@ -517,12 +517,10 @@ def _has_likes(pipeline: Pipeline) -> bool:
     return takes >= (_DEAR_SPLIT if variant.split_backward else _DEAR)
 
 
-def _runs_like(local: LocalSearch, point: Point, here: Standing) -> bool:
-    """Whether devices may run the same operations for both."""
+def _runs_like(point: Point, here: Standing) -> bool:
+    """Whether devices may run the same operations for both, where the pipeline flushes."""
     mine = here.point
-    flushes = local.relaxation.variant.flushes
-    alike = flushes or point.limits == mine.limits
-    return alike and (point.devices, point.micro_batches) == (mine.devices, mine.micro_batches)
+    return (point.devices, point.micro_batches) == (mine.devices, mine.micro_batches)
 
 
 def _narrower(local: LocalSearch, seen: Foreseen, point: Point, here: Standing) -> _Ranked | None:
@@ -795,7 +793,7 @@ def _hopeful(local: LocalSearch, here: Standing) -> Iterator[Point]:
             if not _may_be_better(local, point, here):
                 continue
             seen = local.foreseen(point)
-            if alike and seen is not None and _runs_like(local, point, here):
+            if alike and seen is not None and _runs_like(point, here):
                 like.append((seen, point))
             else:
                 yield point

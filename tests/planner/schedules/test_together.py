@@ -57,7 +57,7 @@ def test_what_runs_alike_has_its_own_period(variant, placement, n, given):
     assert found.max() > found[0]
 
 
-def test_replicas_orders_and_what_does_not_flush_run_by_themselves():
+def test_what_is_straight_or_blocks_or_does_not_flush_runs_by_itself():
     loop = over_wires(equal_stages("gpipe", LOOP, 4))
     assert not simulates_like(replace(loop, placement=()))
     assert not simulates_like(over_wires(equal_stages("pipedream", LOOP, 4)))
