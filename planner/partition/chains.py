@@ -8,6 +8,11 @@ it takes each stage, with what it sends to the next one, by itself (Lagrangian r
 weights are between the best ones so far and those that are best against all cuts that came up
 (cutting planes, "in-out"): the solution of a zero-sum game, by regret matching.
 
+Of operations in a fixed sequence further terms come up with the cuts: the longest path through them
+by what the mean of some cuts costs is a sum over stages, too (`Paths`). Where a stage may not wait
+for the one before it, paths end; so cuts that have no such place, and those that have one behind a
+given stage, are bounded apart.
+
 Of cuts below a period T, no stage alone, and no message, makes any term longer than T; and by the
 tables of the program none is in cuts alone whose weighted sums are above T (reduced costs). So for
 each T few stages are left, and the bound is the T below which it isn't: found by bisection.
@@ -18,8 +23,8 @@ stages; K terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, sqrt
 from typing import NamedTuple
@@ -32,6 +37,15 @@ from .problem import Vector
 
 _ROUNDS, _FEWER = 40, 20
 """In which weights are found, for the first period and for each further one, at the most."""
+
+_WITH_PATHS = 80
+"""Rounds in which paths come up, at the most."""
+
+_GAINED = 1.0005
+"""With them, a further period is asked about where the last one raised the bound so much."""
+
+_LONGER = 1.0005
+"""Than all other terms of some cuts, by so much, a path is that counts as a further term."""
 
 _INWARDS = 0.4
 """How near to the best weights so far the next ones are."""
@@ -52,6 +66,9 @@ _ABOUT = 2.0
 """Of what is known of the bound, where no plan's period is, what is asked about next."""
 
 _ROUNDING = 1 + 1e-12
+
+_SURE = 1 - 1e-10
+"""Of a path that counts: a period is a difference of times, which are rounded."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,23 @@ class Term:
     in_memory: bool = False
 
 
+@dataclass(frozen=True)
+class Paths:
+    """Finds terms that are long for what stages cost.
+
+    Attributes:
+        longest: given measures of each stage, [S, M], and a period T, how often each of them counts
+            on the longest path, [S, M], with -T for each time that it goes on from a stage to one
+            that doesn't wait for it, or back: of cuts with a period up to T none is shorter.
+        apart: the measure that is 1 where the next stage may not wait for this one; else 0.
+        spent: links that may be gone through in the time that this takes.
+    """
+
+    longest: Callable[[Vector, float], Vector]
+    apart: int
+    spent: int
+
+
 class Found(NamedTuple):
     """What is known of all chains.
 
@@ -105,25 +139,109 @@ class Found(NamedTuple):
     spent: int
 
 
-class _Row(NamedTuple):
+@dataclass(frozen=True)
+class _Row:
     """Links that one stage may be.
 
     Attributes:
         which: positions in all of them.
-        values: of those, [M, L].
         starts: where those of each `begin` begin.
+        every: measures of all links, [M, all].
+        own: of these, [M, L]; None: not taken from `every` yet. Of many links that are soon left
+            out they would take gigabytes.
     """
 
     which: Positions
     begin: Positions
     end: Positions
-    values: Vector
     starts: Positions
+    every: Vector
+    own: Vector | None = None
+
+    @property
+    def values(self) -> Vector:
+        """Their measures, [M, L]."""
+        return self.every[:, self.which] if self.own is None else self.own
+
+    def held(self) -> _Row:
+        """The same, for use many times."""
+        return replace(self, own=self.values)
 
     def those(self, some: Flags) -> _Row:
-        begin = self.begin[some]
+        """Some of them."""
+        which = np.flatnonzero(some)
+        if len(which) == len(some):
+            return self
+        begin, own = self.begin[which], None if self.own is None else self.own[:, which]
         starts = np.flatnonzero(np.diff(begin, prepend=-1))
-        return _Row(self.which[some], begin, self.end[some], self.values[:, some], starts)
+        return _Row(self.which[which], begin, self.end[which], starts, self.every, own)
+
+
+class _Terms:
+    """Those of chains, given ones first; and then those that came up.
+
+    Attributes:
+        within: how often measures count, [K, S, M].
+        in_memory: whether they are shares of a device's memory, [K].
+        given: how many were given.
+        below_s: those that came up hold for periods up to this.
+    """
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.within: Vector = np.array([term.within for term in terms])
+        self.in_memory: Flags = np.array([term.in_memory for term in terms])
+        self.given, self.below_s = len(terms), inf
+
+    def add(self, more: Sequence[Vector] | Vector) -> None:
+        """Some that came up."""
+        self.within = np.concatenate([self.within, more])
+        self.in_memory = np.append(self.in_memory, np.zeros(len(more), dtype=np.bool_))
+
+    def forget(self) -> None:
+        """Those that came up."""
+        self.within, self.in_memory = self.within[: self.given], self.in_memory[: self.given]
+
+    def begin_as(self, other: _Terms) -> None:
+        """Take those that came up among others, of fewer or more measures."""
+        measures = self.within.shape[2]
+        more = other.within[other.given :, :, :measures]
+        self.forget()
+        self.add(np.pad(more, ((0, 0), (0, 0), (0, measures - more.shape[2]))))
+        self.below_s = other.below_s
+
+    def of(self, values: Vector) -> Vector:
+        """Each one by measures of stages, [S, M]."""
+        found: Vector = (self.within * values).sum(axis=(1, 2))
+        return found
+
+    def scale(self, target: float) -> Vector:
+        """What makes seconds of each, below a period: shares of memory are at most 1."""
+        return np.where(self.in_memory, target, 1.0)
+
+    def most(self, target: float) -> Vector:
+        """Of each, below a period, [K]."""
+        return np.where(self.in_memory, 1.0, target) * _ROUNDING
+
+    def at_least(self, weights: Vector, least: float, target: float) -> float:
+        """What the period is at the least where the weighted sum is: shares of memory are at most
+        1, so that T · (1 - their weight) + target · their weight ≥ the sum."""
+        of_memory = float(weights[self.in_memory].sum())
+        if of_memory >= 1.0 - 1e-9:
+            return inf if least > target * _ROUNDING * _ROUNDING else 0.0
+        return (least - of_memory * target) / (1.0 - of_memory)
+
+    def most_common(self) -> tuple[Vector, list[Vector]]:
+        """Weights of the term that the most others contain: 1 of one, where these are more than
+        stages; and per stage, what they have besides, [others, M]. No chain has any of them
+        shorter than the shortest one by that term and what is besides."""
+        within, containing = self.within, np.zeros(0, dtype=np.intp)
+        weights = np.zeros(len(within))
+        for number in np.flatnonzero(~self.in_memory):
+            more = np.flatnonzero((within >= within[number]).all(axis=(1, 2)) & ~self.in_memory)
+            if len(more) > max(len(containing), within.shape[1]):
+                containing, weights = more, np.eye(len(within))[number]
+        besides = within[containing] - np.tensordot(weights, within, 1)
+        return weights, [np.unique(x, axis=0) for x in besides.swapaxes(0, 1)]
 
 
 class Chains:
@@ -131,37 +249,31 @@ class Chains:
 
     Args:
         allowed: per stage, the links that it may be, [L].
+        paths: where terms come up.
     """
 
-    def __init__(self, links: Links, terms: Sequence[Term], allowed: Sequence[Flags]) -> None:
-        self.links = links
-        self._within = np.array([term.within for term in terms])
-        self._memory = np.array([term.in_memory for term in terms])
-        self.stages = self._within.shape[1]
+    def __init__(
+        self,
+        links: Links,
+        terms: Sequence[Term],
+        allowed: Sequence[Flags],
+        paths: Paths | None = None,
+    ) -> None:
+        self.links, self._paths, self._terms = links, paths, _Terms(terms)
+        self.stages = self._terms.within.shape[1]
         self._allowed = allowed
-        self._weights = np.full(len(terms), 1.0 / len(terms))
-        self._base, self._besides = self._most_common()
+        # Those with terms that came up, too.
+        self._weights = self._by_paths = np.full(len(terms), 1.0 / len(terms))
+        self._base, self._besides = self._terms.most_common()
         self._spent, self._most_spent = 0, inf
         # The shortest period that is asked about so far, and what is left below it.
         self._left: tuple[float, list[_Row]] = inf, self._all_rows
 
-    def _most_common(self) -> tuple[Vector, list[Vector]]:
-        """Weights of the term that the most others contain: 1 of one, where these are more than
-        stages; and per stage, what they have besides, [others, M]. No chain has any of them
-        shorter than the shortest one by that term and what is besides."""
-        within, containing = self._within, np.zeros(0, dtype=np.intp)
-        weights = np.zeros(len(within))
-        for number in np.flatnonzero(~self._memory):
-            more = np.flatnonzero((within >= within[number]).all(axis=(1, 2)) & ~self._memory)
-            if len(more) > max(len(containing), self.stages):
-                containing, weights = more, np.eye(len(within))[number]
-        besides = within[containing] - np.tensordot(weights, within, 1)
-        return weights, [np.unique(x, axis=0) for x in besides.swapaxes(0, 1)]
-
     def begin_as(self, other: Chains) -> None:
-        """Look for weights from those of others on, with the same terms."""
-        if len(other._weights) == len(self._weights):
-            self._weights = other._weights
+        """Look for weights from those of others on, with the same terms and those that came up."""
+        if other._terms.given == self._terms.given:
+            self._terms.begin_as(other._terms)
+            self._weights, self._by_paths = other._weights, other._by_paths
 
     @property
     def size(self) -> int:
@@ -171,12 +283,13 @@ class Chains:
     @cached_property
     def _all_rows(self) -> list[_Row]:
         links, last, found = self.links, int(self.links.end.max(initial=0)), []
-        whole = _Row(np.arange(len(links.begin)), links.begin, links.end, links.values, links.begin)
+        which = np.arange(len(links.begin))
+        whole = _Row(which, links.begin, links.end, links.begin, links.values)
         for s in range(self.stages):
             some = self._allowed[s] & ((links.begin < links.kinds) == (s == 0))
             found.append(whole.those(some & ((links.end == last) == (s == self.stages - 1))))
         # Those that others lead to and that lead to the end.
-        return self._reduced(found, np.zeros(len(self._within)), inf)
+        return self._reduced(found, np.zeros(self._terms.given), inf)
 
     # The bound -----------------------------------------------------------------------------------
 
@@ -194,6 +307,12 @@ class Chains:
         self._spent, self._most_spent = 0, most
         seen = dict[tuple[int, ...], float]()
         low, high = low_s, inf
+        if below_s > self._terms.below_s:
+            self._terms.forget()
+            weights = self._weights[: self._terms.given]
+            self._by_paths = self._weights = weights + (1.0 - weights.sum()) / len(weights)
+        self._terms.below_s = below_s
+        by_paths = self._paths is not None and below_s < inf
         for turn in range(periods):
             if low * _ROUNDING >= below_s or high <= low * _NEAR or self._spent > most:
                 break
@@ -204,10 +323,13 @@ class Chains:
             least, rows = self._least_below(target, _FEWER if turn else _ROUNDS, seen)
             if target == below_s:
                 self._left = target, rows
+            before = low
             if least >= target:
                 low = target
             else:
                 low, high = max(low, least), min(high, target)
+                if turn > 1 and by_paths and low <= before * _GAINED:
+                    break
         cuts = {cut: worst for chain, worst in seen.items() for cut in [self.links.cut(chain)]}
         return Found(low / _ROUNDING, sorted(cuts, key=lambda cut: (cuts[cut], cut)), self._spent)
 
@@ -221,62 +343,145 @@ class Chains:
         """
         known_s, rows = self._left
         rows = self._alone(rows if target <= known_s else self._all_rows, target)
-        scale = np.where(self._memory, target, 1.0)
-        weights = kept = self._weights
+        paths = self._paths if self._terms.below_s < inf else None
+        if paths is None or not self._apart(rows):
+            rounds = rounds if paths is None else _WITH_PATHS
+            least, rows, first = self._raised(rows, self._by_paths, target, rounds, seen, paths)
+            self._by_paths = first
+            self._weights = first if paths is None else self._weights
+            return least, rows
+        least, rows, self._weights = self._raised(rows, self._weights, target, rounds, seen)
+        if least >= target:
+            return least, rows
+        known, left = inf, list[list[_Row]]()
+        for case in self._cases(rows, paths):
+            if known <= least or self._spent > self._most_spent:
+                return least, rows
+            first, enough = self._weights if left else self._by_paths, min(known, target)
+            found, rest, weights = self._raised(
+                case, first, target, _WITH_PATHS, seen, paths, enough
+            )
+            if not left:
+                self._by_paths = weights
+            known = min(known, found)
+            left.append(rest)
+        if known <= least:
+            return least, rows
+        return known, [
+            row.those(np.isin(row.which, np.concatenate([rest[s].which for rest in left])))
+            for s, row in enumerate(rows)
+        ]
+
+    def _cases(self, rows: Sequence[_Row], paths: Paths) -> Iterator[list[_Row]]:
+        """All chains: those whose stages all wait for the one before them; and for each stage those
+        where it is the first one that the next may not wait for."""
+        which = self.links.values[paths.apart] > 0
+        apart: list[Flags] = [which[row.which] for row in rows]
+        yield [row.those(~some) for row, some in zip(rows, apart, strict=True)]
+        for s in range(self.stages):
+            if apart[s].any():
+                before = [row.those(~some) for row, some in zip(rows[:s], apart, strict=False)]
+                yield [*before, rows[s].those(apart[s]), *rows[s + 1 :]]
+
+    def _raised(
+        self,
+        rows: list[_Row],
+        first: Vector,
+        target: float,
+        rounds: int,
+        seen: dict[tuple[int, ...], float],
+        paths: Paths | None = None,
+        enough: float = inf,
+    ) -> tuple[float, list[_Row], Vector]:
+        """Of some of these chains, as `_least_below`, with the weights that show it.
+
+        Args:
+            first: weights to begin with, of the first terms.
+            paths: further terms that come up.
+            enough: the least needn't be known to be more.
+        """
+        rows, scale = [row.held() for row in rows], self._terms.scale(target)
+        weights = kept = np.append(first, np.zeros(len(scale) - len(first)))
         best, risen, met, sums = 0.0, 0, list[list[int]](), list[Vector]()
         for turn in range(1, rounds + 1):
             chain = self._cheapest(rows, self._costs(rows, weights * scale))
             if chain is None:
-                return inf, rows
-            terms = self._terms(chain) * scale
+                return inf, rows, kept
+            terms = self._by_terms(chain) * scale
             met.append(chain)
             sums.append(terms)
-            least = self._at_least(weights, float(weights @ terms), target)
+            least = self._terms.at_least(weights, float(weights @ terms), target)
             if least > best:
                 risen = turn if least > best * _CLOSE else risen
                 best, kept = least, weights
-            if not best < min(target, float(terms.max())) or not terms.any():
+            known = best >= min(target, enough) or not terms.any()
+            if known or (paths is None and best >= float(terms.max())):
                 break
             against, most_s, shares = _best_weights(np.array(sums).T, kept)
+            if paths is not None and self._longer(paths, met, shares, most_s):
+                risen = turn
+                scale = self._terms.scale(target)
+                sums = [self._by_terms(each) * scale for each in met]
+                kept = np.append(kept, np.zeros(len(scale) - len(kept)))
+                against, most_s, shares = _best_weights(np.array(sums).T, kept)
             late = turn - risen > _IDLE or self._spent > self._most_spent
             if most_s <= best * _CLOSE or late or turn == rounds:
                 middle = self._between(rows, np.array(met), shares)
                 if middle is not None:
-                    seen[tuple(middle)] = float((self._terms(middle) * scale).max())
+                    seen[tuple(middle)] = float((self._by_terms(middle) * scale).max())
                 break
             if turn % _REDUCED == 0:
                 rows = self._reduced(rows, kept * scale, target)
             weights = _INWARDS * kept + (1 - _INWARDS) * against
         seen.update({tuple(c): float(t.max()) for c, t in zip(met, sums, strict=True)})
-        self._weights = kept
-        return best, self._reduced(rows, kept * scale, target)
+        return best, self._reduced(rows, kept * scale, target), kept
 
-    def _at_least(self, weights: Vector, least: float, target: float) -> float:
-        """What the period is at the least where the weighted sum is: shares of memory are at most
-        1, so that T · (1 - their weight) + target · their weight ≥ the sum."""
-        of_memory = float(weights[self._memory].sum())
-        if of_memory >= 1.0 - 1e-9:
-            return inf if least > target * _ROUNDING * _ROUNDING else 0.0
-        return (least - of_memory * target) / (1.0 - of_memory)
+    def _longer(
+        self, paths: Paths, met: Sequence[Sequence[int]], shares: Vector, most_s: float
+    ) -> bool:
+        """Add paths that are longer than all terms of the mean of some chains, or of the last one.
+        Returns whether there are any."""
+        values = self.links.values[:, np.array(met)]
+        last, more = values[:, -1].T, list[Vector]()
+        mean = np.tensordot(shares, values, axes=(0, 1)).T
+        for measures, longest_s in ((mean, most_s), (last, float(self._by_terms(met[-1]).max()))):
+            within = paths.longest(measures, self._terms.below_s) * _SURE
+            self._spent += paths.spent
+            if float((within * measures).sum()) > longest_s * _LONGER:
+                more.append(within)
+        if more:
+            self._terms.add(more)
+        return bool(more)
 
-    def _most(self, target: float) -> Vector:
-        """Of each term, below a period, [K]."""
-        return np.where(self._memory, 1.0, target) * _ROUNDING
+    def _growing(self, rows: Sequence[_Row]) -> int:
+        """Of how many terms no stage's part is below 0."""
+        return self._terms.given if self._apart(rows) else len(self._terms.within)
+
+    def _apart(self, rows: Sequence[_Row]) -> bool:
+        """Whether some stage may not wait for the one before it."""
+        if self._paths is None:
+            return False
+        which = self.links.values[self._paths.apart] > 0
+        return any(which[row.which].any() for row in rows)
 
     def _alone(self, rows: Sequence[_Row], target: float) -> list[_Row]:
         """Stages that alone make no term longer."""
-        most, found = self._most(target)[:, None], []
+        growing, found = self._growing(rows), []
+        most = self._terms.most(target)[:growing, None]
         for s, row in enumerate(rows):
             # Of many terms a stage's part is the same.
-            own = np.unique(np.concatenate([self._within[:, s], most], axis=1), axis=0)
+            own = np.concatenate([self._terms.within[:growing, s], most], axis=1)
+            own = np.unique(own, axis=0)
             some: Flags = np.logical_and.reduce(own[:, :-1] @ row.values <= own[:, -1:], axis=0)
             found.append(row if some.all() else row.those(some))
         return self._reduced(found, self._base, target, self._besides)
 
     def _costs(self, rows: Sequence[_Row], weights: Vector) -> list[Vector]:
         """Per stage, its part of the weighted sum."""
-        coefficients = np.tensordot(weights, self._within, 1)
+        coefficients = np.tensordot(weights, self._terms.within[: len(weights)], 1)
         self._spent += sum(len(row.which) for row in rows)
+        if not weights.any():
+            return [np.zeros(len(row.which)) for row in rows]
         return [own @ row.values for own, row in zip(coefficients, rows, strict=True)]
 
     def _behind(self, rows: Sequence[_Row], costs: Sequence[Vector]) -> list[Vector]:
@@ -320,11 +525,9 @@ class Chains:
         apart = [np.abs(row.end // kinds - at) for row, at in zip(rows, middle, strict=True)]
         return self._cheapest(rows, apart)
 
-    def _terms(self, chain: Sequence[int]) -> Vector:
+    def _by_terms(self, chain: Sequence[int]) -> Vector:
         """Each term of a chain, [K]."""
-        values = self.links.values[:, chain].T
-        found: Vector = (self._within * values).sum(axis=(1, 2))
-        return found
+        return self._terms.of(self.links.values[:, chain].T)
 
     def _reduced(
         self,
@@ -344,9 +547,12 @@ class Chains:
         ahead[: self.links.kinds] = 0.0
         for s, (row, own, beyond) in enumerate(zip(rows, costs, behind[1:], strict=True)):
             sums = ahead[row.begin] + own
-            some = sums + beyond[row.end] <= room
-            for more in besides[s] if besides is not None else ():
-                some &= sums + beyond[row.end] + more @ row.values <= room
+            sums_on = sums + beyond[row.end]
+            some = sums_on <= room
+            if besides is not None and len(besides[s]):
+                values = row.values
+                for more in besides[s]:
+                    some &= sums_on + more @ values <= room
             # Of what leads nowhere, nothing is below an infinite period, either.
             some &= np.isfinite(sums) & np.isfinite(beyond[row.end])
             ahead = self._nowhere()
@@ -366,17 +572,16 @@ class Chains:
             go_on: told how many links were looked at: whether there may be more.
         """
         known_s, rows = self._left
-        most, rows = self._most(most_s), rows if most_s <= known_s else self._all_rows
-        rows = self._alone(rows, most_s)
-        weights = (
-            self._weights * np.where(self._memory, most_s, 1.0)
-            if most_s < inf
-            else np.zeros(len(most))
-        )
+        most, rows = self._terms.most(most_s), rows if most_s <= known_s else self._all_rows
+        rows = [row.held() for row in self._alone(rows, most_s)]
+        weights = self._weights if self._apart(rows) else self._by_paths
+        scale = self._terms.scale(most_s)[: len(weights)]
+        weights = weights * scale if most_s < inf else np.zeros(len(weights))
         costs = self._costs(rows, weights)
         behind = self._behind(rows, costs)
         room = most_s * _ROUNDING * _ROUNDING
         found: list[tuple[float, tuple[int, ...]]] = []
+        growing = self._growing(rows)
 
         def extend(s: int, at: int, chain: tuple[int, ...], terms: Vector, spent: float) -> bool:
             row = rows[s]
@@ -384,13 +589,14 @@ class Chains:
             if not go_on(high - low + 1):
                 return False
             values, ends = row.values[:, low:high], row.end[low:high]
-            after = terms[:, None] + self._within[:, s] @ values
+            after = terms[:, None] + self._terms.within[:, s] @ values
             sums = spent + costs[s][low:high]
-            fine = (sums + behind[s + 1][ends] <= room) & (after <= most[:, None]).all(axis=0)
+            within = (after <= most[:, None])[: growing if s < self.stages - 1 else len(most)]
+            fine = (sums + behind[s + 1][ends] <= room) & within.all(axis=0)
             for k in np.flatnonzero(fine).tolist():
                 mine = (*chain, int(row.which[low + k]))
                 if s == self.stages - 1:
-                    load_s = float(after[~self._memory, k].max())
+                    load_s = float(after[~self._terms.in_memory, k].max())
                     found.append((load_s, self.links.cut(mine)))
                 elif not extend(s + 1, int(ends[k]), mine, after[:, k], float(sums[k])):
                     return False

@@ -43,6 +43,12 @@ _BOUND_SHARE, _LEAST_SHARE = 0.3, 0.05
 _FIRST_PERIODS = 2
 """Periods that are asked about where first cuts are looked for."""
 
+_BY_PATHS = 3
+"""Times that, where critical paths come up."""
+
+_PER_SECOND = 2e7
+"""Links that are gone through in a second, about."""
+
 _ROUNDS, _LEAST_ROUNDS = 15, 3
 """Where there is effort for fewer, first cuts are guessed with fewer places to cut; and nothing is
 bound."""
@@ -89,6 +95,11 @@ class PlacedBounds:
         # Whose weights of the terms others begin with.
         self._before: dict[PlacedBranch, Chains] = {}
 
+    @property
+    def in_sequence(self) -> bool:
+        """Whether bounds are by critical paths, too."""
+        return self.relaxation.variant.schedule == "interleaved"
+
     def share_out(self, branches: int) -> None:
         """So many branches are bounded."""
         self.share = max(_BOUND_SHARE / max(branches, 1), _LEAST_SHARE)
@@ -103,7 +114,7 @@ class PlacedBounds:
         # Within what is kept at one time, guesses begin further from the best plan: that of
         # densenet121 on eight devices, interleaved, was 12 % longer in the end.
         self._before[branch] = chains = rows.chains(branch.on, at_once=False)
-        return self.solved(chains, self.search.bounds[branch]).cuts
+        return self._solved(branch, chains).cuts
 
     def cuts_like(self, branch: PlacedBranch, standing: Standing) -> list[tuple[int, ...]]:
         """The same within the memory for what a plan's stages have in flight."""
@@ -111,7 +122,7 @@ class PlacedBounds:
         if rows is None:
             return []
         chains = rows.chains_like(standing.found, standing.point.downsets)
-        return self.solved(chains, self.search.bounds[branch]).cuts
+        return self._solved(branch, chains).cuts
 
     def _soon(self, branch: PlacedBranch, rounds: int) -> bool:
         """Whether there is effort for so many rounds with all places to cut."""
@@ -120,10 +131,14 @@ class PlacedBounds:
         links = _PER_PAIR * size**2 * len(branch.placement) * rounds
         return links <= max(self._most_links, _FEW_LINKS)
 
+    def bound_soon(self, branch: PlacedBranch) -> None:
+        """Bound a branch by what is soon known."""
+        self._bound(branch, self._along_path(branch))
+
     def bound(self, branch: PlacedBranch) -> None:
         """Bound a branch: first by what is soon known."""
-        path = self._along_path(branch)
-        self._bound(branch, path)
+        self.bound_soon(branch)
+        path = self._on_path.get(branch)
         if self.search.bounds[branch] * SAME < self.search.period_s:
             chains = self.chains(branch)
             self._bound(branch, chains if chains is not path else None)
@@ -135,10 +150,7 @@ class PlacedBounds:
         about."""
         if chains is None:
             return []
-        bounds = self.search.bounds
-        found = self.solved(chains, bounds[branch], periods)
-        bounds[branch] = max(bounds[branch], found.bound_s)
-        return found.cuts
+        return self._solved(branch, chains, periods, holds=True).cuts
 
     def _along_path(self, branch: PlacedBranch) -> Chains | None:
         """Of what is known along the path alone; None: it would take long, or layers are pinned."""
@@ -149,9 +161,26 @@ class PlacedBounds:
             self._on_path[branch] = self._before[branch] = rows.chains(branch.on)
         return self._on_path.get(branch)
 
-    def solved(self, chains: Chains, low_s: float, periods: int = _FIRST_PERIODS) -> Found:
-        """The bound of chains, of those below the best plan. Raises OutOfBudget."""
-        found = chains.bound(low_s, self.search.period_s, self._most_links, periods)
+    def _solved(
+        self,
+        branch: PlacedBranch,
+        chains: Chains,
+        periods: int = _FIRST_PERIODS,
+        *,
+        holds: bool = False,
+    ) -> Found:
+        """The bound of chains, of those below the best plan. Raises OutOfBudget.
+
+        Args:
+            holds: they are all of the branch, which is bounded so.
+        """
+        bounds, most = self.search.bounds, self._most_links
+        if holds and self.in_sequence:
+            left_s = self.search.budget.seconds_left
+            most = min(most * _BY_PATHS, inf if left_s is None else _PER_SECOND * left_s)
+        found = chains.bound(bounds[branch], self.search.period_s, most, periods)
+        if holds:
+            bounds[branch] = max(bounds[branch], found.bound_s)
         self.search.budget.take(found.spent // _PER_OPERATION)
         # Along the path stages may have none of its layers, and others aren't known.
         cuts = [cut for cut in found.cuts if all(a != b for a, b in pairwise(cut))]

@@ -97,6 +97,9 @@ _TRIES = 40
 _PROVING = 2
 """Times the effort, for a proof in the end."""
 
+_PATHS_SHARE = 0.25
+"""Of the time that is left after the best plan is improved, for bounds by critical paths."""
+
 
 def placed_branches(
     relaxation: Relaxation,
@@ -127,7 +130,7 @@ def placed_branches(
                 PlacedBranch(n, placement, devices)
                 for devices in subsets
                 for n in counts
-                if relaxation.allows(len(placement), n)
+                if relaxation.allows(len(placement), n, placement)
             ]
     return found
 
@@ -329,6 +332,13 @@ class PlacedSearch:
             stopped = why
         else:
             with suppress(OutOfBudget):
+                self._prove(branches, _MOST_STEPS)
+        if self._bounds.in_sequence:
+            # Far above them plans may be, too.
+            top, time_part = budget.on_top(_PROVING * effort), budget.time_part(_PATHS_SHARE)
+            with suppress(OutOfBudget), top, time_part:
+                for branch in filter(self._may_gain, branches):
+                    self._bounds.bound_soon(branch)
                 self._prove(branches, _MOST_STEPS)
         with suppress(OutOfBudget), budget.on_top(climbing_effort(search, effort)):
             climb_on(search, local, branches)

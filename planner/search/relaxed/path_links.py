@@ -60,7 +60,9 @@ def path_links(
     which, after = np.divmod(np.arange(2 * len(low)), 2)
     linked = on[which] & (after == 0) & (high[which] < len(at) - 1)
     there = np.where(linked, crossing[at[high[which]]], 0.0)
-    measured = [*values[:, which], there, there * gradients, linked, there * n, there * n]
+    apart = ~linked & (high[which] < len(at) - 1)
+    sent = (there, there * gradients, ~on[which], apart, linked, there * n, there * n)
+    measured = [*values[:, which], *sent]
     begin, end = low[which] * 2 + ~on[which], high[which] * 2 + after
     kept = (after == 0) | np.isin(high[which], low[~on])
     order = np.flatnonzero(kept)[np.argsort(begin[kept], kind="stable")]

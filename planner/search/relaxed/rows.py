@@ -24,52 +24,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import ceil, inf
-from typing import NamedTuple
 
 import numpy as np
 
 from ...costs.memory import room_bytes
 from ...evaluate import Evaluation, Question
-from ...partition.chains import Chains, Links, Term
+from ...partition.chains import Chains, Links, Paths, Term
 from ...partition.dp.cost_tables import Flags
 from ...partition.dp.cycle_stages import StageTable
 from ...partition.dp.lattice import Lattice
 from ...partition.problem import Vector, members
-from ...schedules.interleaved import interleaved
-from ...simulator.pipeline import Pipeline
+from ...schedules.interleaved import rows_of
 from ...systems.operations import BACKWARDS, FORWARDS
 from ..choices import Branch
 from .carried import Carried
+from .critical_paths import CriticalPaths, Step
 from .cycles import stage_problem
 from .path_links import path_links
 from .relaxation import Relaxation
 
-_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _THERE, _BACK, _MESSAGES = range(9)
+_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _THERE, _BACK = range(8)
+_OFF, _APART, _MESSAGES = range(8, 11)
 """Measures of links. Of a stage on the path, a micro-batch's forward and backward; of any, all work
 in a period; bytes that are always there, of parameters, and of what each micro-batch keeps, about.
-Between two on the path, what a micro-batch's messages there take, and those back, and 1, for
-latencies. All on the fastest device or link."""
+Between two on the path, what a micro-batch's messages there take, and those back. 1 where a stage
+has no layers of the path; where nothing is known to be sent from it to the next one and to come
+back; and between two on the path, for latencies. All on the fastest device or link."""
 
+
+_PER_STEP = 60
+"""Links of stages that are gone through while a path is found, for each operation and message."""
 
 _MOST_LINKS = 1_000_000
 """Where there are more, what is carried past stages isn't followed: a chain of eight stages has
 gigabytes of them."""
-
-
-class _Step(NamedTuple):
-    """A part of a micro-batch's way.
-
-    Attributes:
-        where: the device, or both ends of the wire.
-        factor: of the measure, which the stage has.
-        latency_s: besides.
-    """
-
-    where: tuple[int, ...]
-    stage: int
-    measure: int
-    factor: float
-    latency_s: float = 0.0
 
 
 def _over_wires(age: int) -> tuple[int, int]:
@@ -151,6 +139,8 @@ class Rows:
             *(held[:, above] - held[:, stages.below[which]]),
             np.where(linked, there, 0.0),
             np.where(linked, sent - there, 0.0),
+            ~on_path,
+            ~returns & (stages.above[which] < lattice.size - 1),
             linked,
             there * n,
             np.where(returns, sent - there, 0.0) * per_period,
@@ -190,7 +180,7 @@ class Rows:
         if variant.schedule != "interleaved":
             return [(0,) * stages]
         kept, moments = [0] * stages, set[tuple[int, ...]]()
-        for kinds, turns in interleaved(self._pipeline(devices)):
+        for kinds, turns in self._order(devices):
             if devices[turns[0]] == d:
                 for kind, s in zip(kinds, turns, strict=True):
                     kept[s] += (kind == FORWARDS) - (kind == BACKWARDS)
@@ -228,7 +218,18 @@ class Rows:
 
     def _chains(self, devices: Sequence[int], memory: Sequence[Term | None]) -> Chains:
         terms = [*self._terms(tuple(devices)), *(term for term in memory if term is not None)]
-        return Chains(self.links, terms, [*self._pinned(len(devices))])
+        allowed, critical = [*self._pinned(len(devices))], self._critical(tuple(devices))
+        if critical is None:
+            return Chains(self.links, terms, allowed)
+        paths = Paths(critical.longest, _APART, critical.size * _PER_STEP)
+        return Chains(self.links, terms, allowed, paths)
+
+    def _critical(self, devices: tuple[int, ...]) -> CriticalPaths | None:
+        """Of schedules whose sequence no times decide."""
+        if self.variant.schedule != "interleaved":
+            return None
+        order, way = self._order(devices), self._way(devices)
+        return CriticalPaths(way, order, self._n, _MESSAGES, _APART, _OFF)
 
     def _pinned(self, stages: int) -> Iterator[Flags]:
         """Per stage, the links that have its pinned layers; none where there is no such stage."""
@@ -280,7 +281,7 @@ class Rows:
                 for each in product(first, then):
                     yield _on_way(measures, way, *each, beyond=range(last + 1, mirrored))
 
-    def _turns(self, way: Sequence[_Step], devices: tuple[int, ...]) -> dict[int, int]:
+    def _turns(self, way: Sequence[Step], devices: tuple[int, ...]) -> dict[int, int]:
         """Steps of forwards of which so many, at the least, run before the first backward there;
         the last such step, and the last of which all do."""
         found, n, stages = dict[int, int](), self._n, len(devices)
@@ -290,7 +291,7 @@ class Rows:
         if self.variant.schedule != "interleaved":
             return {}
         ahead = [0] * stages
-        for kinds, turns in interleaved(self._pipeline(devices)):
+        for kinds, turns in self._order(devices):
             begun = set[int]()
             for kind, s in zip(kinds, turns, strict=True):
                 begun |= {s} if kind == BACKWARDS else set()
@@ -302,18 +303,18 @@ class Rows:
             last = at, count
         return dict([*found.items(), last])
 
-    def _way(self, devices: tuple[int, ...]) -> list[_Step]:
+    def _way(self, devices: tuple[int, ...]) -> list[Step]:
         """A micro-batch's, there and back."""
-        cluster, there, back = self.question.cluster, list[_Step](), list[_Step]()
+        cluster, there, back = self.question.cluster, list[Step](), list[Step]()
         for s, d in enumerate(devices):
             if s and devices[s - 1] != d:
                 a, link = devices[s - 1], cluster.link(devices[s - 1], d)
                 slower = _slower(self.question, a, d)
-                there.append(_Step((a, d), s - 1, _THERE, slower, link.latency_s))
-                back.append(_Step((d, a), s - 1, _BACK, slower, link.latency_s))
+                there.append(Step((a, d), s - 1, _THERE, slower, link.latency_s))
+                back.append(Step((d, a), s - 1, _BACK, slower, link.latency_s))
             pace = 1 / cluster.devices[d].speed
-            there.append(_Step((d,), s, _FORWARD, pace))
-            back.append(_Step((d,), s, _BACKWARD, pace))
+            there.append(Step((d,), s, _FORWARD, pace))
+            back.append(Step((d,), s, _BACKWARD, pace))
         return [*there, *reversed(back)]
 
     def _trips(self, devices: tuple[int, ...]) -> Iterator[Term]:
@@ -360,7 +361,7 @@ class Rows:
         if variant.schedule != "interleaved":
             return [stages if variant.split_backward else stages - s for s in range(stages)]
         kept, held = [1] * stages, [0] * stages
-        for kinds, turns in interleaved(self._pipeline(devices)):
+        for kinds, turns in self._order(devices):
             for kind, s in zip(kinds, turns, strict=True):
                 held[s] += (kind == FORWARDS) - (kind == BACKWARDS)
                 kept[s] = max(kept[s], held[s])
@@ -369,12 +370,12 @@ class Rows:
         # Where a stage isn't on the path, trips are those of the next one that is.
         return [*accumulate(reversed(kept), max)][::-1]
 
-    def _pipeline(self, devices: tuple[int, ...]) -> Pipeline:
-        """For schedules that no times decide."""
-        numbers = {d: k for k, d in enumerate(dict.fromkeys(devices))}
-        zeros, limits = (0.0,) * len(devices), (1,) * len(devices)
-        placement = tuple(numbers[d] for d in devices)
-        return Pipeline(self.variant, self._n, zeros, zeros, zeros, (), limits, placement=placement)
+    def _order(self, devices: tuple[int, ...]) -> Sequence[tuple[bytes, tuple[int, ...]]]:
+        """Each device's operations where no times decide, of the one with the first stage on."""
+        mine = [
+            [s for s, other in enumerate(devices) if other == d] for d in dict.fromkeys(devices)
+        ]
+        return rows_of([*map(tuple, mine)], self._n)
 
     def _wires(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Of each wire between two devices, in each direction."""
@@ -461,7 +462,7 @@ class Rows:
 
 
 def _on_way(
-    measures: int, way: Sequence[_Step], *stretches: Mapping[int, int], beyond: Sequence[int] = ()
+    measures: int, way: Sequence[Step], *stretches: Mapping[int, int], beyond: Sequence[int] = ()
 ) -> Term:
     """Of one micro-batch; of more in the steps of stretches, and none in what those have
     between, nor beyond where it turns."""

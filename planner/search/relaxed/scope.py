@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ...costs.layer_graph import LayerGraph, LayerVectors
 from ...evaluate import Question
+from ...schedules.interleaved import deadlocks
 from ...schedules.schedules import Ranges, limit_ranges
 from ...systems.variants import Variant
 from ..choices import Freedom
@@ -74,8 +75,11 @@ class Scope:
             self.variant, stages, several=several, within=within, update_every=every
         )
 
-    def allows(self, stages: int, micro_batches: int) -> bool:
-        """Whether the system runs so many stages with so many micro-batches."""
+    def allows(self, stages: int, micro_batches: int, placement: tuple[int, ...] = ()) -> bool:
+        """Whether the system runs so many stages with so many micro-batches; in a placement, if
+        that is known."""
+        if placement and self.variant.schedule == "interleaved":
+            return not deadlocks(placement, micro_batches)
         return micro_batches >= self.variant.least_micro_batches(stages)
 
     def replica_counts(self, micro_batches: int) -> list[int]:

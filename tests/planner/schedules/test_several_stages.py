@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
@@ -17,13 +18,14 @@ from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.check import check_schedule
-from timeprest.planner.schedules.interleaved import interleaved
+from timeprest.planner.schedules.interleaved import deadlocks, interleaved
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.pipeline import Link
 from timeprest.planner.simulator.timeline import least_period_s, simulate
 from timeprest.planner.systems.placement import numbered_devices, pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import ScheduleError
 
 
 def test_the_patterns_of_placements():
@@ -140,6 +142,19 @@ def test_interleaved_1f1b_is_megatrons():
         "F0 F0 F2 F2 F0 B2 F0 B2 F2 B0 F2 B0 B2 B2 B0 B0",
         "F1 F1 F3 B3 F3 B3 F1 B1 F1 B1 F3 B3 F3 B3 B1 B1",
     ]
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6])
+def test_some_numbers_of_micro_batches_are_none_for_interleaved_1f1b(devices):
+    variant, stuck = VARIANTS["interleaved-1f1b"], []
+    for n in range(1, 2 * devices + 1):
+        pipeline = equal_stages("pipedream-flush", (*range(devices), *range(devices)), n)
+        pipeline = replace(pipeline, variant=variant)
+        stuck += [n] if deadlocks(pipeline.placement, n) else []
+        waits = pytest.raises(ScheduleError) if n in stuck else nullcontext()
+        with waits:
+            check_schedule(pipeline, make_schedule(pipeline, 1), 1)
+    assert stuck == {3: [], 5: [7], 6: [8, 9]}[devices]
 
 
 def test_a_stage_that_moves_breaks_the_order():

@@ -13,9 +13,10 @@ from helpers.drawn.questions import drawn_placed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question
+from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import SAME
+from timeprest.planner.plan import PlanStage
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import rows as rows_of_stages
 from timeprest.planner.search.relaxed.relaxation import Relaxation
@@ -117,6 +118,15 @@ def test_what_is_carried_isnt_followed_where_that_makes_many_links(monkeypatch):
     assert 0 < bounds_s[0] < bounds_s[1]
 
 
+def asked(system, times, kept=0, memory=None, bandwidth="1000TB/s"):
+    """Layers in a row, mini-batches of four samples."""
+    layers = [(f"n{k}", 0, 1e-3 * f, 1e-3 * b, kept, []) for k, (f, b) in enumerate(times)]
+    ends = [*(f"n{k}" for k in range(1, len(times))), "output"]
+    edges = [(f"n{k}", end, f"t{k}", 8) for k, end in enumerate(ends)]
+    cluster = uniform_cluster(4, memory, bandwidth=bandwidth, latency="0s")
+    return Question(profile_by_hand(layers, edges), cluster, system, 4, 1.0)
+
+
 def bound_of(system, times, devices, *, along_path=False, kept=0, memory=None, low_s=1e-3):
     """In ms, of four micro-batches of one sample, each layer a stage; no messages take time.
 
@@ -125,11 +135,7 @@ def bound_of(system, times, devices, *, along_path=False, kept=0, memory=None, l
         memory: of each device.
         low_s: no period is shorter.
     """
-    layers = [(f"n{k}", 0, 1e-3 * f, 1e-3 * b, kept, []) for k, (f, b) in enumerate(times)]
-    ends = [*(f"n{k}" for k in range(1, len(times))), "output"]
-    edges = [(f"n{k}", end, f"t{k}", 8) for k, end in enumerate(ends)]
-    cluster = uniform_cluster(4, memory, bandwidth="1000TB/s", latency="0s")
-    question = Question(profile_by_hand(layers, edges), cluster, system, 4, 1.0)
+    question = asked(system, times, kept, memory)
     relaxation = Relaxation(question, Freedom()).with_several_stages()
     lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
     rows = Rows(relaxation, lattice, 4, along_path=along_path)
@@ -159,3 +165,36 @@ def test_where_forwards_come_first_a_device_runs_its_backwards_after_their_way_t
     """4 · (5 + 1) of its forwards, the last stage's two, 4 · (6 + 1) of its backwards."""
     times = [(5, 1), (1, 1), (1, 6), (1, 4)]
     assert bound_of("gpipe", times, (0, 1, 0, 2)) == pytest.approx(24 + 5 + 28, rel=2e-3)
+
+
+@pytest.mark.parametrize("along_path", [False, True])
+@pytest.mark.parametrize("bandwidth", ["1000TB/s", "8kB/s"])
+def test_in_a_given_sequence_no_plan_is_below_its_longest_path(bandwidth, along_path):
+    """Of one cut that is its period, with messages of 1 ms, too; by sums alone less is known."""
+    times = [(1, 2), (3, 4), (5, 6), (2, 1), (4, 3), (2, 5)]
+    question, devices = asked("interleaved-1f1b", times, bandwidth=bandwidth), (0, 1, 2, 0, 1, 2)
+    stages = [PlanStage(nodes=(f"n{k}",), devices=(d,), in_flight=1) for k, d in enumerate(devices)]
+    period_s = evaluate(question, stages, 4).prediction.period_s
+    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+    rows = Rows(relaxation, lattice, 4, along_path=along_path)
+    found = rows.chains(devices).bound(1e-3, 1.5 * period_s)
+    assert found.bound_s == pytest.approx(period_s, rel=1e-3)
+    # Where no plan is known no path is.
+    assert rows.chains(devices).bound(1e-3, inf).bound_s < 0.97 * period_s
+
+
+def test_paths_of_a_shorter_period_are_forgotten_for_a_longer_one():
+    """Layers side by side may be on stages that don't wait for each other."""
+    layers = [(f"n{k}", 0, 1e-3 * f, 2e-3, 0, []) for k, f in enumerate((1, 4, 3, 2, 5))]
+    sides = [("n0", end, "a", 8) for end in ("n1", "n2", "n3")]
+    sides += [(f"n{k}", "n4", f"b{k}", 8) for k in (1, 2, 3)]
+    profile = profile_by_hand(layers, [*sides, ("n4", "output", "o", 8)])
+    cluster = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
+    question = Question(profile, cluster, "interleaved-1f1b", 4, 1.0)
+    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+    chains = Rows(relaxation, lattice, 4).chains((0, 1, 0, 1))
+    first = chains.bound(1e-3, 0.2).bound_s
+    assert chains.bound(1e-3, 0.05).bound_s >= 0.05 * 0.99
+    assert chains.bound(1e-3, 0.2).bound_s == pytest.approx(first, rel=0.02)
