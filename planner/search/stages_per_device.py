@@ -319,6 +319,9 @@ class PlacedSearch:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
         part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
+        if self._bounds.in_sequence:
+            # What paths take would be missing for better plans.
+            part = budget.on_top(round(budget.effort * _PROVING_SHARE))
         with suppress(OutOfBudget), part, time_part:
             self._prove(branches, _MOST_STEPS)
         budget.check()
