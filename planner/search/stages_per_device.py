@@ -97,7 +97,7 @@ _TRIES = 40
 _PROVING = 2
 """Times the effort, for a proof in the end."""
 
-_PATHS_SHARE = 0.25
+_PATHS_SHARE = 0.2
 """Of the time that is left after the best plan is improved, for bounds by critical paths."""
 
 
@@ -321,7 +321,7 @@ class PlacedSearch:
         part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
         if self._bounds.in_sequence:
             # What paths take would be missing for better plans.
-            part = budget.on_top(round(budget.effort * _PROVING_SHARE))
+            part = budget.on_top(0 if far else round(budget.effort * _PROVING_SHARE))
         with suppress(OutOfBudget), part, time_part:
             self._prove(branches, _MOST_STEPS)
         budget.check()
