@@ -337,7 +337,7 @@ class PlacedSearch:
             with suppress(OutOfBudget):
                 self._prove(branches, _MOST_STEPS)
         if self._bounds.in_sequence:
-            # Far above them plans may be, too.
+            # Where plans are far above their bound, paths raise it most.
             top, time_part = budget.on_top(_PROVING * effort), budget.time_part(_PATHS_SHARE)
             with suppress(OutOfBudget), top, time_part:
                 for branch in filter(self._may_gain, branches):
