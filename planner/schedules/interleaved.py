@@ -6,7 +6,7 @@ backward device d runs 2·(D − d − 1) + (v − 1)·D forwards, then one forw
 turn.
 Where micro-batches don't divide into groups of D, the last group is smaller (our reading: the
 paper's are a multiple of D). With some numbers of them operations then wait for each other
-(`deadlocks`): 8 on six devices.
+(`check.deadlocks`): 8 on six devices.
 
 Index letters: D devices; v stages on each; d device; N micro-batches.
 """
@@ -14,7 +14,6 @@ Index letters: D devices; v stages on each; d device; N micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS
@@ -54,29 +53,3 @@ def _in_groups(stages: tuple[int, ...], micro_batches: int, size: int) -> Iterat
         for s in stages:
             for _ in range(first, min(first + size, micro_batches)):
                 yield s
-
-
-@lru_cache(maxsize=4096)
-def deadlocks(placement: tuple[int, ...], micro_batches: int) -> bool:
-    """Whether operations wait for each other, whatever they take; `placement`: each stage's
-    device."""
-    devices = [tuple(s for s, d in enumerate(placement) if d == k) for k in sorted({*placement})]
-    rows, n, last = rows_of(devices, micro_batches), micro_batches, len(placement) - 1
-    # Forwards and backwards that ran, per stage; and how far each device came.
-    ran, at = {FORWARDS: [0] * (last + 1), BACKWARDS: [0] * (last + 1)}, [0] * len(rows)
-    moved = True
-    while moved:
-        moved = False
-        for d, (kinds, stages) in enumerate(rows):
-            while at[d] < len(kinds):
-                kind, s = kinds[at[d]], stages[at[d]]
-                if kind == FORWARDS:
-                    ready = n if s == 0 else ran[FORWARDS][s - 1]
-                else:
-                    ready = ran[FORWARDS][s] if s == last else ran[BACKWARDS][s + 1]
-                if ran[kind][s] >= ready:
-                    break
-                ran[kind][s] += 1
-                at[d] += 1
-                moved = True
-    return any(done < len(kinds) for done, (kinds, _) in zip(at, rows, strict=True))

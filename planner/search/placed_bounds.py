@@ -95,11 +95,6 @@ class PlacedBounds:
         # Whose weights of the terms others begin with.
         self._before: dict[PlacedBranch, Chains] = {}
 
-    @property
-    def in_sequence(self) -> bool:
-        """Whether bounds are by critical paths, too."""
-        return self.relaxation.variant.schedule == "interleaved"
-
     def share_out(self, branches: int) -> None:
         """So many branches are bounded."""
         self.share = max(_BOUND_SHARE / max(branches, 1), _LEAST_SHARE)
@@ -175,7 +170,7 @@ class PlacedBounds:
             holds: they are all of the branch, which is bounded so.
         """
         bounds, most = self.search.bounds, self._most_links
-        if holds and self.in_sequence:
+        if holds and self.relaxation.in_sequence:
             left_s = self.search.budget.seconds_left
             most = min(most * _BY_PATHS, inf if left_s is None else _PER_SECOND * left_s)
         found = chains.bound(bounds[branch], self.search.period_s, most, periods)

@@ -319,7 +319,7 @@ class PlacedSearch:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
         part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
-        if self._bounds.in_sequence:
+        if self.relaxation.in_sequence:
             # What paths take would be missing for better plans.
             part = budget.on_top(0 if far else round(budget.effort * _PROVING_SHARE))
         with suppress(OutOfBudget), part, time_part:
@@ -336,7 +336,7 @@ class PlacedSearch:
         else:
             with suppress(OutOfBudget):
                 self._prove(branches, _MOST_STEPS)
-        if self._bounds.in_sequence:
+        if self.relaxation.in_sequence:
             # Where plans are far above their bound, paths raise it most.
             top, time_part = budget.on_top(_PROVING * effort), budget.time_part(_PATHS_SHARE)
             with suppress(OutOfBudget), top, time_part:

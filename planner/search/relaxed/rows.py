@@ -226,7 +226,7 @@ class Rows:
 
     def _critical(self, devices: tuple[int, ...]) -> CriticalPaths | None:
         """Of schedules whose sequence no times decide."""
-        if self.variant.schedule != "interleaved":
+        if not self.relaxation.in_sequence:
             return None
         order, way = self._order(devices), self._way(devices)
         return CriticalPaths(way, order, self._n, _MESSAGES, _APART, _OFF)

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from ...costs.layer_graph import LayerGraph, LayerVectors
 from ...evaluate import Question
-from ...schedules.interleaved import deadlocks
-from ...schedules.schedules import Ranges, limit_ranges
+from ...schedules.check import deadlocks
+from ...schedules.schedules import Ranges, has_row, limit_ranges
 from ...systems.variants import Variant
 from ..choices import Freedom
 from .places import Assumptions
@@ -75,11 +75,17 @@ class Scope:
             self.variant, stages, several=several, within=within, update_every=every
         )
 
+    @property
+    def in_sequence(self) -> bool:
+        """Whether a device with several stages runs its operations in a given sequence, whatever
+        they take: then their critical paths are known."""
+        return has_row(self.variant)
+
     def allows(self, stages: int, micro_batches: int, placement: tuple[int, ...] = ()) -> bool:
         """Whether the system runs so many stages with so many micro-batches; in a placement, if
         that is known."""
-        if placement and self.variant.schedule == "interleaved":
-            return not deadlocks(placement, micro_batches)
+        if placement and self.in_sequence:
+            return not deadlocks(self.variant, placement, micro_batches)
         return micro_batches >= self.variant.least_micro_batches(stages)
 
     def replica_counts(self, micro_batches: int) -> list[int]:

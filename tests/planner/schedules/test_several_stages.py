@@ -17,8 +17,8 @@ from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
-from timeprest.planner.schedules.check import check_schedule
-from timeprest.planner.schedules.interleaved import deadlocks, interleaved
+from timeprest.planner.schedules.check import check_schedule, deadlocks
+from timeprest.planner.schedules.interleaved import interleaved
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.pipeline import Link
@@ -150,7 +150,7 @@ def test_some_numbers_of_micro_batches_are_none_for_interleaved_1f1b(devices):
     for n in range(1, 2 * devices + 1):
         pipeline = equal_stages("pipedream-flush", (*range(devices), *range(devices)), n)
         pipeline = replace(pipeline, variant=variant)
-        stuck += [n] if deadlocks(pipeline.placement, n) else []
+        stuck += [n] if deadlocks(variant, pipeline.placement, n) else []
         waits = pytest.raises(ScheduleError) if n in stuck else nullcontext()
         with waits:
             check_schedule(pipeline, make_schedule(pipeline, 1), 1)

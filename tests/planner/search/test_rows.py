@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from math import inf
 
+import numpy as np
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
 from helpers.drawn.cases import examples
@@ -14,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.partition.chains import Chains, Links, Paths, Term
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.plan import PlanStage
@@ -185,16 +187,9 @@ def test_in_a_given_sequence_no_plan_is_below_its_longest_path(bandwidth, along_
 
 
 def test_paths_of_a_shorter_period_are_forgotten_for_a_longer_one():
-    """Layers side by side may be on stages that don't wait for each other."""
-    layers = [(f"n{k}", 0, 1e-3 * f, 2e-3, 0, []) for k, f in enumerate((1, 4, 3, 2, 5))]
-    sides = [("n0", end, "a", 8) for end in ("n1", "n2", "n3")]
-    sides += [(f"n{k}", "n4", f"b{k}", 8) for k in (1, 2, 3)]
-    profile = profile_by_hand(layers, [*sides, ("n4", "output", "o", 8)])
-    cluster = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
-    question = Question(profile, cluster, "interleaved-1f1b", 4, 1.0)
-    relaxation = Relaxation(question, Freedom()).with_several_stages()
-    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-    chains = Rows(relaxation, lattice, 4).chains((0, 1, 0, 1))
-    first = chains.bound(1e-3, 0.2).bound_s
-    assert chains.bound(1e-3, 0.05).bound_s >= 0.05 * 0.99
-    assert chains.bound(1e-3, 0.2).bound_s == pytest.approx(first, rel=0.02)
+    """Of a stage of 1 s, whose path is the shorter the longer the period is that it holds below."""
+    links = Links(np.array([0]), np.array([1]), np.array([[1.0], [0.0]]), (0, 1), 1)
+    paths = Paths(lambda _, period_s: np.array([[4.0 / period_s, 0.0]]), apart=1, spent=1)
+    chains = Chains(links, [Term(np.array([[1.0, 0.0]]))], [np.array([True])], paths)
+    assert chains.bound(0.5, 1.5).bound_s == pytest.approx(1.5)
+    assert chains.bound(0.5, 3.0).bound_s == pytest.approx(4 / 3, rel=2e-3)
