@@ -16,6 +16,8 @@ Index letters: D devices; S = 2·D stages; N micro-batches.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
+from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, WEIGHTS
@@ -25,8 +27,26 @@ from .zero_bubble import Rows, WeightsWhenIdle, shortest
 _UNITS = 6
 """Between two micro-batches: a forward, a backward and a weight part of each of two stages."""
 
-_STEPS = ((1, 5), (1, 3), (1, 2), (1, 1))
-"""Units from one stage to the next: on the way down, and on the way back up."""
+
+class _Block(NamedTuple):
+    """Units from one stage to the next: on the way down, at the turn and on the way back up; to the
+    last one's backward; and of backwards likewise."""
+
+    down: int
+    turn: int
+    up: int
+    last: int
+    back_down: int
+    back_turn: int
+    back_up: int
+
+
+_BLOCKS = tuple(_Block(1, 1, up, 1, 1, 1, up) for up in (5, 3, 2, 1))
+
+_HALF_OF_TWO = _Block(3, 2, 2, 1, 1, 1, 2)
+"""Of two devices that keep D + 1: never idle but for three units while it fills and drains, half of
+what 1F1B is. With those above it takes 6.6 units for each micro-batch. Found by trying all of up to
+5 units."""
 
 _MOST_TRIED = 20_000
 """Operations of a mini-batch, on all devices, for which all ways are tried."""
@@ -36,12 +56,14 @@ def v_shaped(pipeline: Pipeline) -> Rows:
     """Per device, kinds and stages of a mini-batch's operations, updates left out."""
     devices = len(pipeline.stages_of)
     most = [_most_kept(pipeline, devices)] * devices
-    tried: tuple[tuple[int, int], ...] = _STEPS
+    blocks = _BLOCKS
+    if pipeline.variant.half_memory and devices == 2:
+        blocks = (_HALF_OF_TWO, *blocks)
     if 3 * pipeline.stages * pipeline.micro_batches > _MOST_TRIED:
-        tried = _STEPS[:1]
+        blocks = blocks[:1]
     found = []
-    for down, up in tried:
-        placed = WeightsWhenIdle(pipeline, *_in_blocks(pipeline, down, up), most)
+    for block in blocks:
+        placed = WeightsWhenIdle(pipeline, *_in_blocks(pipeline, block), most)
         rows = placed.place()
         if placed.complete:
             found.append(rows)
@@ -92,15 +114,15 @@ def _most_kept(pipeline: Pipeline, devices: int) -> int:
     return r * (devices + 1 if pipeline.variant.half_memory else 2 * devices)
 
 
-def _in_blocks(pipeline: Pipeline, down: int, up: int) -> tuple[list[bytes], list[tuple[int, ...]]]:
+def _in_blocks(pipeline: Pipeline, block: _Block) -> tuple[list[bytes], list[tuple[int, ...]]]:
     """Per device, kinds of forwards and backwards in the sequence of a repeated block, and their
-    stages. `down`, `up`: units from one stage to the next."""
-    stages, n = pipeline.stages, pipeline.micro_batches
-    half = stages // 2
-    # Forwards go down and up again, and so do the backwards.
-    steps = [down] * (half - 1) + [1] + [up] * (half - 1)
-    forward_at = [sum(steps[:s]) for s in range(stages)]
-    backward_at = [forward_at[-1] + 1 + sum(steps[: stages - 1 - s]) for s in range(stages)]
+    stages."""
+    n, half = pipeline.micro_batches, pipeline.stages // 2
+    there = [*[block.down] * (half - 1), block.turn, *[block.up] * (half - 1)]
+    back = [*[block.back_down] * (half - 1), block.back_turn, *[block.back_up] * (half - 1)]
+    forward_at = [*accumulate(there, initial=0)]
+    first = forward_at[-1] + block.last
+    backward_at = [*accumulate(back, initial=first)][::-1]
     kinds, turns = [], []
     for mine in pipeline.stages_of:
         row = sorted(

@@ -202,6 +202,14 @@ def test_half_the_activations_for_some_idle_time(devices):
     assert 0 < steady_state(pipeline).period_s - 6 * n < 0.75 * 6 * (devices - 1)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 16])
+def test_half_the_activations_of_two_devices_for_half_of_the_idle_time(n):
+    """However many micro-batches: 1F1B's are idle for 6 units."""
+    pipeline = v_of(2, n, half_memory=True)
+    assert steady_state(pipeline).period_s == pytest.approx(6 * n + 3)
+    assert most_kept(pipeline) <= 3
+
+
 def test_half_the_activations_with_messages_that_take_as_long_as_a_forward():
     pipeline = v_of(4, 4, half_memory=True)
     took = {a: 1.0 * (a.source != 3) for a in pipeline.links}
