@@ -236,7 +236,8 @@ class PlanRequest(EqualDevices):
             raise UserError(f"seen: give a function of a plan, not {shown(self.seen)}")
         asked = read_record(self, spelled, without={"cluster", *EqualDevices.__annotations__})
         for name in ("stages_per_device", "update_every"):
-            if asked[name] is None:
+            # Nothing was said; what is read of "auto" is None, too.
+            if getattr(self, name) is None:
                 del asked[name]
         systems, study, objective = (asked.pop(n) for n in ("variant", "study", "objective"))
         if study is None and objective == "loss":

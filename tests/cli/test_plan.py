@@ -308,6 +308,11 @@ def test_several_stages_on_each_device(folder):
     assert "the plan is what its profile says" in checked
     call("solve", "profile.json", "--stages-per-device", "auto", "-o", "auto.json")
     assert read_plan(folder / "auto.json").variant == "timeprest"
+    # Of what auto leaves open, other options say what they say.
+    auto = ["--stages-per-device", "auto", "--devices", 2]
+    call("solve", "profile.json", *auto, "--placement", "v", "--stages", 4, "-o", "auto.json")
+    devices = [stage.devices[0] for stage in read_plan(folder / "auto.json").stages]
+    assert devices == [0, 1, 1, 0]
     refused = call("solve", "profile.json", "--placement", "v", code=2)
     assert "give --stages-per-device 2 or auto" in refused
     refused = call("solve", "profile.json", "--stages-per-device", "some", code=2)
