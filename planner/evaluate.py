@@ -136,8 +136,8 @@ class Question:
         largest size measured."""
         profile = self.profile
         costs = self.costs.on(profile.kinds[0].name) if profile.kinds else self.costs
-        sizes = [m for m in profile.micro_batch_sizes if m <= self.mini_batch]
-        size = max(sizes, default=profile.micro_batch_sizes[0])
+        sizes = profile.micro_batch_sizes
+        size = min(max(self.mini_batch, sizes[0]), sizes[-1])
         cost = costs.stage(tuple(layer.name for layer in profile.layers), size, True)
         work_s = (cost.forward_s + cost.backward_s) * (self.mini_batch / size)
         return work_s + cost.update_s / self.update_every

@@ -405,6 +405,27 @@ def test_costs_kept_are_costs_looked_up(profile, data):
         assert costs.transfers(groups, size) == transfers(profile, groups, size)
 
 
+@pytest.mark.parametrize("mini_batch", [1, 3, 4])
+def test_one_device_is_as_fast_as_one_device(mini_batch):
+    """Also where its mini-batch lies between sizes that were measured, which cost more a sample the
+    smaller they are."""
+    profile = chain(2)
+    replaced = msgspec.structs.replace
+    layers = [
+        replaced(
+            layer,
+            measurements=tuple(
+                replaced(m, forward_s=m.forward_s + 0.1) for m in layer.measurements
+            ),
+        )
+        for layer in profile.layers
+    ]
+    profile = replaced(profile, layers=tuple(layers))
+    asked = question(profile, uniform_cluster(1), "gpipe", mini_batch)
+    found = evaluate(asked, lone_stages([["n0", "n1"]], [1]), 1)
+    assert found.prediction.speedup == pytest.approx(1.0)
+
+
 # Plans -------------------------------------------------------------------------------------------
 
 
