@@ -209,9 +209,9 @@ def _with_copies(plan: Plan, instead: str) -> Plan:
 
 def _in_a_v_or_not(ask: _Ask) -> Plan:
     """Layers that share parameters on one stage, or on the first and the last one of a device."""
-    plan = _tried(ask, "together", _TOGETHER_SHARE)
     if not ask.leaves_placement:
-        return _plan(plan)
+        return ask.plan("together")
+    plan = _tried(ask, "together", _TOGETHER_SHARE)
     placed = _tried(ask, "together", 1.0, before=plan, stages_per_device=2, placement="v")
     if not isinstance(placed, Plan):
         return _plan(plan)
