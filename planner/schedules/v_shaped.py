@@ -2,9 +2,9 @@
 
 Each device has two stages, one on the way down and one on the way back up, and keeps a stage's
 micro-batch from its forward to its weight part: at most 2·D of them in `zb-v`, what 1F1B's fullest
-device keeps; D + 1 in `v-half`. Forwards and backwards repeat a building block (2405.15362): the
-times of one micro-batch in a steady pipeline of equal stages, a micro-batch every six units. Weight
-parts run when a device would be idle, or when a forward needs their room.
+device keeps; D + 1 in `v-half`, D + 2 for an even D. Forwards and backwards repeat a building block
+(2405.15362): the times of one micro-batch in a steady pipeline of equal stages, a micro-batch every
+six units. Weight parts run when a device would be idle, or when a forward needs their room.
 
 The papers' times are equal. Where they aren't, several blocks and list schedules are tried under
 the same limit, for `zb-v` also the first paper's own sequence, which asks for no times, and the one
@@ -43,10 +43,8 @@ class _Block(NamedTuple):
 
 _BLOCKS = tuple(_Block(1, 1, up, 1, 1, 1, up) for up in (5, 3, 2, 1))
 
-_HALF_OF_TWO = _Block(3, 2, 2, 1, 1, 1, 2)
-"""Of two devices that keep D + 1: never idle but for three units while it fills and drains, half of
-what 1F1B is. With those above it takes 6.6 units for each micro-batch. Found by trying all of up to
-5 units."""
+_HALF = _Block(2, 1, 1, 1, 2, 2, 1), _Block(2, 1, 1, 4, 2, 2, 1)
+"""Those of `v-half` for an odd and for an even number of devices, as its authors have them."""
 
 _MOST_TRIED = 20_000
 """Operations of a mini-batch, on all devices, for which all ways are tried."""
@@ -57,8 +55,8 @@ def v_shaped(pipeline: Pipeline) -> Rows:
     devices = len(pipeline.stages_of)
     most = [_most_kept(pipeline, devices)] * devices
     blocks = _BLOCKS
-    if pipeline.variant.half_memory and devices == 2:
-        blocks = (_HALF_OF_TWO, *blocks)
+    if pipeline.variant.half_memory:
+        blocks = (_HALF[devices % 2 == 0], *blocks)
     if 3 * pipeline.stages * pipeline.micro_batches > _MOST_TRIED:
         blocks = blocks[:1]
     found = []
@@ -110,8 +108,7 @@ def _by_count(pipeline: Pipeline) -> Rows:
 
 def _most_kept(pipeline: Pipeline, devices: int) -> int:
     """Micro-batches that a device's stages may keep at once, all its replicas together."""
-    r = pipeline.replicas(0)
-    return r * (devices + 1 if pipeline.variant.half_memory else 2 * devices)
+    return pipeline.replicas(0) * pipeline.variant.places(devices)
 
 
 def _in_blocks(pipeline: Pipeline, block: _Block) -> tuple[list[bytes], list[tuple[int, ...]]]:

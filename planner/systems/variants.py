@@ -125,6 +125,12 @@ class Variant:
         """Whether the memory that weights are made in stays from one backward to the next."""
         return self.scratch_copies > 0 or self.outside is not None
 
+    def places(self, devices: int) -> int:
+        """Micro-batches of its two stages that a device of a V keeps at once at the most: 2·D, as
+        1F1B's fullest; or half of that and one more of each stage, ⌈(D + 1) / 2⌉ of each, as in the
+        schedules that the authors of 2405.15362 published."""
+        return 2 * (devices // 2 + 1 if self.half_memory else devices)
+
     @property
     def synchronises(self) -> bool:
         """Whether one pass uses the same version at all stages: vertical synchronisation."""

@@ -344,7 +344,7 @@ class Rows:
             # Not all stages have something to do with each other: then there may be more places.
             return
         used = dict.fromkeys(devices)
-        places = len(used) + 1 if self.variant.half_memory else 2 * len(used)
+        places = self.variant.places(len(used))
         for d in used:
             mine = [s for s, other in enumerate(devices) if other == d]
             within = self._sum(devices, {}, fills=mine[0]).within.copy()

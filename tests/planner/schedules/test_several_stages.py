@@ -192,31 +192,25 @@ def test_a_v_of_split_backwards_is_never_idle(devices):
     assert most_kept(pipeline) == 2 * devices
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4, 6])
-def test_half_the_activations_for_some_idle_time(devices):
-    n = 2 * devices
+@pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_half_the_activations_for_half_of_the_idle_time(devices, more):
+    """As many at once as in what the authors of 2405.15362 published: 4, 4, 6, 6, 8 and 10."""
+    n = devices + more
     pipeline = v_of(devices, n, half_memory=True)
     check_schedule(pipeline, make_schedule(pipeline, 2), 2)
-    assert most_kept(pipeline) <= devices + 1
+    assert most_kept(pipeline) <= {2: 4, 3: 4, 4: 6, 5: 6, 6: 8, 8: 10}[devices]
     # 1F1B's devices are idle for 6·(D − 1).
-    assert 0 < steady_state(pipeline).period_s - 6 * n < 0.75 * 6 * (devices - 1)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 16])
-def test_half_the_activations_of_two_devices_for_half_of_the_idle_time(n):
-    """However many micro-batches: 1F1B's are idle for 6 units."""
-    pipeline = v_of(2, n, half_memory=True)
-    assert steady_state(pipeline).period_s == pytest.approx(6 * n + 3)
-    assert most_kept(pipeline) <= 3
+    assert steady_state(pipeline).period_s - 6 * n <= 6 * (devices - 1) / 2
 
 
 def test_half_the_activations_with_messages_that_take_as_long_as_a_forward():
-    pipeline = v_of(4, 4, half_memory=True)
+    pipeline = v_of(4, 8, half_memory=True)
     took = {a: 1.0 * (a.source != 3) for a in pipeline.links}
     links = tuple(replace(a, forward_s=s, backward_s=s) for a, s in took.items())
     pipeline = replace(pipeline, links=links)
-    # Of the blocks that are tried, by the one of (1, 2); by the others in 56.
-    assert steady_state(pipeline).period_s == pytest.approx(55.0)
+    # By one of the blocks that are tried; by the others and by list schedules in 77 at the least.
+    assert steady_state(pipeline).period_s == pytest.approx(71.0)
 
 
 @pytest.mark.parametrize(("devices", "stages"), [(2, 2), (3, 2), (2, 3)])
