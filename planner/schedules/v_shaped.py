@@ -43,8 +43,9 @@ class _Block(NamedTuple):
 
 _BLOCKS = tuple(_Block(1, 1, up, 1, 1, 1, up) for up in (5, 3, 2, 1))
 
-_HALF = _Block(2, 1, 1, 1, 2, 2, 1), _Block(2, 1, 1, 4, 2, 2, 1)
-"""Those of `v-half` for an odd and for an even number of devices, as its authors have them."""
+_HALF = _Block(2, 1, 1, 4, 2, 2, 1), _Block(1, 1, 2, 1, 1, 1, 2)
+"""Those of `v-half` for an even and for an odd number of devices: its authors' sequences. (For an
+odd one they have other units, which put operations in the same sequence.)"""
 
 _MOST_TRIED = 20_000
 """Operations of a mini-batch, on all devices, for which all ways are tried."""
@@ -56,7 +57,7 @@ def v_shaped(pipeline: Pipeline) -> Rows:
     most = [_most_kept(pipeline, devices)] * devices
     blocks = _BLOCKS
     if pipeline.variant.half_memory:
-        blocks = (_HALF[devices % 2 == 0], *blocks)
+        blocks = tuple(dict.fromkeys((_HALF[devices % 2], *_BLOCKS)))
     if 3 * pipeline.stages * pipeline.micro_batches > _MOST_TRIED:
         blocks = blocks[:1]
     found = []

@@ -204,6 +204,13 @@ def test_half_the_activations_for_half_of_the_idle_time(devices, more):
     assert steady_state(pipeline).period_s - 6 * n <= 6 * (devices - 1) / 2
 
 
+def test_the_authors_block_for_an_even_number_of_devices_pays_where_stages_are_unequal():
+    pipeline = v_of(8, 16, half_memory=True)
+    pipeline = replace(pipeline, forward_s=(1.5, *pipeline.forward_s[1:]))
+    # By the other blocks and list schedules in 125.5 at the least.
+    assert steady_state(pipeline).period_s == pytest.approx(120.0)
+
+
 def test_half_the_activations_with_messages_that_take_as_long_as_a_forward():
     pipeline = v_of(4, 8, half_memory=True)
     took = {a: 1.0 * (a.source != 3) for a in pipeline.links}
