@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -54,7 +56,40 @@ class Traits:
     loss_hides: bool = False
 
 
-class WithoutDropout(TorchFunctionMode):
+class _InBackwards(TorchFunctionMode):
+    """A mode that is on within backwards too, where checkpoints compute again.
+
+    Torch takes a mode off while it calls what the mode has seen, a whole backward as well.
+    """
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func not in (Tensor.backward, torch.autograd.backward):
+            return func(*args, **kwargs)
+        found = dict(zip(_BACKWARD, args, strict=False)) | dict(kwargs)
+        roots = _as_tuple(found["tensors"])
+        given = found.get("gradient", found.get("grad_tensors"))
+        grads = (None,) * len(roots) if given is None else _as_tuple(given)
+        create = bool(found.get("create_graph"))
+        retain, inputs = found.get("retain_graph"), found.get("inputs")
+        made = torch.autograd._make_grads(roots, grads, is_grads_batched=False)
+        with self:
+            return _engine_run_backward(
+                *(roots, made, create if retain is None else retain, create),
+                () if inputs is None else _as_tuple(inputs),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+
+_BACKWARD = ("tensors", "grad_tensors", "retain_graph", "create_graph")
+"""Arguments of both backwards by position; the gradients are called otherwise in a tensor's."""
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    return (found,) if isinstance(found, Tensor | GradientEdge) else tuple(found)
+
+
+class WithoutDropout(_InBackwards):
     """Runs every dropout with probability 0, and notes what it sees in `traits`."""
 
     def __init__(self, traits: Traits | None = None) -> None:
@@ -83,7 +118,7 @@ class WithoutDropout(TorchFunctionMode):
         elif "batch_norm" in name:
             training = args[_TRAINING] if len(args) > _TRAINING else given.get("training", False)
             self.traits.mixes |= bool(training)
-        return func(*args, **given)
+        return self._call(func, args, given)
 
     def _replace(
         self,
@@ -106,7 +141,7 @@ class WithoutDropout(TorchFunctionMode):
         return args
 
 
-class HeldStatistics(TorchFunctionMode):
+class HeldStatistics(_InBackwards):
     """Batch norms normalize each sample by the running statistics that they have (by mean 0 and
     variance 1 where they have none), and leave them as they are: no sample has a part in another's
     result."""
@@ -118,7 +153,7 @@ class HeldStatistics(TorchFunctionMode):
         given = dict(kwargs or {})
         names = BATCH_NORMS.get(func)
         if names is None:
-            return func(*args, **given)
+            return self._call(func, args, given)
         given |= dict(zip(names, args, strict=False))
         x = given.pop("input")
         channels = x.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.run import main
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.autograd.dropout import WithoutDropout
+from timeprest.profiles.autograd.dropout import HeldStatistics, WithoutDropout
 from timeprest.profiles.errors import TargetError, TaskWarning, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
@@ -350,6 +351,30 @@ def test_dropout_is_found_and_switched_off(training):
     assert watch.traits.drops == training
     assert not watch.traits.mixes
     assert torch.equal(model(x), model(x)) != training
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "back",
+    [
+        torch.Tensor.backward,
+        torch.autograd.backward,
+        lambda loss: loss.backward(torch.ones(()), retain_graph=True),
+        lambda loss: torch.autograd.backward([loss], grad_tensors=[torch.ones(())]),
+    ],
+)
+def test_dropout_is_switched_off_where_a_checkpoint_computes_again(back, reentrant):
+    x, found = torch.randn(8, 16, requires_grad=True), []
+    for p in (0.5, 0.0):
+        dropped = partial(torch.nn.functional.dropout, p=p)
+        with WithoutDropout(), HeldStatistics():
+            y = torch.utils.checkpoint.checkpoint(
+                lambda x, drop=dropped: torch.tanh(drop(x)) ** 2, x, use_reentrant=reentrant
+            )
+            back(y.sum())
+        found.append(x.grad)
+        x.grad = None
+    assert torch.equal(*found)
 
 
 def test_inline_checks_are_for_systems_that_flush():
