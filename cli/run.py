@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,9 @@ def main(
         with naming(plan_path or str(run_dir)):
             show_check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
-    named = run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Another run of the system may begin within the same second.
+    fresh = f"{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    named = run_dir or f"runs/{fresh}"
     if rendezvous is not None:
         # Each host may name its own.
         named = run_dir or rendezvous.share("run directory", named)

@@ -191,7 +191,12 @@ def _run(
             stopped = None
         else:
             done = tuple(segment for segment in done if segment.end <= trained)
-        summary = summarize(plan, done, epochs, found, seconds, inline=inline, stopped=stopped)
+        summary = summarize(
+            *(plan, done, epochs, found, seconds),
+            inline=inline,
+            stopped=stopped,
+            resumed_at=settings.resume_at or 0,
+        )
         if reports:
             where.write_summary(summary)
         return summary

@@ -139,7 +139,7 @@ run_options = options(
         click.option(
             "--run-dir",
             type=FolderName(),
-            help="What it writes.  [default: runs/VARIANT-DATE-TIME]",
+            help="What it writes.  [default: runs/VARIANT-DATE-TIME-PID]",
         ),
     ),
     options_of(RunSettings, RECORDS, CHECKPOINTS),

@@ -18,7 +18,7 @@ from ..errors import TargetError
 from .loaders import Fetched, as_ours, opened, prepare_epoch, sequence_of, set_epoch
 from .parts import ALL, INPUTS, Parts, read_parts, reader
 from .prefetch import LOADING, Ahead, OwnRandomness
-from .samples import Given, Names, as_loader, is_stream, pick, rows_of
+from .samples import Given, Names, as_loader, is_stream, length_of, pick, rows_of
 from .task import Split
 
 WAIT_S = 60.0
@@ -222,11 +222,30 @@ class Batches:
         except StopIteration:
             raise DryError(
                 f"data({self.split!r}) ran dry: it has no batch {self._next + 1} in epoch "
-                f"{self._epoch + 1}; give fewer --steps, or data that say how many they are "
-                "(__len__)"
+                f"{self._epoch + 1}; {self._instead()}"
             ) from None
         except Exception as error:  # the user's data set runs here
             raise as_ours(error, self.split) from error
+
+    def _instead(self) -> str:
+        """What to do about an epoch that ends too soon."""
+        loader = self.loader
+        if self.stream and loader.num_workers > 1 and loader.drop_last:
+            return self.ends_of_workers("leaves out what doesn't fill its last batch")
+        if not self.stream or length_of(loader.dataset) is not None:
+            return "have its __len__ say how many there are"
+        return (
+            f"give --steps {self._next} or fewer, or data that say how many they are (__len__)"
+            if self._next
+            else "give data that say how many they are (__len__)"
+        )
+
+    def ends_of_workers(self, does: str) -> str:
+        """What to do about workers of a loader which each have a part of a stream."""
+        return (
+            f"each of its DataLoader's {self.loader.num_workers} workers {does}: num_workers=1 "
+            "makes one end of them, which --ragged is for"
+        )
 
     def _randomness(self) -> OwnRandomness:
         """The random numbers of the next batch, which this process makes: a stream's own, that go

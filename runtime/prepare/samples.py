@@ -185,10 +185,25 @@ class Samples:
         if batch.rows > self.mini_batch or (real and real[-1] >= batch.rows):
             raise TargetError(
                 f"data({self.split!r}): batch {number + 1} of epoch {epoch + 1} has {batch.rows} "
-                f"samples where a mini-batch has {self.mini_batch}: have the data make batches of "
-                f"{self.mini_batch}, and leave out what doesn't fill one (drop_last=True)"
+                f"samples where a mini-batch has {self.mini_batch}: "
+                + self._instead(batches, number, batch.rows)
             )
         return batch.part(real, size)
+
+    def _instead(self, batches: Batches, number: int, rows: int) -> str:
+        """What to do about a batch that isn't a mini-batch."""
+        short = batches.stream and rows < self.mini_batch
+        if short and batches.loader.num_workers > 1:
+            return batches.ends_of_workers("ends with a batch of its own")
+        if short and not self.size and number:
+            return (
+                f"there it ends: give --steps {number} or fewer, or give the data set a __len__, "
+                "by which epoch follows epoch and --ragged says what becomes of what is left over"
+            )
+        return (
+            f"have the data make batches of {self.mini_batch}, and leave out what doesn't fill "
+            "one (drop_last=True)"
+        )
 
     def _shuffle(self, epoch: int) -> Tensor:
         if epoch != self._epoch:

@@ -282,6 +282,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     mini_batches: int
     samples_per_s: float
     seconds: float
+    """Since training began, or last went on after mini-batch `resumed_at`."""
     predicted_period_s: float
     measured_period_s: float | None
     epochs: list[EpochRecord]
@@ -289,6 +290,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Of all replicas: stage by stage, and within a stage one by one."""
     stopped: str | None = None
     """Why a callback ended the run before its last mini-batch; None: none did."""
+    resumed_at: int = 0
+    """Mini-batches done when the run last went on from a checkpoint; 0: it never did."""
 
 
 def summarize(
@@ -300,6 +303,7 @@ def summarize(
     *,
     inline: bool,
     stopped: str | None = None,
+    resumed_at: int = 0,
 ) -> RunSummary:
     """The end summary of a run from its epochs and its workers' reports.
 
@@ -327,6 +331,7 @@ def summarize(
             replace(r, idle_share=None if inline else ratio(r.idle_s, r.wall_s)) for r in reports
         ],
         stopped=stopped,
+        resumed_at=resumed_at,
     )
 
 

@@ -444,6 +444,13 @@ class EndlessStream(Stream):
     length = False
 
 
+class EndlessWithoutRest(EndlessStream):
+    """Whole mini-batches alone."""
+
+    def data(self, split):
+        return DataLoader(super().data(split), batch_size=8, drop_last=True)
+
+
 class StreamByWorkers(EndlessStream):
     """Each of two workers makes batches of its own share."""
 

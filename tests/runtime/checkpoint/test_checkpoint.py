@@ -31,6 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save_file
 from timeprest.cli.run import main
+from timeprest.cli.tables.run import summary_lines
 from timeprest.planner.plan import read_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, RunError, TargetError, TaskWarning, UserError
@@ -191,8 +192,11 @@ def test_more_epochs(tmp_path, mlp_target):
         resume(tmp_path / "grown", inline=True)
     with pytest.raises(UserError, match="may be more, not fewer"):
         resume(tmp_path / "grown", epochs=1, inline=True)
-    resume(tmp_path / "grown", epochs=3, inline=True)
+    summary = resume(tmp_path / "grown", epochs=3, inline=True)
     assert_same(tmp_path / "whole", tmp_path / "grown", 15)
+    # Its mini-batches are all that were done, its time isn't.
+    assert (summary.mini_batches, summary.resumed_at) == (15, 10)
+    assert "since it went on after mini-batch 10" in str(summary_lines(plan, summary)[0])
 
 
 def test_a_run_that_grew_is_stopped_and_goes_on(tmp_path, mlp_target):

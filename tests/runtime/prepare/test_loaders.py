@@ -371,10 +371,26 @@ def test_a_mistake_in_the_data_is_one_line(name, plan, tmp_path):
 
 
 def test_a_stream_that_runs_dry_says_so(plan, tmp_path):
-    with pytest.raises(TargetError, match=r"batch 6 of epoch 1 has 2 samples where a mini-batch"):
+    short = r"batch 6 of epoch 1 has 2 samples where a mini-batch has 8: there it ends: give "
+    with pytest.raises(TargetError, match=short + "--steps 5 or fewer, or .* __len__"):
         trained(plan, "EndlessStream", tmp_path / "short", steps=6)
-    with pytest.raises(TargetError, match=r"ran dry: it has no batch 6 in epoch 1; give fewer"):
+    with pytest.raises(TargetError, match=r"no batch 6 in epoch 1; give --steps 5 or fewer, or"):
+        trained(plan, "EndlessWithoutRest", tmp_path / "dry", steps=6)
+    trained(plan, "EndlessWithoutRest", tmp_path / "enough", steps=5)
+    with pytest.raises(TargetError, match=r"ran dry: it has no batch 6 in epoch 1; have its __len"):
         batches("BatchesOfEightAtOnce", 0, 6)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_workers_that_each_have_an_end_are_named(drops):
+    data = Flow(Rows42(Loaded(), "train"))
+    task = SimpleNamespace(data=lambda _: DataLoader(data, 8, num_workers=2, drop_last=drops))
+    samples = Samples(task, "train", 8, seed=3, mini_batch=8)
+    does = "leaves out what" if drops else "ends with a batch of its own"
+    with pytest.raises(TargetError, match=f"each of its DataLoader's 2 workers {does}.*=1 makes"):
+        for k in range(0, samples.size - samples.size % 8, 8):
+            samples.take(0, range(k, k + 8))
+    samples.close()
 
 
 class _Endless:
