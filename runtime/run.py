@@ -185,18 +185,11 @@ def _run(
             os.chdir(folder)
         found = _train(prepared, where, observer, rendezvous, inline=inline)
         seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
-        done, stopped = prepared.segments, _stopped(observer)
         trained = sum(record.mini_batches for record in epochs)
-        if stopped is None or trained == done[-1].end:
-            stopped = None
-        else:
-            done = tuple(segment for segment in done if segment.end <= trained)
-        summary = summarize(
-            *(plan, done, epochs, found, seconds),
-            inline=inline,
-            stopped=stopped,
-            resumed_at=settings.resume_at or 0,
-        )
+        stopped = _stopped(prepared, trained, observer)
+        done = [s for s in prepared.segments if stopped is None or s.end <= trained]
+        at = settings.resume_at or 0
+        summary = summarize(plan, done, epochs, found, seconds, at, inline=inline, stopped=stopped)
         if reports:
             where.write_summary(summary)
         return summary
@@ -243,8 +236,13 @@ def _cautions(prepared: Prepared, rendezvous: Rendezvous | None, *, inline: bool
         yield prepared.model.loss.apart
     if rendezvous is not None and rendezvous.open_to_all:
         yield rendezvous.open_to_all
-    steps = prepared.length.steps
-    yield from without_effect(prepared.settings, prepared.plan, steps, inline=inline)
+    settings, model = prepared.settings, prepared.model
+    yield from without_effect(settings, prepared.plan, prepared.length.steps, inline=inline)
+    if settings.deferred_batch_norm and not model.has_statistics:
+        yield (
+            "--deferred-batch-norm: does nothing in this model, which has no running statistics "
+            "(BatchNorm)"
+        )
 
 
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
@@ -266,10 +264,10 @@ def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
     )
 
 
-def _stopped(observer: Observer) -> str | None:
-    """Why a callback wanted the run to end early; None: it didn't."""
+def _stopped(prepared: Prepared, trained: int, observer: Observer) -> str | None:
+    """Why a callback ended the run before its last mini-batch; None: it didn't."""
     stop: Stop | None = getattr(observer, "stop", None)
-    return None if stop is None else stop.why
+    return None if stop is None or trained == prepared.segments[-1].end else stop.why
 
 
 def _train(

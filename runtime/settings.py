@@ -319,6 +319,15 @@ def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
 def _read(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What is meant by each, but None where nothing is given. Raises UserError."""
     fields = option_fields(RunSettings)
+    known = [*fields, "optimizer"]
+    for name in asked:
+        if name in option_fields(OptimizerChoice):
+            raise UserError(
+                f'{name}: is the optimizer\'s: optimizer={{"name": "adam", "lr": 1e-3}}, which is '
+                "taken instead of the task's own"
+            )
+        if name not in known:
+            raise UserError(f"{name}: there is no such setting; known: {', '.join(known)}")
     return {
         name: read_field(fields[name], value, name) if name in fields else value
         for name, value in asked.items()

@@ -125,16 +125,21 @@ def period_text(measured_s: float | None, predicted_s: float) -> str:
     return f"period measured {format_seconds(measured_s)}, {predicted}{ratio}"
 
 
-def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
-    """Lines on the run as a whole."""
+def _time(summary: RunSummary) -> str:
+    """What it took, and since when."""
     at = summary.resumed_at
     since = f"since it went on after mini-batch {at}" if at else "in all"
+    return f"{format_seconds(summary.seconds)} {since}"
+
+
+def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+    """Lines on the run as a whole."""
     lines = [
         Text(
             f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
             f"{counted(summary.micro_batches, 'micro-batch')}: "
             f"{summary.samples_per_s:.0f} samples/s, "
-            f"{format_seconds(summary.seconds)} {since}, start-up and evaluation included"
+            f"{_time(summary)}, start-up and evaluation included"
         )
     ]
     if summary.stopped is not None:

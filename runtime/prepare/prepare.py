@@ -48,7 +48,7 @@ from .tied_parameters import (
     state_of,
     treat_alike,
 )
-from .tracing import ForwardLook, OtherModes, TracedTask, trace_for_run
+from .tracing import ForwardLook, OtherModes, TracedTask, has_statistics, trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
 T = TypeVar("T")
@@ -117,6 +117,11 @@ class PreparedModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Of the whole model, under the first names that it has for them."""
         return dict(self.whole.named_parameters())
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether something in it has running statistics, as batch norms do."""
+        return has_statistics(self.whole, [piece.module for piece in self.pieces])
 
     @property
     def first_written(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.plan import Plan
-from ...profiles.autograd.dropout import WithoutDropout
+from ...profiles.autograd.dropout import BATCH_NORMS, WithoutDropout
 from ...profiles.autograd.random_numbers import RandomCalls, random_calls
 from ...profiles.errors import PlanError, TargetError, TraceError
 from ...profiles.files import is_file
@@ -27,7 +27,7 @@ from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import Call, unchanged, without_data
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
-from ...profiles.tracing.graph import TracedModel, fingerprint, values
+from ...profiles.tracing.graph import GraphBody, TracedModel, fingerprint, graph_of, values
 from ...profiles.tracing.pieces import take_apart
 from ...profiles.tracing.random_states import seed_all, seed_torch
 from ...profiles.tracing.shapes import ValueSpec, rewritten_by, run_node_by_node, specs_and_result
@@ -400,3 +400,10 @@ def _check_layers(
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:
     return [layer.name for layer in traced.layers], [v.node.name for v in values(traced)]
+
+
+def has_statistics(model: nn.Module, bodies: Iterable[GraphBody]) -> bool:
+    """Whether something of a model, which is cut into these bodies, has running statistics."""
+    return any(name.endswith("running_mean") for name, _ in model.named_buffers()) or any(
+        node.target in BATCH_NORMS for body in bodies for node in graph_of(body).nodes
+    )

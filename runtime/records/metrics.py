@@ -300,16 +300,17 @@ def summarize(
     epochs: list[EpochRecord],
     reports: Sequence[StageReport],
     seconds: float,
+    resumed_at: int = 0,
     *,
     inline: bool,
     stopped: str | None = None,
-    resumed_at: int = 0,
 ) -> RunSummary:
     """The end summary of a run from its epochs and its workers' reports.
 
     Args:
         segments: of the run that are done.
-        seconds: since training began, the workers' start included.
+        seconds: since training began, or went on, the workers' start included.
+        resumed_at: mini-batches that were done then.
     """
     # Like the prediction, the measured period is the slowest stage's. Inline, stages take
     # turns in one process: a period there says nothing about the pipeline.

@@ -403,6 +403,16 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
         with pytest.raises(UserError, match=why):
             timeprest.resume(tmp_path / "run", **{"steps": 7, "inline": True, **change})
     assert more.settings.device == "auto"
+    for change, why in (
+        ({"lr": 0.1}, "lr: is the optimizer's: optimizer="),
+        ({"rate": 0.1}, "rate: there is no such setting; known: task, epochs"),
+        # A run's own, which no option gives.
+        ({"dropout": False}, "dropout: there is no such setting"),
+        ({"resume_at": 2}, "resume_at: there is no such setting"),
+    ):
+        with pytest.raises(UserError, match=why):
+            timeprest.run(plan, tmp_path / "none", steps=1, inline=True, **change)
+    assert not (tmp_path / "none").exists()
 
 
 def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):

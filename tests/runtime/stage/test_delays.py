@@ -253,6 +253,7 @@ def test_settings_of_before_have_the_checksum_they_had(mlp_target):
         ({"lr_rescheduling": 9}, "--lr-rescheduling: .* does nothing .* timeprest, .* is 1"),
         ({"discrepancy_decay": 0.2}, "--discrepancy-decay.*: are of pipemare"),
         ({"keep_checkpoints": 5, "checkpoint_every": 0}, "there are none with --checkpoint-every"),
+        ({"deferred_batch_norm": True}, "--deferred-batch-norm: does nothing in this model"),
         ({"transport": "gloo"}, "--transport: nothing is sent with --inline"),
         ({"lr_schedule": "linear", "warmup": 9}, "--warmup 9: the run has 3 updates"),
     ],
