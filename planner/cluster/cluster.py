@@ -224,6 +224,10 @@ class Cluster(
         """Bytes over the fastest link, of messages of any size."""
         return max(link.top_bytes_per_s for link in self.networks)
 
+    def in_sequence(self, sequence: Sequence[int]) -> Cluster:
+        """The same cluster, its devices listed in this sequence of their positions."""
+        return msgspec.structs.replace(self, devices=tuple(self.devices[d] for d in sequence))
+
     def like(self, d: int) -> Hashable:
         """What a device is like: what is `alike` of it, and what tells its links from others'.
         Devices of one machine with the same are alike, and so are machines whose are."""

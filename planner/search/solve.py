@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -29,12 +30,13 @@ from .answer.recheck import signed
 from .choices import (
     RECOMPUTE,
     Branch,
+    Choice,
     Freedom,
     check_staleness,
     micro_batch_counts,
     stages_asked,
 )
-from .device_sequences import SEQUENCES, sequence_matters
+from .device_sequences import SEQUENCES, few_sequences, sequence_matters
 from .exploration import run
 from .given_order import check_asked, search_of, under
 from .local_search.improve import LocalSearch
@@ -370,10 +372,45 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
         raise
     listed, search.any_sequence = search.best, True
     stopped = run(search)
+    if stopped is not None:
+        stopped = _run_each_sequence(search, request) or stopped
     # The listed sequence is kept where it is as good.
     if listed is not None and listed.prediction.period_s <= search.period_s * SAME:
         search.best = listed
     return stopped
+
+
+def _run_each_sequence(search: SearchState, request: SearchRequest) -> str | None:
+    """Plans on devices as if the cluster listed them in each sequence that makes a difference,
+    where those are few: with the bounds and proofs that there are for devices as they are listed.
+    Says what ended a search before all was proven."""
+    question, budget, stopped = search.question, search.budget, None
+    sequences = [] if search.large else few_sequences(question.cluster)
+    bounds = dict.fromkeys(search.branches, float("inf" if sequences else "-inf"))
+    for done, sequence in enumerate(sequences):
+        cluster = question.cluster.in_sequence(sequence)
+        own = explore(replace(question, cluster=cluster), request, search.progress)
+        own.budget, share = budget, 1 / (len(sequences) - done)
+        with budget.on_top(request.effort // len(sequences)), budget.time_part(share):
+            if search.best is not None:
+                _look_again(own, search.best, [*map(sequence.index, range(len(sequence)))])
+            stopped = run(own) or stopped
+            if own.best is not None:
+                _look_again(search, own.best, sequence)
+        for branch, bound_s in own.bounds.items():
+            bounds[branch] = min(bounds[branch], bound_s)
+    search.bounds = {b: max(known_s, bounds[b]) for b, known_s in search.bounds.items()}
+    return stopped
+
+
+def _look_again(search: SearchState, found: Evaluation, numbers: Sequence[int]) -> None:
+    """Evaluate a plan in a search that has these numbers for its devices."""
+    nodes, devices, again = zip(
+        *((x.nodes, x.devices, x.recompute) for x in found.stages), strict=True
+    )
+    lying = tuple(tuple(numbers[d] for d in mine) for mine in devices)
+    with suppress(OutOfBudget):
+        search.look(Choice(nodes, lying, again), found.micro_batches, found.limits)
 
 
 def _report(
