@@ -9,8 +9,8 @@ Where no cycles tell, and sequences are few, each is then searched by itself (`f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
-from itertools import groupby, permutations
+from collections.abc import Hashable, Sequence
+from itertools import groupby, pairwise, permutations
 
 from ..cluster.cluster import Cluster
 from ..partition.placings import pattern
@@ -31,6 +31,42 @@ def few_sequences(cluster: Cluster) -> list[tuple[int, ...]]:
     kinds = [cluster.like(d) for d in range(count)]
     found = {pattern(each, homes, kinds): each for each in permutations(range(count))}
     return list(found.values()) if len(found) <= _MOST_SEQUENCES else []
+
+
+def on_first_devices(
+    cluster: Cluster, lying: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """The devices of stages, exchanged for the first in their machines that are like them and free;
+    machines for the first with the same devices, where no pair has a link of its own."""
+    used = dict.fromkeys(d for mine in lying for d in mine)
+    homes, free = dict[str | None, str | None](), _by_machine(cluster)
+    machines = {home: Counter(map(cluster.like, mine)) for home, mine in free.items()}
+    number = dict[int, int]()
+    for d in used:
+        home = cluster.devices[d].machine
+        if home not in homes:
+            alike = [
+                h for h in machines if machines[h] == machines[home] and h not in homes.values()
+            ]
+            homes[home] = home if cluster.links else alike[0]
+        place = next(e for e in free[homes[home]] if cluster.like(e) == cluster.like(d))
+        free[homes[home]].remove(place)
+        number[d] = place
+    found = tuple(tuple(sorted(number[d] for d in mine)) for mine in lying)
+    # As they are listed is how they stay.
+    return found if _rises(found) or not _rises(lying) else tuple(lying)
+
+
+def _by_machine(cluster: Cluster) -> dict[str | None, list[int]]:
+    found = dict[str | None, list[int]]()
+    for d, device in enumerate(cluster.devices):
+        found.setdefault(device.machine, []).append(d)
+    return found
+
+
+def _rises(lying: Sequence[tuple[int, ...]]) -> bool:
+    devices = [d for mine in lying for d in mine]
+    return all(a < b for a, b in pairwise(devices))
 
 
 def sequence_matters(cluster: Cluster) -> bool:

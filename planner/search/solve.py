@@ -10,6 +10,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from msgspec.structs import replace as changed
+
 from ...profiles.errors import InfeasibleError, PlanError
 from ...profiles.files import ratio
 from ...profiles.profile import Profile
@@ -17,7 +19,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.headroom import Headroom, usual_headroom
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
-from ..evaluate import Evaluation, Question, gap_between, make_plan
+from ..evaluate import Evaluation, Question, evaluate, gap_between, make_plan
 from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
@@ -36,7 +38,7 @@ from .choices import (
     micro_batch_counts,
     stages_asked,
 )
-from .device_sequences import SEQUENCES, few_sequences, sequence_matters
+from .device_sequences import SEQUENCES, few_sequences, on_first_devices, sequence_matters
 from .exploration import run
 from .given_order import check_asked, search_of, under
 from .local_search.improve import LocalSearch
@@ -172,8 +174,18 @@ def solve(
     search.keep_more()
     several = placed is not None and (search.best.pipeline.placement or not search.branches)
     moves = placed.local_search if placed is not None and several else LocalSearch
-    chosen = signed_plan(search, met, moves)
+    chosen = _on_first_devices(question, signed_plan(search, met, moves))
     return signed(make_plan(question, chosen, _report(search, chosen, stopped, begin)), question)
+
+
+def _on_first_devices(question: Question, found: Evaluation) -> Evaluation:
+    """The same plan on the first of devices that are alike."""
+    lying = tuple(stage.devices for stage in found.stages)
+    first = lying if question.order else on_first_devices(question.cluster, lying)
+    if first == lying:
+        return found
+    stages = [changed(x, devices=mine) for x, mine in zip(found.stages, first, strict=True)]
+    return evaluate(question, stages, found.micro_batches)
 
 
 def read_asked(

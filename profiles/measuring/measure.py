@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ from ..tracing.graph import (
     shared_parameters,
     state_of_layer,
     tied_layers,
+    unused_parameters,
 )
 from ..tracing.pieces import map_items
 from ..tracing.shapes import bound_by_values
@@ -259,6 +261,12 @@ def _graph(
         if looked is not None and looked.varying is not None and not platform.computed:
             smallest = looked.call(TRACE_SAMPLES, looked.smallest)
             check_other(model, target.name, traced, _placed(platform.place, *smallest)[0])
+    if unused := unused_parameters(model, traced.module):
+        _warn(
+            f"{target.name}: the forward doesn't use "
+            f"{shorten(', '.join(unused), 200, placeholder=' …')}: no layer of the profile has "
+            "these parameters, and training leaves them as they are"
+        )
     return traced
 
 

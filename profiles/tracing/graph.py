@@ -276,6 +276,17 @@ def tied_layers(
     )
 
 
+def unused_parameters(model: nn.Module, body: GraphBody) -> dict[str, nn.Parameter]:
+    """Those of a model that are to be trained and that its graph has no use for, by name."""
+    used = {id(p) for p in body.parameters()}
+    named = {name for name, _ in body.named_parameters(remove_duplicate=False)}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in used and name not in named
+    }
+
+
 def shared_parameters(
     traced: TracedModel, rewritten: Collection[int] = ()
 ) -> dict[tuple[int, ...], int]:

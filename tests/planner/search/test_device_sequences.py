@@ -16,7 +16,7 @@ from timeprest.planner.search import exploration
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.critical_cycles import CycleSearch
-from timeprest.planner.search.device_sequences import sequence_matters
+from timeprest.planner.search.device_sequences import on_first_devices, sequence_matters
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.relaxed import cycles
 from timeprest.planner.search.relaxed.places import Assumptions
@@ -249,6 +249,38 @@ def test_devices_in_each_others_places_are_tried(monkeypatch):
         gains.append(1 - plan.predicted.period_s / without.predicted.period_s)
     assert min(gains) > -1e-9
     assert max(gains) > 0.001
+
+
+@pytest.mark.parametrize(
+    ("machines", "speeds", "lying", "first"),
+    [
+        ("aaaa", (1, 1, 1, 1), ((1,), (3,)), ((0,), (1,))),
+        ("aaaa", (1, 1, 1, 1), ((3,), (1, 2)), ((0,), (1, 2))),
+        ("aabb", (1, 1, 1, 1), ((2,), (3,)), ((0,), (1,))),
+        ("aabb", (1, 1, 1, 1), ((1,), (3,)), ((0,), (2,))),
+        # Another sequence of unequal devices than the listed one is another plan.
+        ("aaaa", (1, 2, 1, 2), ((3,), (2,)), ((1,), (0,))),
+        ("aaaa", (1, 2, 1, 2), ((1,), (2,)), ((1,), (2,))),
+        ("aabb", (1, 1, 1, 2), ((3,), (2,)), ((3,), (2,))),
+        # Two stages on each device.
+        ("aaa", (1, 1, 1), ((2,), (1,), (2,), (1,)), ((0,), (1,), (0,), (1,))),
+    ],
+)
+def test_of_devices_alike_the_first_are_taken(machines, speeds, lying, first):
+    found = tuple(
+        Device(name=f"d{k}", speed=float(speed), machine=machine)
+        for k, (machine, speed) in enumerate(zip(machines, speeds, strict=True))
+    )
+    assert on_first_devices(Cluster(devices=found, network=LINK), lying) == first
+
+
+@pytest.mark.parametrize("sequence", ["listed", "best"])
+def test_fewer_stages_than_devices_lie_on_the_first(sequence):
+    cluster = Cluster(devices=devices(1.0, 1.0, 1.0, 1.0), network=LINK)
+    asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "replicas": False}
+    plan = solve(layers_of([3, 3, 3]), cluster, sequence=sequence, stages=2, **asked)
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,)]
+    assert recheck(plan, layers_of([3, 3, 3])).plan.predicted == plan.predicted
 
 
 def test_as_listed_where_no_sequence_is_better():
