@@ -32,6 +32,8 @@ _MODULES = {f"{name}.py": f"tp-{name}" for name in ("profile", "plan", "run")}
 _LONGEST_LINE = 1000
 """Characters of an error; names in a broken file can be any length."""
 _AGAIN_S = 0.02
+CONFIG_FILE = "timeprest.config"
+"""Of a context's `meta`: the file of --config."""
 
 
 def printable(name: str) -> str:
@@ -79,6 +81,21 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C; its text says how to go on."""
 
 
+def _config_of(text: str) -> str:
+    """The file of --config and a colon, where an error is about what stands there; else nothing."""
+    context = click.get_current_context(silent=True)
+    path = None if context is None else context.meta.get(CONFIG_FILE)
+    if context is None or path is None or text.startswith(str(path)):
+        return ""
+    for name, value in (context.default_map or {}).items():
+        option = next(o for o in context.command.params if o.name == name)
+        source = context.get_parameter_source(name)
+        about = text.startswith(tuple(option.opts)) or repr(value) in text
+        if about and source is click.core.ParameterSource.DEFAULT_MAP:
+            return f"{path}: "
+    return ""
+
+
 def errors_as_lines(function: F) -> F:
     """Turn our errors into one line on stderr and their exit code, our warnings into one line
     each; Ctrl-C into code 130."""
@@ -90,7 +107,7 @@ def errors_as_lines(function: F) -> F:
                 return function(*args, **kwargs)
         except TimeprestError as error:
             with suppress(OSError):
-                complain(str(error))
+                complain(f"{_config_of(str(error))}{error}")
             sys.exit(error.exit_code)
         except KeyboardInterrupt as stop:
             more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""

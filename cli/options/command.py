@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from ...profiles import plugins
 from ...profiles.errors import PluginError, UserError
-from ..errors import OneLineCommand, errors_as_lines, printable
+from ..errors import CONFIG_FILE, OneLineCommand, errors_as_lines, printable
 from .config import CONFIG, PRINT, config_text, read_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -107,6 +107,7 @@ class GroupedCommand(OneLineCommand):
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             if CONFIG in given:
                 ctx.default_map = read_config(ctx, given[CONFIG], given)
+                ctx.meta[CONFIG_FILE] = given[CONFIG]
         if given.get(PRINT):
             # A file of options says nothing of what the command is for.
             command = copy(self)

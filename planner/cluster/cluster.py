@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +15,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from ...profiles.errors import FileError, UserError
+from ...profiles.errors import FileError, TaskWarning, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, converted, read_toml
 from ...profiles.options import Option, Spelled
 from ...profiles.units import (
@@ -223,10 +224,6 @@ class Cluster(
     def fastest_bytes_per_s(self) -> float:
         """Bytes over the fastest link, of messages of any size."""
         return max(link.top_bytes_per_s for link in self.networks)
-
-    def in_sequence(self, sequence: Sequence[int]) -> Cluster:
-        """The same cluster, its devices listed in this sequence of their positions."""
-        return msgspec.structs.replace(self, devices=tuple(self.devices[d] for d in sequence))
 
     def like(self, d: int) -> Hashable:
         """What a device is like: what is `alike` of it, and what tells its links from others'.
@@ -563,6 +560,13 @@ def read_cluster(path: str | Path) -> Cluster:
     if found.between_machines is not None and devices[0].machine is None:
         raise FileError(f"{path}: between_machines: give each of [[devices]] its machine")
     near, far = found.network, found.between_machines
+    if len(devices) > 1 and near.bandwidth is None and not near.times:
+        warnings.warn(
+            f"{path}: network: says no bandwidth, so that links have {DEFAULT_BANDWIDTH}; plans "
+            "depend on it: give it, or measure it (tp-profile --links)",
+            TaskWarning,
+            stacklevel=2,
+        )
     links = tuple(
         LinkBetween(
             between=_ends(link.between, devices, f"{path}: links[{k}].between"),

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import groupby, pairwise, permutations
 
+import msgspec
+
 from ..cluster.cluster import Cluster
 from ..partition.placings import pattern
 
@@ -31,6 +33,11 @@ def few_sequences(cluster: Cluster) -> list[tuple[int, ...]]:
     kinds = [cluster.like(d) for d in range(count)]
     found = {pattern(each, homes, kinds): each for each in permutations(range(count))}
     return list(found.values()) if len(found) <= _MOST_SEQUENCES else []
+
+
+def cluster_in_sequence(cluster: Cluster, sequence: Sequence[int]) -> Cluster:
+    """The same cluster, its devices listed in this sequence of their positions."""
+    return msgspec.structs.replace(cluster, devices=tuple(cluster.devices[d] for d in sequence))
 
 
 def on_first_devices(

@@ -34,11 +34,18 @@ from .choices import (
     Branch,
     Choice,
     Freedom,
+    PlacedBranch,
     check_staleness,
     micro_batch_counts,
     stages_asked,
 )
-from .device_sequences import SEQUENCES, few_sequences, on_first_devices, sequence_matters
+from .device_sequences import (
+    SEQUENCES,
+    cluster_in_sequence,
+    few_sequences,
+    on_first_devices,
+    sequence_matters,
+)
 from .exploration import run
 from .given_order import check_asked, search_of, under
 from .local_search.improve import LocalSearch
@@ -398,24 +405,25 @@ def _run_each_sequence(search: SearchState, request: SearchRequest) -> str | Non
     Says what ended a search before all was proven."""
     question, budget, stopped = search.question, search.budget, None
     sequences = [] if search.large else few_sequences(question.cluster)
-    bounds = dict.fromkeys(search.branches, float("inf" if sequences else "-inf"))
+    least = float("inf" if sequences else "-inf")
+    bounds = dict[Branch | PlacedBranch, float](dict.fromkeys(search.branches, least))
     for done, sequence in enumerate(sequences):
-        cluster = question.cluster.in_sequence(sequence)
+        cluster = cluster_in_sequence(question.cluster, sequence)
         own = explore(replace(question, cluster=cluster), request, search.progress)
         own.budget, share = budget, 1 / (len(sequences) - done)
         with budget.on_top(request.effort // len(sequences)), budget.time_part(share):
             if search.best is not None:
-                _look_again(own, search.best, [*map(sequence.index, range(len(sequence)))])
+                _evaluate_in(own, search.best, [*map(sequence.index, range(len(sequence)))])
             stopped = run(own) or stopped
             if own.best is not None:
-                _look_again(search, own.best, sequence)
+                _evaluate_in(search, own.best, sequence)
         for branch, bound_s in own.bounds.items():
             bounds[branch] = min(bounds[branch], bound_s)
     search.bounds = {b: max(known_s, bounds[b]) for b, known_s in search.bounds.items()}
     return stopped
 
 
-def _look_again(search: SearchState, found: Evaluation, numbers: Sequence[int]) -> None:
+def _evaluate_in(search: SearchState, found: Evaluation, numbers: Sequence[int]) -> None:
     """Evaluate a plan in a search that has these numbers for its devices."""
     nodes, devices, again = zip(
         *((x.nodes, x.devices, x.recompute) for x in found.stages), strict=True

@@ -507,6 +507,12 @@ def _loading_s(bench: Bench, call: Call) -> float | None:
         return None
     _report(bench.progress, "loading samples")
     given = call_hook("data('train')", task.data, "train")
+    size = size_of(given, "train", bench.batch_size)
+    if size is not None and size < bench.batch_size:
+        _warn(
+            f"{bench.target.name}: data('train') has {size} samples, which don't fill a mini-batch "
+            f"of {bench.batch_size}: give a smaller --batch-size, or train with --ragged pad"
+        )
     return loading_s_per_sample(given, bench.batch_size, call.names)
 
 

@@ -88,7 +88,12 @@ class ProfileRequest:
     """Samples in a mini-batch."""
     micro_batch_sizes: Annotated[
         Sequence[int] | str | None,
-        Option(MEASURED, usual="the mini-batch and its halves", metavar="LIST", read=_sizes),
+        Option(
+            MEASURED,
+            usual="the mini-batch and its halves; on meta its quarters",
+            metavar="LIST",
+            read=_sizes,
+        ),
     ] = None
     """Sizes to measure, like 4,8,16."""
     seconds: Annotated[Factor, Option(MEASURED)] = 15.0

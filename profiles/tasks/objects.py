@@ -182,7 +182,7 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
             and not inspect.ismodule(value)
             and getattr(value, "__module__", module.__name__) == module.__name__
         ]
-        shown = ", ".join(public[:8]) or "nothing of its own"
+        shown = ", ".join(public[:8]) + ", …" * (len(public) > 8) or "nothing of its own"
         raise TargetError(f"{name}: there is no {attribute!r} in it; it has {shown}") from None
 
 

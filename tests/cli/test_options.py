@@ -201,6 +201,22 @@ def test_the_command_line_wins(tmp_path):
         assert line in done.output.splitlines()
 
 
+def test_what_a_file_of_options_has_wrong_is_told_with_its_name(mlp_profile, tmp_path):
+    """As far as the command line doesn't say otherwise."""
+    config, profile = tmp_path / "my.toml", tmp_path / "profile.json"
+    mlp_profile.save(profile)
+    config.write_text("variant = 'gpipee'\nstages = 9\ndevices = 2\n")
+    for more, line in (
+        ([], f"{config}: unknown system 'gpipee'; known are"),
+        (["--variant", "gpipe"], f"{config}: --stages 9: the cluster has only 2 devices"),
+        (["--variant", "gpipe", "--stages", "8"], "--stages 8: the cluster has only 2"),
+    ):
+        words = ["solve", str(profile), "--config", str(config), *more]
+        result = CliRunner().invoke(plan_main, words)
+        assert result.exit_code == 2
+        assert result.stderr.split(": ", 1)[1].startswith(line)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

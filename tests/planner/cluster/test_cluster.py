@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from itertools import permutations
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, read_cluster, uniform_cluster
 from timeprest.planner.cluster.links import AllReduce, Network
-from timeprest.profiles.errors import UserError
+from timeprest.profiles.errors import TaskWarning, UserError
 
 NETWORKS = st.builds(
     Network,
@@ -315,6 +316,17 @@ def test_what_is_wrong_with_machines_is_named(text, message, tmp_path):
         read_cluster(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_says_no_bandwidth_is_warned_of(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text("[[devices]]\ncount = 2\n[network]\nlatency = '1us'\n")
+    with pytest.warns(TaskWarning, match=r"cluster.toml: network: says no bandwidth, .* 4GB/s"):
+        assert read_cluster(path).network.bandwidth_bytes_per_s == 4e9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path.write_text("[[devices]]\ncount = 1\n")
+        read_cluster(path)
 
 
 def test_a_file_that_shares_cores_says_what_to_do_instead():

@@ -318,6 +318,8 @@ def test_profiling_in_other_batches_than_the_loaders_is_told():
             resolve(f"{FILE}:LoadedByWorkers"), batch_size=3, micro_batch_sizes=[3], seconds=0
         )
     assert profile.loading_s_per_sample > 0
+    with pytest.warns(TaskWarning, match=r"has 42 samples, which don't fill a mini-batch of 64"):
+        measure(resolve(f"{FILE}:Listed"), batch_size=64, micro_batch_sizes=[64], seconds=0)
     # Those are what it takes by itself, whatever sizes are measured.
     profile = measure(resolve(f"{FILE}:LoadedByWorkers"), micro_batch_sizes=[2, 4], seconds=0)
     assert (profile.batch_size, profile.micro_batch_sizes) == (8, (2, 4))
