@@ -195,20 +195,23 @@ def test_a_v_of_split_backwards_is_never_idle(devices):
 @pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("more", [0, 1, 9])
 def test_half_the_activations_for_half_of_the_idle_time(devices, more):
-    """As many at once as in what the authors of 2405.15362 published: 4, 4, 6, 6, 8 and 10."""
+    """With as many at once as in what the authors of 2405.15362 published: 4, 4, 6, 6, 8 and 10;
+    theirs are idle for 1, 5, 5, 11, 11 and 17."""
     n = devices + more
     pipeline = v_of(devices, n, half_memory=True)
     check_schedule(pipeline, make_schedule(pipeline, 2), 2)
     assert most_kept(pipeline) <= {2: 4, 3: 4, 4: 6, 5: 6, 6: 8, 8: 10}[devices]
-    # 1F1B's devices are idle for 6·(D − 1).
-    assert steady_state(pipeline).period_s - 6 * n <= 6 * (devices - 1) / 2
+    idle = {2: 0 if more else 1, 3: 5, 4: 5, 5: 11, 6: 11, 8: 17}[devices]
+    assert steady_state(pipeline).period_s == pytest.approx(6 * n + idle)
+    # 1F1B's are for 6·(D − 1).
+    assert idle <= 6 * (devices - 1) / 2
 
 
 def test_the_authors_block_for_an_even_number_of_devices_pays_where_stages_are_unequal():
     pipeline = v_of(8, 16, half_memory=True)
     pipeline = replace(pipeline, forward_s=(1.5, *pipeline.forward_s[1:]))
     # By the other blocks and list schedules in 125.5 at the least.
-    assert steady_state(pipeline).period_s == pytest.approx(120.0)
+    assert steady_state(pipeline).period_s == pytest.approx(117.5)
 
 
 def test_half_the_activations_with_messages_that_take_as_long_as_a_forward():
