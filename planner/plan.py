@@ -299,6 +299,8 @@ class TargetPrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     rate_of: Literal["learning rate", "times the task's own"] | msgspec.UnsetType = msgspec.UNSET
     warmup: Tally | msgspec.UnsetType = msgspec.UNSET
     """Updates over which it rises."""
+    trained_with: str | msgspec.UnsetType = msgspec.UNSET
+    """Other options of ``tp-run`` that all of the study's trainings had."""
 
     @property
     def options(self) -> str:
@@ -310,7 +312,8 @@ class TargetPrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             words.append(f"lr={self.rate:g}")
         if self.warmup is not msgspec.UNSET and self.warmup:
             words.append(f"warmup={self.warmup}")
-        found = [f"--{word.replace('=', ' ')}" for word in words]
+        found = [] if self.trained_with is msgspec.UNSET else [str(self.trained_with)]
+        found += [f"--{word.replace('=', ' ')}" for word in words]
         if self.rate is not msgspec.UNSET and own and self.rate != 1:
             found.append(f"({self.rate:g} times the task's own learning rate)")
         return " ".join(found)

@@ -113,6 +113,8 @@ def read_target(text: str | None, curves: Sequence[RunCurve]) -> CurveTarget | N
         return None
     name, equals, value = text.rpartition("=")
     known = list(dict.fromkeys(curve.quantity for curve in curves))
+    # As tables have it for short.
+    name = TRAINING if name == "train loss" else name
     quantity = next((q for q in (name, f"test {name}") if q in known), None)
     try:
         level = float(value)

@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     "Time to accuracy",
     click.option(
         "--target",
+        "targets",
+        multiple=True,
         metavar="NAME=VALUE",
         help="Say when each run first reached it: accuracy=0.9, or 'test loss=0.4'.",
     ),
@@ -94,7 +96,7 @@ def report(
     curve_files: Sequence[str],
     axes: Sequence[str],
     svg_width: float,
-    target: str | None,
+    targets: Sequence[str],
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -118,7 +120,9 @@ def report(
     names = names_of_paths(run_dirs)
     runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
     curves = [each for run in runs for each in curves_of(run_figures(run), run.of_epoch)]
-    level = read_target(target, curves)
+    if len(targets) > 1:
+        raise UserError(f"--target: {' and '.join(targets)}: give one of them")
+    level = read_target(targets[0] if targets else None, curves)
     timelines = _timelines(runs) if svg else []
     recordings = [
         (f"{run.name}, {source}" if len(runs) > 1 else source, recording)

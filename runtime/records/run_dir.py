@@ -291,8 +291,16 @@ def _weight_files(path: str | Path) -> list[Path]:
     files = sorted((Path(path) / "weights").glob("stage*.safetensors"))
     if Path(path).is_file():
         raise FileError(f"{path}: is a file; the directory of a run is needed")
+    names = {file.name for file in files}
     if not files:
         raise FileError(f"{path}: no weights in it; has the run ended?")
+    if (Path(path) / "plan.json").exists():
+        stages = len(read_plan(Path(path) / "plan.json").stages)
+        for missing in sorted({f"stage{s}.safetensors" for s in range(stages)} - names):
+            raise FileError(
+                f"{Path(path) / 'weights' / missing}: is missing: the weights of a run are those "
+                f"of all its {stages} stages"
+            )
     return files
 
 

@@ -374,6 +374,10 @@ def test_several_runs_are_told_apart(runs, tmp_path):
     assert names_of_paths(["a/x", "a/x", "b/x"]) == ["a/x (1)", "a/x (2)", "b/x"]
     assert names_by_system(["gpipe", "gpipe"], ["a", "gpipe-2"]) == ["a (gpipe)", "gpipe-2"]
     svg, table = tmp_path / "both.svg", tmp_path / "both.csv"
+    for two in (["foo=1", "loss=1"], ["loss=1", "loss=1"]):
+        words = [word for text in two for word in ("--target", text)]
+        refused = invoke(runs / "one", *words, code=2)
+        assert f"--target: {' and '.join(two)}: give one of them" in " ".join(refused.split())
     more = ["--curves", table, "--target", "test loss=1e9"]
     text = invoke(runs / "one", runs / "two", "--svg", svg, *more)
     assert "test loss 1e+09 first reached" in text

@@ -329,6 +329,7 @@ class TargetSearch:
             rate=like.rate,
             rate_of=study.question.rate_of,
             warmup=like.warmup,
+            trained_with=study.question.options or msgspec.UNSET,
         )
 
 

@@ -24,10 +24,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .curves import points_of, samples_to, smoothed
+from .curves import points_of, samples_to, smoothed, value_at
 from .spread import Spread, t_quantile
 from .study import RISES, Curve, Study, StudyArm, StudyQuestion
-from .tuning import badness_of, level_of
+from .tuning import badness_of
 
 RUNGS = 3
 """The first has a training's length over 2 to the power of this."""
@@ -58,7 +58,9 @@ class Rung:
         self._rises = RISES[question.metric]
         best = min(plain, key=self.badness)
         self._plain = self._points(best)
-        level = level_of(best, question.metric, self._steps)
+        # Of the curve that it is looked for on: another one's may never be reached there.
+        found = value_at(self._plain, self._steps)
+        level = math.nan if found is None else found
         self._level = level if question.target is None else self._easier(level, question.target)
 
     def badness(self, curve: Curve) -> tuple[float, float]:

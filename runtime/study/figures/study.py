@@ -56,6 +56,10 @@ class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     processes: Count = 1
 
 
+_OPTIMIZERS = ("momentum", "weight_decay", "nesterov", "betas")
+"""Options of an optimizer besides its name and its rate."""
+
+
 class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a study asks, of whatever plans."""
 
@@ -93,6 +97,21 @@ class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Unset: every arm is trained to the end."""
     training: dict[str, Any]
     """The settings of all trainings, as those of a run."""
+
+    @property
+    def options(self) -> str:
+        """Of ``tp-run``, that say these settings, but for rates and what is to be cured."""
+        own = self.training.get("optimizer") or {}
+        asked = {"optimizer": own.get("name"), **{k: v for k, v in own.items() if k in _OPTIMIZERS}}
+        asked |= {name: self.training.get(name) for name in ("lr_schedule", "clip_norm")}
+        if self.training.get("decay_only", "all") != "all":
+            asked["decay_only"] = self.training["decay_only"]
+        words = []
+        for name, value in asked.items():
+            if value:
+                text = ",".join(map(str, value)) if isinstance(value, list) else f"{value}"
+                words.append(f"--{name.replace('_', '-')}" + f" {text}" * (value is not True))
+        return " ".join(words)
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -199,6 +199,28 @@ def test_more_epochs(tmp_path, mlp_target):
     assert "since it went on after mini-batch 10" in str(summary_lines(plan, summary)[0])
 
 
+def test_of_a_plan_that_was_edited_a_line_says_so(tmp_path, mlp_target):
+    plan = plan_for(mlp_target, "gpipe", stages=2)
+    path = tmp_path / "plan.json"
+    other = msgspec.structs.replace(plan.stages[1], devices=plan.stages[0].devices)
+    for edited in (plan, msgspec.structs.replace(plan, stages=(plan.stages[0], other))):
+        path.write_bytes(msgspec.json.encode(edited))
+        words = [str(path), "--task", mlp_target, "--steps", "1", "--inline", "--no-evaluate"]
+        where = tmp_path / str(edited is plan)
+        told = CliRunner().invoke(main, [*words, "--run-dir", str(where)])
+        assert told.exit_code == 0, told.output
+        assert (f"{path}: edited since it was made" in told.stderr) == (edited is not plan)
+
+
+def test_half_of_a_runs_weights_are_none(tmp_path, mlp_target):
+    plan = plan_for(mlp_target, "gpipe", stages=2)
+    run(plan, settings_for(mlp_target, steps=2, checkpoint_every=0), tmp_path, inline=True)
+    assert load_weights(tmp_path)
+    (tmp_path / "weights/stage1.safetensors").unlink()
+    with pytest.raises(FileError, match=r"stage1.safetensors: is missing: .* all its 2 stages"):
+        load_weights(tmp_path)
+
+
 def test_a_run_that_grew_is_stopped_and_goes_on(tmp_path, mlp_target):
     """With the updates, and so the rates, of the run that grew and wasn't stopped."""
     plan = plan_for(mlp_target, "gpipe", stages=2, update_every=2)

@@ -13,6 +13,7 @@ from helpers.by_hand.studies import PLAIN_ARM, arm, curve, study
 from helpers.plans import chain_plan
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.study.figures.results import results_of
+from timeprest.runtime.study.figures.rungs import Rung
 from timeprest.runtime.study.figures.study import (
     PLAIN,
     Budget,
@@ -256,6 +257,23 @@ def replace_plain(found, seeds):
     finals = plain.finals()[:seeds]
     own = msgspec.structs.replace(plain, curves=finals)
     return msgspec.structs.replace(found, arms=(own, *found.arms[1:]))
+
+
+def test_plain_training_reaches_its_own_level_in_a_rung():
+    """Of a short and noisy one: whoever learns more than it did, hasn't diverged."""
+    noise = (0.01, -0.01, 0.02, 0.0, 0.01, -0.02, 0.01, 0.02, -0.01, 0.02, -0.03, -0.04)
+
+    def short_curve(slope):
+        losses = tuple(short(0.69 - slope * k + each) for k, each in enumerate(noise))
+        return curve(phase="rung", length=12, losses=losses)
+
+    question = study([PLAIN_ARM], {}, steps=32, length=32).question
+    plain = short_curve(1e-4)
+    rung = Rung(question, [plain])
+    overheads = [rung.overhead(short_curve(slope)) for slope in (1e-2, 1e-3, 1e-4)]
+    assert overheads[-1] == 1.0
+    assert overheads == sorted(overheads)
+    assert rung.overhead(msgspec.structs.replace(plain, diverged_at=7)) == math.inf
 
 
 def test_what_delays_rule_out_isnt_trained():

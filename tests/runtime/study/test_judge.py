@@ -122,17 +122,25 @@ def test_a_plan_says_the_learning_rate_that_was_best_with_its_delays(folder):
         msgspec.structs.replace(each, rate=rates[each.name], warmup=20 * (each.name == "pipedream"))
         for each in before.arms
     ]
-    asked = msgspec.structs.replace(before.question, rate_of="learning rate")
+    own = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "betas": None}
+    training = {"optimizer": own, "decay_only": "matrices", "clip_norm": 0.5}
+    asked = msgspec.structs.replace(
+        before.question, rate_of="learning rate", training={**before.question.training, **training}
+    )
+    others = "--optimizer sgd --momentum 0.9 --nesterov --clip-norm 0.5 --decay-only matrices"
+    assert asked.options == others
     write_study("study.json", msgspec.structs.replace(before, arms=tuple(arms), question=asked))
     systems = ("pipedream", "timeprest", "gpipe")
     solve = ("solve", "profile.json", "--variant", ",".join(systems), *WORDS)
     told = call(*solve, "--study", "study.json", "-o", "best.json")
     plans = {name: read_plan(f"best.{name}.json") for name in systems}
-    assert plans["pipedream"].to_target.options == f"--lr {rates['pipedream']:g} --warmup 20"
+    assert plans["pipedream"].to_target.options == (
+        f"{others} --lr {rates['pipedream']:g} --warmup 20"
+    )
     # Without a delay it is plain training.
     assert {stage.delay for stage in plans["timeprest"].predicted.stages} == {0}
     for name in ("timeprest", "gpipe"):
-        assert plans[name].to_target.options == f"--lr {rates['plain']:g}"
+        assert plans[name].to_target.options == f"{others} --lr {rates['plain']:g}"
     # Delays that weren't trained have the rate of the nearest: here of this system's or another's
     # by the same rules.
     figures = StudyFigures(read_study("study.json"))
@@ -142,7 +150,7 @@ def test_a_plan_says_the_learning_rate_that_was_best_with_its_delays(folder):
     best = read_plan("best.json")
     line = f"as studied, {best.variant} is to be trained with {best.to_target.options}"
     assert line in " ".join(told.split())
-    assert best.to_target.options in " ".join(call("show", "best.json").split())
+    assert others in " ".join(call("show", "best.json").split())
 
 
 def test_plans_are_found_by_a_study(folder):
