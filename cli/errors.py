@@ -121,12 +121,17 @@ def errors_as_lines(function: F) -> F:
             _give_up(sys.stdout)
             sys.exit(0)
         except Exception as error:
+            from ..profiles.tasks.hooks import describe_error, ended_in_users_code
             from ..runtime.processes.failures import limit_reached
 
             words = "no memory is left" if isinstance(error, MemoryError) else str(error)
             limit = limit_reached(words)
             if not limit:
-                raise
+                if not ended_in_users_code(error):
+                    raise
+                # A plugin's, where nothing of it was expected to fail.
+                complain(describe_error(error))
+                sys.exit(2)
             with suppress(OSError):
                 complain(f"{' '.join(words.split())[:200]}{limit}")
             sys.exit(1)

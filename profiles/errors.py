@@ -103,6 +103,12 @@ _PACKAGES = (Path(__file__).parents[1], Path(__file__).resolve().parents[1])
 """Ours, under either name where it is reached by a link."""
 
 
+def is_ours(file: str) -> bool:
+    """Whether a file, as tracebacks name it, is of this toolkit."""
+    folders = ("profiles", "planner", "runtime", "cli")
+    return any(Path(file).is_relative_to(package / f) for package in _PACKAGES for f in folders)
+
+
 def is_users(file: str, *, models: bool = False) -> bool:
     """Whether a file, as tracebacks name it, is the user's: not ours, Python's or a library's.
 

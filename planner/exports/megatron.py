@@ -66,6 +66,11 @@ def layout_of(plan: Plan) -> str:
             f"its layers are in several lists, {', '.join(map(repr, lists))}, and there is one "
             "list of transformer blocks alone"
         )
+    if "" in lists:
+        raise MEGATRON.refuse(
+            "the model is itself a list of layers, which are taken for an embedding, a list of "
+            "transformer blocks and an output there"
+        )
     inside = [k for k, (_, _, place) in enumerate(places) if place is not None]
     first, last = inside[0], inside[-1]
     stages = ["t" * sum(list_of(block) is not None for block in blocks) for blocks in parts]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_users
+from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_ours, is_users
 from ..tracing.call import Call, unchanged
 from ..tracing.pieces import map_tensors
 from ..tracing.random_states import GENERATORS, seed_all, seed_torch, set_own_states, state_of
@@ -474,6 +474,15 @@ def is_ctrl_c(error: BaseException) -> bool:
 def from_users_code(error: BaseException) -> bool:
     """Whether an exception came out of the user's code: SystemExit may be ours, too."""
     return bool(_users_frames(error))
+
+
+def ended_in_users_code(error: BaseException) -> bool:
+    """Whether it was raised there, or in a library that was called there: not in code of ours that
+    the user's has called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [is_users(frame.filename) for frame in frames]
+    mine = [is_ours(frame.filename) for frame in frames]
+    return any(own) and not any(mine[own.index(True) :])
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -393,6 +394,7 @@ def test_plugins_have_other_engines(folder):
         "ENGINES = {\n"
         "    'mine': lambda plan, look: EngineFiles({'a.txt': plan.variant}),\n"
         "    'none': lambda plan, look: None,\n"
+        "    'fails': lambda plan, look: plan.stages[9],\n"
         "}\n"
     )
     said = call("export", "plan.json", "--plugin", "mine.py", "--to", "mine", "-o", "out")
@@ -401,5 +403,8 @@ def test_plugins_have_other_engines(folder):
     said = call("export", "plan.json", "--plugin", "mine.py", "--to", "none", "-o", "other", code=2)
     assert "engine none: gives a NoneType; give EngineFiles" in said
     assert not (folder / "other").exists()
+    words = ("export", "plan.json", "--plugin", "mine.py", "--to", "fails", "-o", "other")
+    (line,) = call(*words, code=2).splitlines()
+    assert re.search(r"mine\.py:5: IndexError: tuple index out of range$", line)
     said = call("export", "plan.json", "--to", "nothing", "-o", "other", code=2)
     assert "'torch', 'torchtitan', 'megatron', 'deepspeed'" in said

@@ -512,6 +512,11 @@ def test_what_no_engine_has_is_refused(engine, plan, why):
         ),
         (
             "megatron",
+            lambda: renamed(chain_plan("pipedream-flush"), "n", ""),
+            "the model is itself a list of layers, which are taken for an embedding",
+        ),
+        (
+            "megatron",
             lambda: renamed(gpt_plan((5, 9)), "layers.2.mlp", "bridge"),
             "'bridge' comes between its blocks",
         ),
