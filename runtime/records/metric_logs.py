@@ -14,6 +14,7 @@ from ...planner.plan import Plan
 from ...profiles import plugins
 from ...profiles.device_specs import load_spec
 from ...profiles.errors import FileError, UserError
+from ...profiles.files import file_errors
 from ..prepare.devices import device_kind
 from ..settings import RunSettings
 from .callbacks import Callback
@@ -140,6 +141,8 @@ class MetricLogs(Callback):
         self._peak = peak_of(event.plan, event.settings)
         folder = event.run_dir / FOLDER
         for name in logs_named(event.settings.log):
+            with file_errors(folder, "made"):
+                folder.mkdir(exist_ok=True)
             self._logs.append(plugins.load("logs", name)(folder, event))
         # Where who wrote them was killed, the workers had gone on for a while.
         for told in event.told_before if self._logs else ():

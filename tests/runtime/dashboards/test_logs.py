@@ -15,6 +15,7 @@ import pytest
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import Stopped
 from timeprest import Callback, Trainer
+from timeprest.profiles import plugins
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.dashboards import services
 from timeprest.runtime.records.events import EvaluationDone, MiniBatchDone, RunBegun, RunEnded
@@ -142,6 +143,26 @@ class Unplugged(Callback):
     def on_mini_batch(self, event):
         if event.mini_batch == self.at:
             raise Stopped
+
+
+@pytest.mark.usefixtures("plugins_forgotten")
+def test_plugins_log_to_a_folder_that_is_there(mlp_profile, mlp_target, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Log:\n"
+        "    def __init__(self, folder, begun):\n"
+        "        self.file = open(folder / 'mine.txt', 'a')\n"
+        "    def write(self, step, epoch, metrics):\n"
+        "        print(step, file=self.file)\n"
+        "    def write_evaluation(self, step, epoch, metrics):\n"
+        "        pass\n"
+        "    def close(self):\n"
+        "        self.file.close()\n\n\n"
+        "LOGS = {'mine': Log}\n"
+    )
+    plugins.load_file(str(tmp_path / "mine.py"))
+    train(mlp_profile, mlp_target, tmp_path / "run", "mine,csv").run()
+    steps = (tmp_path / "run/dashboards/mine.txt").read_text().split()
+    assert len(steps) == len(rows(tmp_path / "run")) == 6
 
 
 def test_without_the_option_nothing_is_written(mlp_profile, mlp_target, tmp_path):
