@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from ..planner.plan import read_plan
 from ..profiles.errors import UserError
 from ..profiles.measuring.process_settings import without_collections
 from ..runtime.processes.environment import check_world_size
@@ -29,7 +30,6 @@ from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers
 from .run_commands.rank import one_rank_reports, rendezvous_at_hand
 from .run_commands.resume import adjusted, check_resumable, read_run
-from .tables.plan import plan_to_train
 
 if TYPE_CHECKING:
     from ..runtime.processes.rendezvous import Rendezvous
@@ -104,7 +104,7 @@ def main(
         resumed = {"changes": changes, **more}
     else:
         assert plan_path is not None
-        plan = plan_to_train(plan_path)
+        plan = read_plan(plan_path)
         settings = settings_of(plan, asked)
     if rendezvous is not None:
         check_world_size(rendezvous.launched, plan.workers)

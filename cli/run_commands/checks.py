@@ -16,6 +16,7 @@ from ...runtime.verify.dry_run import DryRun
 from ..errors import log, output, print_json
 from ..progress import Bar
 from ..tables.layout import compact_table, counted
+from ..tables.plan import warn_if_edited
 
 if TYPE_CHECKING:
     from ...planner.plan import Plan
@@ -95,6 +96,7 @@ def show_dry_run(
     found = dry_run(plan, settings, run_dir, rendezvous)
     if found is None:
         return
+    warn_if_edited(plan, "PLAN")
     if as_json:
         print_json(found)
     elif not quiet:

@@ -19,6 +19,7 @@ from ...runtime.records.events import EpochDone, EvaluationDone, MiniBatchDone, 
 from ...runtime.records.status import WorkerStatus, read_statuses
 from ..errors import log, why_unprinted
 from ..progress import Bar
+from ..tables.plan import warn_if_edited
 from ..tables.run import epoch_line, evaluation_line
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,6 +84,7 @@ class TrainingProgress(Callback):
     @_stopping
     def on_begin(self, event: RunBegun) -> None:
         self._total = event.mini_batches
+        warn_if_edited(event.plan, str(event.run_dir / "plan.json"))
         if not self._bar.quiet:
             self._bar.print(*self._opening())
 

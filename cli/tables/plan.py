@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
-from ...planner.plan import Plan, TargetPrediction, pipeline_of, read_plan
+from ...planner.plan import Plan, TargetPrediction, pipeline_of
 from ...planner.schedules.schedules import make_schedule
 from ...planner.search.answer.recheck import was_edited
 from ...planner.simulator.timeline import running_ahead
@@ -64,13 +64,6 @@ def warn_if_edited(plan: Plan, path: str) -> None:
             f"{path}: edited since it was made: tp-plan check {path} --profile PROFILE says what "
             "it does now"
         )
-
-
-def plan_to_train(path: str) -> Plan:
-    """Read a plan, with a line where it was edited since it was made. Raises FileError."""
-    plan = read_plan(path)
-    warn_if_edited(plan, path)
-    return plan
 
 
 def verdict(plan: Plan) -> Table:

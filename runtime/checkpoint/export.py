@@ -23,7 +23,7 @@ from ...profiles.files import (
     write_bytes,
 )
 from ...profiles.tasks.hooks import in_one_line
-from ..records.run_dir import load_tied_names, load_weights, save_tensors
+from ..records.run_dir import load_tied_names, load_weights, save_tensors, why_not_whole
 from .checkpoint import Saved
 from .start import source
 
@@ -109,6 +109,8 @@ def _read(run: Path, at: int | None) -> tuple[Weights, Path]:
     """The weights, and where they were found. Raises FileError."""
     saved = source(run, at, "--at {at}")
     if saved is None:
+        if lacking := why_not_whole(run):
+            raise FileError(f"{lacking}: put there what other hosts have in theirs")
         weights, names, run_dir = load_weights(run), load_tied_names(run), run
     else:
         # RUN/checkpoints/00000120

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ...planner.plan import Plan, read_plan, with_plugin_at_hand
-from ...profiles.errors import FileError
+from ...profiles.errors import FileError, TaskWarning
 from ...profiles.files import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -266,14 +267,33 @@ def tensor_bytes(named: Mapping[str, Tensor], metadata: dict[str, str] | None = 
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """Final weights of a run, of all stages together, under the model's own names.
+    """Final weights of a run, of all stages together, under the model's own names. A warning names
+    stages that aren't there: hosts may each have a directory, with their own.
 
     Raises FileError when the run has none, or a file is broken.
     """
     state: dict[str, Tensor] = {}
+    if lacking := why_not_whole(path):
+        warnings.warn(lacking, TaskWarning, stacklevel=2)
     for file in _weight_files(path):
         state.update(read_tensors(file))
     return state
+
+
+def why_not_whole(path: str | Path) -> str | None:
+    """Which final weights of a run aren't there; None: those of all stages are, or nobody knows how
+    many there are."""
+    plan = Path(path) / "plan.json"
+    if not plan.exists():
+        return None
+    there, stages = {file.name for file in _weight_files(path)}, len(read_plan(plan).stages)
+    missing = [s for s in range(stages) if f"stage{s}.safetensors" not in there]
+    if not missing:
+        return None
+    return (
+        f"{Path(path) / 'weights'}: has no weights of {len(missing)} of its {stages} stages, of "
+        f"stage {missing[0]} first"
+    )
 
 
 def load_tied_names(path: str | Path) -> dict[str, str]:
@@ -291,16 +311,8 @@ def _weight_files(path: str | Path) -> list[Path]:
     files = sorted((Path(path) / "weights").glob("stage*.safetensors"))
     if Path(path).is_file():
         raise FileError(f"{path}: is a file; the directory of a run is needed")
-    names = {file.name for file in files}
     if not files:
         raise FileError(f"{path}: no weights in it; has the run ended?")
-    if (Path(path) / "plan.json").exists():
-        stages = len(read_plan(Path(path) / "plan.json").stages)
-        for missing in sorted({f"stage{s}.safetensors" for s in range(stages)} - names):
-            raise FileError(
-                f"{Path(path) / 'weights' / missing}: is missing: the weights of a run are those "
-                f"of all its {stages} stages"
-            )
     return files
 
 

@@ -22,7 +22,7 @@ from ....cli.options import (
 from ....cli.options.command import command, group, options
 from ....cli.options.values import FileName, FolderName, Number, Whole
 from ....cli.progress import Bar
-from ....cli.tables.plan import plan_to_train
+from ....planner.plan import read_plan
 from ....profiles.files import MAX_FACTOR, Kind, check_outputs
 from ....profiles.measuring.process_settings import folder_kept
 from ...processes.locks import check_system
@@ -110,7 +110,7 @@ def study(
     if page_path is not None:
         wanted.append(("-o", page_path, Kind.PAGE))
     check_outputs(*wanted)
-    plans = [plan_to_train(each) for each in plan_paths]
+    plans = [read_plan(each) for each in plan_paths]
     choices = choices_of(asked)
     asked["optimizer"] = optimizer_choice(asked)
     # Whatever a plan says of its period: trainings are known by their settings.

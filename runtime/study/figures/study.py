@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,9 @@ from msgspec import Meta
 
 from ....planner.cluster.cluster import Cluster
 from ....planner.plan import Plan, StagePrediction
+from ....planner.search.answer.recheck import was_edited
 from ....planner.systems.variants import variant_named
-from ....profiles.errors import FileError, PlanError
+from ....profiles.errors import FileError, PlanError, TaskWarning
 from ....profiles.files import (
     MAX_FILE_BYTES,
     Count,
@@ -295,7 +297,14 @@ def short(value: float) -> float:
 
 
 def studied(plan: Plan, name: str, file: str, arm: str, cure: str = "") -> StudiedPlan:
-    """What a study needs of a plan."""
+    """What a study needs of a plan. A warning names one that was edited and not checked."""
+    if was_edited(plan) and not cure:
+        warnings.warn(
+            f"{file}: edited since it was made: its period is that of before; tp-plan check {file} "
+            "--profile PROFILE -o FILE says what it does now",
+            TaskWarning,
+            stacklevel=2,
+        )
     predicted = plan.predicted
     return StudiedPlan(
         name=name,
