@@ -46,12 +46,14 @@ class InputSpec:
 
     Attributes:
         name: of the forward's argument, or of an ONNX file's input; None: by position.
+        says_dtype: the dtype was given, too.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     high: int = 2
     name: str | None = None
+    says_dtype: bool = True
 
     def sample(self, samples: int) -> Tensor:
         """Random data of shape ``[samples, *shape]``."""
@@ -279,7 +281,7 @@ def parse_input(text: str) -> InputSpec:
             f"--input {text!r}: write the shape of one sample and a dtype, like 3x32x32:float32, "
             "64:int64:1000 for integers below 1000, or with the argument's name mask=64:int64"
         ) from None
-    return InputSpec(shape, dtype, high, name or None)
+    return InputSpec(shape, dtype, high, name or None, len(parts) > 1)
 
 
 TASK_NEEDED = (

@@ -15,7 +15,7 @@ from ..tracing.call import Call
 from ..tracing.front_ends import OWN_FRONT_END
 from ..tracing.graph import GraphBody, TracedModel, fetch_attribute
 from ..tracing.layers import Home, group
-from .file import open_inputs, read_file, sizes_in
+from .file import OnnxInput, open_inputs, read_file, sizes_in
 from .model import ONNX, import_onnx
 
 
@@ -28,9 +28,23 @@ def open_target(name: str, inputs: Sequence[InputSpec]) -> Target:
         found = open_inputs(name)
         given = _in_order(name, inputs, list(found))
         sizes = sizes_in(name, found, [spec.shape for spec in given])
-    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in read_file(name, sizes).inputs)
+    inside = read_file(name, sizes).inputs
+    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in inside)
+    if given:
+        given = tuple(_of_dtype(name, *each) for each in zip(given, inside, strict=True))
     # Read again for every model: training must not start from what profiling left behind.
     return Target(name, None, lambda: import_onnx(name, sizes=sizes), given or own, ONNX)
+
+
+def _of_dtype(target: str, given: InputSpec, inside: OnnxInput) -> InputSpec:
+    """What was given of an input, in the file's dtype. Raises TargetError for another one."""
+    if given.says_dtype and given.dtype != inside.dtype:
+        own, other = (str(dtype).partition(".")[2] for dtype in (inside.dtype, given.dtype))
+        raise TargetError(
+            f"{target}: --input gives {inside.name!r} as {other}, and in the file it is {own}: "
+            "leave the dtype out, or export the model with another one"
+        )
+    return replace(given, dtype=inside.dtype)
 
 
 def _in_order(

@@ -130,3 +130,14 @@ def test_dimensions_without_a_name_are_each_its_own(nameless, tmp_path):
     assert shapes(path, "3x8x6", "3x8x1") == [(2, 3, 8, 6), (2, 3, 8, 1)]
     target = resolve(path, [parse_input("x=3x8x6"), parse_input("z=3x8x1")])
     assert target.call(5)[0].of(target.model()).shape == (5, 3, 8, 6)
+
+
+# --- dtypes -----------------------------------------------------------------------------------
+
+
+def test_an_inputs_dtype_is_the_files(tmp_path):
+    path = save(tmp_path, [("Concat", ["a", "b"], "y")], {"a": ["N", 6], "b": ["N", 4]})
+    call, _ = resolve(path, [parse_input("6"), parse_input("b=4:float32")]).call(2)
+    assert {tensor.dtype for tensor in call.tensors} == {torch.float32}
+    line = "--input gives 'a' as int64, and in the file it is float32: leave the dtype out"
+    assert line in refused(path, "6:int64:9", "4")
