@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import Any
 
 import click
@@ -182,7 +183,7 @@ def main(
     elif not quiet:
         console = output()
         print_profile(console, profile, verbose=verbose)
-        console.print(f"wrote {path}; next: tp-plan solve {path}")
+        console.print(f"wrote {path}; next: tp-plan solve {shlex.quote(path)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def _print_notes(planning: Planning, plans: Sequence[Plan]) -> None:
 def _next(plan: Plan, path: str) -> str:
     if made_of(plan.profile):
         return "it can't be run: its profile was imported"
-    return f"next: tp-run {path}"
+    return f"next: tp-run {shlex.quote(path)}"
 
 
 def _solve_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def write_export(plan: Plan, engine: str, folder: str | Path) -> tuple[list[str]
         for name, text in found.files.items():
             write_bytes(place / name, text.encode())
     paths = [str(Path(folder) / name) for name in found.files]
-    return paths, [note.replace("{folder}", str(folder)) for note in found.notes]
+    return paths, [note.replace("{folder}", shlex.quote(str(folder))) for note in found.notes]
 
 
 def _look(plan: Plan) -> ModelFacts:

@@ -123,6 +123,8 @@ def test_replicas_recomputation_and_machines_are_shown(folder):
     text = call("solve", "profile.json", *options, *links, "--variant", "gpipe")
     assert "↻" in text
     assert "next: tp-run plan.json" in text
+    named = call("solve", "profile.json", *options, *links, "--variant", "gpipe", "-o", "a b.json")
+    assert "wrote a b.json; next: tp-run 'a b.json'" in " ".join(named.split())
     plan = read_plan(folder / "plan.json")
     assert plan.stages[0].devices == (0, 1)
     assert plan.stages[0].recompute
