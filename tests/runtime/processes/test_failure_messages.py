@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 
 import msgspec
 import pytest
+from helpers.paths import ROOT
 from timeprest.cli.errors import errors_as_lines
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.processes import rendezvous
@@ -190,5 +192,21 @@ def test_a_command_that_comes_to_a_limit_ends_in_a_line(capsys):
         assert caught.value.code == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert "have come to a limit (ulimit -a shows them)" in line
-    with pytest.raises(RuntimeError, match="a bug"):
-        errors_as_lines(command)(RuntimeError("a bug"))
+    with pytest.raises(SystemExit) as caught:
+        errors_as_lines(command)(RuntimeError("a plugin's"))
+    assert caught.value.code == 2
+    assert re.search(r"test_failure_messages\.py:\d+: RuntimeError: a plugin's$", last_line(capsys))
+
+
+def last_line(capsys):
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_bug_of_ours_is_a_traceback():
+    """Also where a user's code has called it."""
+    ours = {}
+    source = "def fails():\n    raise RuntimeError('a bug')\n"
+    exec(compile(source, str(ROOT / "cli/somewhere.py"), "exec"), ours)
+    for command in (ours["fails"], lambda: ours["fails"]()):
+        with pytest.raises(RuntimeError, match="a bug"):
+            errors_as_lines(command)()
