@@ -87,10 +87,10 @@ def _config_of(text: str) -> str:
     path = None if context is None else context.meta.get(CONFIG_FILE)
     if context is None or path is None or text.startswith(str(path)):
         return ""
+    first, options = text.split(" ")[0].rstrip(":"), {o.name: o for o in context.command.params}
     for name, value in (context.default_map or {}).items():
-        option = next(o for o in context.command.params if o.name == name)
         source = context.get_parameter_source(name)
-        about = text.startswith(tuple(option.opts)) or repr(value) in text
+        about = first in options[name].opts or repr(value) in text
         if about and source is click.core.ParameterSource.DEFAULT_MAP:
             return f"{path}: "
     return ""

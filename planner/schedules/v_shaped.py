@@ -201,8 +201,8 @@ _NOTHING: _Op = (BACKWARDS, 0, 0)
 
 def _fill_with_weights(row: dict[int, _Op]) -> None:
     """Put the weight parts of a device's backwards into its units without an operation."""
-    waiting, t = deque[_Op](), 0
-    while waiting or t <= max(row):
+    waiting, t, last = deque[_Op](), 0, max(row)
+    while waiting or t <= last:
         if t not in row and waiting:
             row[t] = waiting.popleft()
         elif t in row and row[t][0] == BACKWARDS:

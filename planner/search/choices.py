@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +88,11 @@ class Choice:
     nodes: tuple[tuple[str, ...], ...]
     devices: tuple[tuple[int, ...], ...]
     recompute: tuple[Recompute, ...]
+
+    @classmethod
+    def of(cls, stages: Iterable[PlanStage]) -> Choice:
+        """That of a plan's stages."""
+        return cls(*zip(*((x.nodes, x.devices, x.recompute) for x in stages), strict=True))
 
     @property
     def stages(self) -> int:

@@ -24,14 +24,15 @@ _MOST_DEVICES, _MOST_SEQUENCES = 6, 24
 """Of clusters that each sequence is searched of by itself."""
 
 
-def few_sequences(cluster: Cluster) -> list[tuple[int, ...]]:
-    """The sequences of all devices that differ in anything; none where they are many."""
-    count = len(cluster.devices)
-    if count > _MOST_DEVICES:
+def few_sequences(homes: Sequence[Hashable], kinds: Sequence[Hashable]) -> list[tuple[int, ...]]:
+    """The sequences of all devices that differ in anything; none where they are many.
+
+    Args:
+        homes, kinds: each device's machine, and what it is like.
+    """
+    if len(kinds) > _MOST_DEVICES:
         return []
-    homes: list[Hashable] = [device.machine for device in cluster.devices]
-    kinds = [cluster.like(d) for d in range(count)]
-    found = {pattern(each, homes, kinds): each for each in permutations(range(count))}
+    found = {pattern(each, homes, kinds): each for each in permutations(range(len(kinds)))}
     return list(found.values()) if len(found) <= _MOST_SEQUENCES else []
 
 
@@ -61,7 +62,7 @@ def on_first_devices(
         number[d] = place
     found = tuple(tuple(sorted(number[d] for d in mine)) for mine in lying)
     # As they are listed is how they stay.
-    return found if _rises(found) or not _rises(lying) else tuple(lying)
+    return found if follows_list(found) or not follows_list(lying) else tuple(lying)
 
 
 def _by_machine(cluster: Cluster) -> dict[str | None, list[int]]:
@@ -71,7 +72,8 @@ def _by_machine(cluster: Cluster) -> dict[str | None, list[int]]:
     return found
 
 
-def _rises(lying: Sequence[tuple[int, ...]]) -> bool:
+def follows_list(lying: Sequence[tuple[int, ...]]) -> bool:
+    """Whether stages take devices one behind the other, as the cluster lists them."""
     devices = [d for mine in lying for d in mine]
     return all(a < b for a, b in pairwise(devices))
 

@@ -404,12 +404,15 @@ def _run_each_sequence(search: SearchState, request: SearchRequest) -> str | Non
     where those are few: with the bounds and proofs that there are for devices as they are listed.
     Says what ended a search before all was proven."""
     question, budget, stopped = search.question, search.budget, None
-    sequences = [] if search.large else few_sequences(question.cluster)
+    sequences = [] if search.large else few_sequences(*search.device_kinds)
     least = float("inf" if sequences else "-inf")
     bounds = dict[Branch | PlacedBranch, float](dict.fromkeys(search.branches, least))
     for done, sequence in enumerate(sequences):
+        if budget.is_late:
+            return "time limit"
         cluster = cluster_in_sequence(question.cluster, sequence)
-        own = explore(replace(question, cluster=cluster), request, search.progress)
+        within = replace(request, time_limit_s=budget.seconds_left)
+        own = explore(replace(question, cluster=cluster), within, search.progress)
         own.budget, share = budget, 1 / (len(sequences) - done)
         with budget.on_top(request.effort // len(sequences)), budget.time_part(share):
             if search.best is not None:
@@ -425,12 +428,10 @@ def _run_each_sequence(search: SearchState, request: SearchRequest) -> str | Non
 
 def _evaluate_in(search: SearchState, found: Evaluation, numbers: Sequence[int]) -> None:
     """Evaluate a plan in a search that has these numbers for its devices."""
-    nodes, devices, again = zip(
-        *((x.nodes, x.devices, x.recompute) for x in found.stages), strict=True
-    )
-    lying = tuple(tuple(numbers[d] for d in mine) for mine in devices)
+    own = Choice.of(found.stages)
+    lying = tuple(tuple(numbers[d] for d in mine) for mine in own.devices)
     with suppress(OutOfBudget):
-        search.look(Choice(nodes, lying, again), found.micro_batches, found.limits)
+        search.look(replace(own, devices=lying), found.micro_batches, found.limits)
 
 
 def _report(

@@ -71,6 +71,8 @@ class _InBackwards(TorchFunctionMode):
         grads = (None,) * len(roots) if given is None else _as_tuple(given)
         create = bool(found.get("create_graph"))
         retain, inputs = found.get("retain_graph"), found.get("inputs")
+        if isinstance(inputs, Mapping):
+            inputs = tuple(inputs.values())
         made = torch.autograd._make_grads(roots, grads, is_grads_batched=False)
         with self:
             return _engine_run_backward(

@@ -37,6 +37,7 @@ from ...plan import FastestPlan
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s
 from ..choices import Branch, Choice
+from ..device_sequences import follows_list
 from ..local_search.improve import LocalSearch, start
 from ..local_search.neighbours import Point
 from ..relaxed.relaxation import Relaxation
@@ -173,9 +174,8 @@ def fastest_of(
 
 def _kind(found: Evaluation) -> tuple[bool, bool]:
     """Whether devices have several stages, and whether they are taken as they are listed."""
-    devices = [d for stage in found.stages for d in stage.devices]
     several = bool(found.pipeline.placement)
-    return several, several or all(a < b for a, b in pairwise(devices))
+    return several, several or follows_list([stage.devices for stage in found.stages])
 
 
 def _devices(found: Evaluation) -> int:
@@ -227,7 +227,7 @@ def _lowest_caps(search: SearchState, met: Candidates) -> None:
     faster."""
     best = search.best
     assert best is not None
-    choice = Choice(*zip(*((x.nodes, x.devices, x.recompute) for x in best.stages), strict=True))
+    choice = Choice.of(best.stages)
     ranges = search.ranges(choice)
 
     def fast_enough(n: int, cap: int) -> bool:

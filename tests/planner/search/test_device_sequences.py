@@ -94,19 +94,25 @@ def best_of_all(profile, cluster, which, **asked):
     return min(found.values())
 
 
-@pytest.mark.choice(1)
-@pytest.mark.parametrize("seed", [4, 5, 7, 8, 9, 12])
-def test_no_sequence_is_better(seed):
-    profile, cluster, which, asked = drawn(seed)
+def check_best(profile, cluster, which, **asked):
+    """No sequence is better than the plan that is found; returns whether it is proven, or none
+    fits."""
     best = best_of_all(profile, cluster, which, **asked)
     if best == float("inf"):
         with pytest.raises(InfeasibleError):
             solve(profile, cluster, sequence="best", **asked)
-        return
+        return True
     plan = solve(profile, cluster, sequence="best", **asked)
     assert plan.solver.bound_s <= best * (1 + 1e-9)
     assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
-    assert plan.solver.optimal
+    return plan.solver.optimal
+
+
+@pytest.mark.choice(1)
+@pytest.mark.parametrize("seed", [4, 5, 7, 8, 9, 12])
+def test_no_sequence_is_better(seed):
+    profile, cluster, which, asked = drawn(seed)
+    assert check_best(profile, cluster, which, **asked)
 
 
 @pytest.mark.choice(2)
@@ -116,28 +122,46 @@ def test_no_sequence_is_better_where_transfers_stop_devices(seed):
     profile, cluster, which, asked = drawn(seed)
     link = msgspec.structs.replace(cluster.network, overlap=False)
     cluster = msgspec.structs.replace(cluster, network=link)
-    best = best_of_all(profile, cluster, which, **asked)
-    if best == float("inf"):
-        with pytest.raises(InfeasibleError):
-            solve(profile, cluster, sequence="best", **asked)
-        return
-    plan = solve(profile, cluster, sequence="best", **asked)
-    assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
-    assert plan.solver.optimal
+    assert check_best(profile, cluster, which, **asked)
 
 
-def test_pinned_layers_lie_on_whichever_device_fits():
-    """Of six sequences one fits: the middle stage needs the large device."""
-    layers = [("a", 100, 1e-3, 2e-3, 10, []), ("b", 9000, 1e-3, 2e-3, 10, [])]
-    layers += [("c", 500, 1e-3, 2e-3, 10, [])]
+def test_no_sequence_is_begun_once_the_time_is_over(monkeypatch):
+    cluster = Cluster(devices=devices(1.0, 2.0, 3.0), network=LINK)
+    question = Question(layers_of([3, 1, 2]), cluster, "gpipe", 4, 0.0)
+    request, begun = SearchRequest(sequence="best", time_limit_s=60.0), []
+    search = explore(question, request, lambda *_: None)
+    search.forget_bounds()
+    known = dict(search.bounds)
+
+    def noted(question, request, progress):
+        begun.append(request.time_limit_s)
+        search.budget.deadline = 0.0
+        return explore(question, request, progress)
+
+    monkeypatch.setattr(solving, "explore", noted)
+    monkeypatch.setattr(solving, "run", lambda own: own.forget_bounds())
+    assert solving._run_each_sequence(search, request) == "time limit"
+    # The first had what was left, and the five others weren't looked at.
+    assert len(begun) == 1
+    assert begun[0] <= 60.0
+    assert search.bounds == known
+
+
+def test_pinned_layers_lie_on_the_devices_that_suit_them_best():
+    """As listed they fit, and take longer by half."""
+    layers = [
+        ("a", 7103, 1.34e-3, 4.23e-3, 1555, []),
+        ("b", 4233, 0.84e-3, 2.49e-3, 3041, []),
+        ("c", 113, 0.52e-3, 3.47e-3, 2188, []),
+    ]
     profile = profile_by_hand(layers, [("a", "b", "t", 16), ("b", "c", "u", 16)])
-    rooms = (3_000, 1_500, 40_000)
+    kinds = ((11_368, 0.5), (38_337, 0.5), (23_001, 2.0))
     cluster = Cluster(
-        devices=tuple(Device(name=f"d{m}", memory_bytes=m) for m in rooms),
+        devices=tuple(Device(name=f"d{m}", memory_bytes=m, speed=speed) for m, speed in kinds),
         network=msgspec.structs.replace(LINK, overlap=False),
     )
     pins = tuple((name, s) for s, name in enumerate("abc"))
-    asked = {"optimizer_state_factor": 0.0, "variant": "gpipe", "sequence": "best"}
+    asked = {"optimizer_state_factor": 0.0, "variant": "pipedream", "sequence": "best"}
     plan = solve(profile, cluster, pins=pins, stages=3, **asked)
     assert [stage.devices for stage in plan.stages] == [(1,), (2,), (0,)]
     assert plan.solver.optimal
@@ -153,14 +177,7 @@ def test_no_sequence_over_links_of_pairs_is_better(seed):
         msgspec.structs.replace(cluster.devices[0], name=device.name) for device in cluster.devices
     )
     cluster = with_links(random.Random(seed), msgspec.structs.replace(cluster, devices=alike))
-    best = best_of_all(profile, cluster, range(len(which)), **asked)
-    if best == float("inf"):
-        with pytest.raises(InfeasibleError):
-            solve(profile, cluster, sequence="best", **asked)
-        return
-    plan = solve(profile, cluster, sequence="best", **asked)
-    assert plan.solver.bound_s <= best * (1 + 1e-9)
-    assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
+    check_best(profile, cluster, range(len(which)), **asked)
 
 
 def test_machines_whose_devices_are_listed_in_turns_are_used_one_after_another():
@@ -239,7 +256,7 @@ def test_devices_in_each_others_places_are_tried(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(CycleSearch, "bound", lambda _: [])
             patch.setattr(CycleSearch, "prove", lambda _: None)
-            patch.setattr(solving, "few_sequences", lambda _: [])
+            patch.setattr(solving, "few_sequences", lambda *_: [])
             plan = solve(profile, cluster, **asked)
             again = recheck(plan, profile).plan
             assert again.predicted == plan.predicted
