@@ -202,6 +202,25 @@ def _bounds(note: Meta) -> dict[str, Any]:
     }
 
 
+def spelled_out(record: Any, values: Mapping[str, Any]) -> list[str]:
+    """Options and their values, as commands take them, of those that aren't the default.
+
+    Args:
+        values: by the fields' names, as read or as files have them; what is no option is left out.
+    """
+    found = list[str]()
+    for name, field in option_fields(record).items():
+        value = values.get(name, field.default)
+        if value is None or value == field.default:
+            continue
+        found.append(field.flags[0].split("/")[-1 if value is False else 0])
+        if not isinstance(value, bool):
+            found.append(
+                ",".join(map(str, value)) if isinstance(value, list | tuple) else f"{value}"
+            )
+    return found
+
+
 def marked(record: type, mark: str) -> tuple[str, ...]:
     """The fields of a record that have a mark."""
     return tuple(f.name for f in option_fields(record).values() if mark in f.option.marks)

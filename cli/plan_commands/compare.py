@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -102,6 +102,8 @@ def warnings(plans: Mapping[str, Plan]) -> list[str]:
             )
         elif (one.device, one.threads, one.dtype) != (two.device, two.threads, two.dtype):
             lines.append(f"{names[0]} and {name} were profiled on different devices or settings")
+        else:
+            lines += _missing(names[0], first, name, plan)
         if first.cluster != plan.cluster:
             lines.append(f"{names[0]} and {name} are for different clusters")
         if first.mini_batch != plan.mini_batch:
@@ -284,6 +286,15 @@ def _print_stages(console: Console, plans: Mapping[str, Plan], *, every: bool) -
     if left_out:
         more = counted(left_out, "more stage differs", "more stages differ")
         console.print(Text(f"{more} (-v)", style="dim"))
+
+
+def _missing(name: str, plan: Plan, other_name: str, other: Plan) -> Iterator[str]:
+    """That plans of one model, edited by hand, lack layers that the other one has."""
+    mine, its = ([x for stage in p.stages for x in stage.nodes] for p in (plan, other))
+    for lacking, layers in ((name, set(its) - set(mine)), (other_name, set(mine) - set(its))):
+        if layers:
+            some = first_to_last([x for x in (*mine, *its) if x in layers], 40)
+            yield f"{lacking} lacks {counted(len(layers), 'layer', 'layers')} of the model: {some}"
 
 
 def _print_moves(console: Console, plans: Mapping[str, Plan], *, every: bool) -> None:

@@ -301,6 +301,18 @@ def test_plans_of_different_models_are_compared_with_a_warning(tmp_path, monkeyp
     assert "second plan" in call("compare", "a.json", code=2)
 
 
+def test_a_plan_that_lacks_layers_is_compared_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = plan_by_hand(chain(6), "gpipe", 2, 4)
+    write_file("a.json", plan)
+    first, *rest = plan.stages
+    short = msgspec.structs.replace(first, nodes=first.nodes[:-1])
+    write_file("b.json", msgspec.structs.replace(plan, stages=(short, *rest)))
+    line = f"b lacks 1 layer of the model: {first.nodes[-1]}"
+    assert f"warning: {line}" in call("compare", "a.json", "b.json")
+    assert json.loads(call("compare", "b.json", "a.json", "--json"))["warnings"] == [line]
+
+
 def test_part_of_a_timeline(tmp_path):
     """With forwards of 1 ms and backwards of 2 ms a layer, times can be read off."""
     path = tmp_path / "plan.json"

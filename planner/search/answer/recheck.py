@@ -168,6 +168,12 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     if fresh.solver.checksum == plan.solver.checksum and period_s == plan.predicted.period_s:
         # By the same study as before.
         fresh = msgspec.structs.replace(fresh, to_target=plan.to_target)
+    changes = _changes(plan, fresh)
+    if plan.to_target is not msgspec.UNSET and fresh.to_target is msgspec.UNSET:
+        changes.append(
+            "the time to the study's target is left out: it was the other plan's; tp-plan solve "
+            "--study reckons it"
+        )
     over = {}
     for s, count in found.over_limit(plan.cluster):
         stages = _sharing(fresh, s)
@@ -176,7 +182,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
             f"over the limit of {'its' if len(stages) == 1 else 'their'} device "
             f"{_limit_text(plan, s)} ({count} bytes)"
         )
-    return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over.values()) or None)
+    return Recheck(fresh, tuple(changes), "; ".join(over.values()) or None)
 
 
 def _sharing(plan: Plan, s: int) -> tuple[int, ...]:

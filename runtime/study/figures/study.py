@@ -27,7 +27,9 @@ from ....profiles.files import (
     read_file,
     write_bytes,
 )
+from ....profiles.options import spelled_out
 from ....profiles.profile import ProfileReference
+from ...settings import OptimizerChoice, RunSettings
 
 FORMAT = "timeprest-study/1"
 
@@ -56,10 +58,6 @@ class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seconds: Factor | None = None
     """Of each process."""
     processes: Count = 1
-
-
-_OPTIMIZERS = ("momentum", "weight_decay", "nesterov", "betas")
-"""Options of an optimizer besides its name and its rate."""
 
 
 class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,16 +101,9 @@ class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def options(self) -> str:
         """Of ``tp-run``, that say these settings, but for rates and what is to be cured."""
-        own = self.training.get("optimizer") or {}
-        asked = {"optimizer": own.get("name"), **{k: v for k, v in own.items() if k in _OPTIMIZERS}}
-        asked |= {name: self.training.get(name) for name in ("lr_schedule", "clip_norm")}
-        if self.training.get("decay_only", "all") != "all":
-            asked["decay_only"] = self.training["decay_only"]
-        words = []
-        for name, value in asked.items():
-            if value:
-                text = ",".join(map(str, value)) if isinstance(value, list) else f"{value}"
-                words.append(f"--{name.replace('_', '-')}" + f" {text}" * (value is not True))
+        named = self.training.get("optimizer") or {}
+        own = {name: value for name, value in named.items() if name != "lr"}
+        words = [*spelled_out(OptimizerChoice, own), *spelled_out(RunSettings, self.training)]
         return " ".join(words)
 
 

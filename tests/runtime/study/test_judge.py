@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -112,6 +113,14 @@ def test_a_plan_says_which_cure_it_was_found_with(folder):
     options = "--lr-rescheduling 9 --stagewise-momentum"
     assert f"as studied, timeprest is to be trained with {options}" in " ".join(told.split())
     assert options in " ".join(call("show", "best.json").split())
+    check = ("check", "best.json", "--profile", "profile.json", "-o")
+    assert "left out" not in call(*check, "same.json")
+    assert read_plan("same.json").to_target == plan.to_target
+    edited = json.loads(Path("best.json").read_text())
+    edited["cluster"]["network"]["latency_s"] = 1e-6
+    Path("edited.json").write_text(json.dumps(edited))
+    checked = call("check", "edited.json", "--profile", "profile.json", "-o", "other.json")
+    assert "the time to the study's target is left out" in " ".join(checked.split())
     assert "lr-rescheduling" not in read_plan("best.pipedream.json").to_target.options
 
 
@@ -123,11 +132,16 @@ def test_a_plan_says_the_learning_rate_that_was_best_with_its_delays(folder):
         for each in before.arms
     ]
     own = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "betas": None}
-    training = {"optimizer": own, "decay_only": "matrices", "clip_norm": 0.5}
+    training = {"optimizer": own, "decay_only": "matrices", "clip_norm": 0.5, "ragged": "pad"}
+    training |= {"autocast": "off", "deferred_batch_norm": True, "discrepancy_correction": False}
     asked = msgspec.structs.replace(
         before.question, rate_of="learning rate", training={**before.question.training, **training}
     )
-    others = "--optimizer sgd --momentum 0.9 --nesterov --clip-norm 0.5 --decay-only matrices"
+    others = (
+        "--optimizer sgd --momentum 0.9 --nesterov --decay-only matrices "
+        "--no-discrepancy-correction --clip-norm 0.5 --ragged pad --autocast off "
+        "--deferred-batch-norm"
+    )
     assert asked.options == others
     write_study("study.json", msgspec.structs.replace(before, arms=tuple(arms), question=asked))
     systems = ("pipedream", "timeprest", "gpipe")
