@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +48,7 @@ class CutTensor:
         kept_bytes: what the stage above the cut keeps of it per unit in flight, in modes that
             keep their inputs (`Mode.inputs_kept`).
         remade_bytes: likewise in modes where the layer that makes it is computed again, so that
-            its own stage doesn't keep it (`Mode.remade_kept`).
+            its own stage doesn't keep it: by what they compute again (`Mode.remade`).
     """
 
     ends: int
@@ -57,7 +57,7 @@ class CutTensor:
     lower_bytes: float = 0.0
     upper_bytes: float = 0.0
     kept_bytes: float = 0.0
-    remade_bytes: float = 0.0
+    remade_bytes: tuple[float, ...] = ()
 
     def with_another(self, other: CutTensor) -> CutTensor:
         """Both as one, with the ends of this one."""
@@ -68,7 +68,7 @@ class CutTensor:
             self.lower_bytes + other.lower_bytes,
             self.upper_bytes + other.upper_bytes,
             self.kept_bytes + other.kept_bytes,
-            self.remade_bytes + other.remade_bytes,
+            tuple(map(sum, zip_longest(self.remade_bytes, other.remade_bytes, fillvalue=0.0))),
         )
 
 
@@ -97,7 +97,7 @@ class Mode:
         shared_in_flight: how many times `Shared` bytes count per unit in flight.
         shared_once: how many times they count besides.
         inputs_kept: how many times tensors' `kept_bytes` count per unit in flight.
-        remade_kept: how many times their `remade_bytes` do.
+        remade: which of their `remade_bytes` do; None: none.
         again: whether a stage's layers are computed again; or the names of those that are.
         again_s: per layer, [n]: of a micro-batch, what it takes; None: nothing.
     """
@@ -109,7 +109,7 @@ class Mode:
     shared_in_flight: float = 1.0
     shared_once: float = 0.0
     inputs_kept: float = 0.0
-    remade_kept: float = 0.0
+    remade: int | None = None
     again: bool | frozenset[str] = False
     again_s: Vector | None = None
 
@@ -157,7 +157,7 @@ class StageProblem:
         load = before(a) + after(layers beyond b) + (max(busy, wire) if overlap else busy + wire)
         bytes = fixed[mode](X) + copies · parameters(X)
               + units · (flight[mode](X) + shared_in_flight · shared(X) + inputs_kept · kept(X)
-                         + remade_kept · remade(X))
+                         + remade(X))
               + shared_once · shared(X) + lower_bytes(X) + upper_bytes(X)
               + max workspace of a layer of X
 
@@ -341,7 +341,8 @@ def stage_bytes(problem: StageProblem, below: int, layers: int, option: int, k: 
         if side == "lower":
             total += tensor.lower_bytes
             flight += mode.inputs_kept * tensor.kept_bytes
-            flight += mode.remade_kept * tensor.remade_bytes
+            if mode.remade is not None and tensor.remade_bytes:
+                flight += tensor.remade_bytes[mode.remade]
         else:
             total += tensor.upper_bytes
     total += place.units * flight + mode.shared_once * shared

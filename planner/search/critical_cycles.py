@@ -442,7 +442,8 @@ def _lacks(
     for s, missing in over:
         unused = 0.0
         if problem.rule != "room":
-            unused = problem.stages[s].memory_bytes - program.held_bytes(cut.steps[s], s)
+            held = program.held_bytes(cut.steps[s], s, cut.steps[0].flight.units)
+            unused = problem.stages[s].memory_bytes - held
         lacks[s] += max(unused, 0.0) + missing
     return tuple(lacks)
 

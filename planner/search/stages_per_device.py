@@ -94,8 +94,8 @@ end."""
 _TRIES = 40
 """Times that a plan is improved from elsewhere without gain."""
 
-_PROVING = 2
-"""Times the effort, for a proof in the end."""
+_PROVING, _EACH_SHARE = 2, 0.5
+"""Times the effort, for a proof in the end; and of what is left of that, for each branch."""
 
 _PATHS_SHARE = 0.2
 """Of the time that is left after the best plan is improved, for bounds by critical paths."""
@@ -347,7 +347,7 @@ class PlacedSearch:
             climb_on(search, local, branches)
         budget.check()
         with suppress(OutOfBudget), budget.on_top(_PROVING * effort):
-            self._prove(branches, _MANY_STEPS)
+            self._prove_each(branches)
         budget.check()
         if any(map(self._may_gain, branches)):
             raise stopped or OutOfBudget("effort")
@@ -505,6 +505,18 @@ class PlacedSearch:
                 self._bounds.bound(branch)
             if self._may_gain(branch):
                 self._try_all(branch, most)
+
+    def _prove_each(self, branches: Sequence[PlacedBranch]) -> None:
+        """Try all cuts of each branch, from the lowest bound on, for a share of what there is: of
+        one with few of them none would be tried behind one with many. Raises OutOfBudget when the
+        time is over."""
+        search = self.search
+        left = sorted(filter(self._may_gain, branches), key=lambda b: search.bounds[b])
+        for branch in left:
+            share = 1.0 if branch == left[-1] else _EACH_SHARE
+            with suppress(OutOfBudget), search.budget.part(share):
+                self._prove([branch], _MANY_STEPS)
+            search.budget.check()
 
     def _try_all(self, branch: PlacedBranch, most: int) -> None:
         """Try all cuts of a branch, unless so many stages are begun while they are listed."""

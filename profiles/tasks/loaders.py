@@ -6,10 +6,12 @@ import itertools
 import multiprocessing
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..errors import RunError, TargetError, TimeprestError, is_users, one_line
@@ -152,8 +154,13 @@ _DIED = "DataLoader worker (pid"
 
 
 def died(error: BaseException) -> bool:
-    """Whether a worker of a DataLoader is gone, by no mistake of its data set."""
-    return isinstance(error, RuntimeError) and _DIED in str(error)
+    """Whether a worker of a DataLoader is gone, by no mistake of its data set: torch has seen that,
+    or what the worker had sent can't be fetched from it any more."""
+    if isinstance(error, RuntimeError) and _DIED in str(error):
+        return True
+    lost = isinstance(error, (EOFError, OSError)) and _IN_WORKER not in str(error)
+    frames = traceback.walk_tb(error.__traceback__) if lost else ()
+    return any(frame.f_code.co_filename == reductions.__file__ for frame, _ in frames)
 
 
 def why(error: BaseException) -> str:

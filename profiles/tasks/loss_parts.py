@@ -132,6 +132,11 @@ def described(found: LossInParts, samples: int, parts: int) -> str:
             "it is a mean over something else than samples, and may return (sum, weight) instead "
             "(docs/training.md)"
         )
+    elif math.isclose(found.together, parts * found.in_parts, rel_tol=1e-3):
+        advice = (
+            "it seems to be a sum, and must be a mean over the samples, or (sum, weight) "
+            "(docs/training.md)"
+        )
     else:
         advice = (
             "it compares samples with each other, or goes by what they have in common, and each "

@@ -165,10 +165,14 @@ def check_parameters(
     names, mine = {id(p): name for name, p in named.items()}, {id(p) for p in updated}
     others = [p for p in loss.takes if isinstance(p, nn.Parameter) and id(p) not in names]
     if others:
-        shapes = ", ".join(str(list(p.shape)) for p in others[:_MOST_NAMED])
+        shapes = ", ".join(
+            f"of shape {list(p.shape)}" if p.dim() else "a number" for p in others[:_MOST_NAMED]
+        )
+        count = "a parameter" if len(others) == 1 else f"{len(others)} parameters"
+        aren_t = "isn't" if len(others) == 1 else "aren't"
         warnings.warn(
-            f"the task's loss takes gradients to {len(others)} parameters that aren't the model's "
-            f"({shapes}): nothing trains them; make them the model's, and return them from forward",
+            f"the task's loss takes gradients to {count} that {aren_t} the model's ({shapes}), and "
+            "that nothing trains: make such the model's, and return them from forward",
             TaskWarning,
             stacklevel=2,
         )

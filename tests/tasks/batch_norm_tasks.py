@@ -117,6 +117,11 @@ class ContrastiveAlone(Contrastive):
     how: ClassVar[dict[str, bool]] = {"normed": False}
 
 
+class Summed(Apart):
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output["scores"], target, reduction="sum")
+
+
 class BalancedInLoss(Apart):
     def loss(self, output, target):
         spread = output["scores"].softmax(1).mean(0).square().sum()

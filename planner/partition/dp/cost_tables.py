@@ -324,8 +324,10 @@ class PairCosts:
             flight += np.outer(self.shared_in_flight, shared)
             once += np.outer(self.shared_once, shared)
         if self.held is not None:
-            (lower, kept, remade), (upper,) = self.held.between(below, above)
-            flight += np.outer(self.inputs_kept, kept) + np.outer(self.remade_kept, remade)
+            (lower, kept, *remade), (upper,) = self.held.between(below, above)
+            flight += np.outer(self.inputs_kept, kept)
+            for number, row in enumerate(remade):
+                flight += np.outer(self.remade[:, number], row)
             once += lower + upper
         if self.workspace is not None:
             once += self.inside.largest(self.workspace, below, above)
@@ -335,9 +337,14 @@ class PairCosts:
         problem = self.problem
         self.fixed = self._sum(*(mode.fixed_bytes for mode in problem.modes))
         self.flight = self._sum(*(mode.flight_bytes for mode in problem.modes))
+        remade = max((len(t.remade_bytes) for t in problem.tensors), default=0)
         self.held = self._sums_of(
             [
-                (t.ends, [t.lower_bytes, t.kept_bytes, t.remade_bytes], [t.upper_bytes])
+                (
+                    t.ends,
+                    [t.lower_bytes, t.kept_bytes, *(t.remade_bytes or [0.0] * remade)],
+                    [t.upper_bytes],
+                )
                 for t in problem.tensors
             ]
         )
@@ -345,7 +352,9 @@ class PairCosts:
         self.shared_in_flight = np.array([mode.shared_in_flight for mode in problem.modes])
         self.shared_once = np.array([mode.shared_once for mode in problem.modes])
         self.inputs_kept = np.array([mode.inputs_kept for mode in problem.modes])
-        self.remade_kept = np.array([mode.remade_kept for mode in problem.modes])
+        # Which of what is made anew a mode keeps, [M, _].
+        numbers = [-1 if mode.remade is None else mode.remade for mode in problem.modes]
+        self.remade = (np.array(numbers)[:, None] == np.arange(remade)).astype(np.float64)
         self.workspace: Vector | None = None
         if problem.workspace_bytes is not None:
             needed = problem.workspace_bytes
@@ -459,9 +468,10 @@ class Stages:
             flight += costs.shared_in_flight[mode] * shared
             total += costs.shared_once[mode] * shared
         if costs.held is not None:
-            (lower, kept, remade), (upper,) = costs.held.between(below, self._above[unique])
+            (lower, kept, *remade), (upper,) = costs.held.between(below, self._above[unique])
             flight += costs.inputs_kept[mode] * kept[back]
-            flight += costs.remade_kept[mode] * remade[back]
+            for number, row in enumerate(remade):
+                flight += costs.remade[mode, number] * row[back]
             total += (lower + upper)[back]
         if costs.workspace is not None:
             total += costs.inside.largest(costs.workspace, below, self._above[unique])[back]

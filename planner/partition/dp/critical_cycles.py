@@ -92,6 +92,9 @@ that the next one is, and the largest."""
 _NEAR = 1.0005
 """Where bound and best cut are so close, whether any other cut is better is asked."""
 
+_TURNS, _NEARLY = 12, 1e-4
+"""Periods of a cut that are tried for what it needs in flight, until they are so near."""
+
 _SHARES, _SHARES_EACH, _CHEAPEST = 48, 4, 2
 """Thinned: of so many equal shares of the work, and at least so many for each stage, so many places
 that are cheapest to cut at."""
@@ -280,31 +283,91 @@ class CriticalCycles(CycleTables):
             flight = place.stage.flights[int(looked.flight[p])]
             steps.append(CycleStep(at, above, mode, flight, place))
             at, kind, state = above, int(looked.next_kind[p]), place.behind
-        return CycleCut(tuple(steps), self.period_s(steps))
+        found_s = self.period_s(steps)
+        if found_s > target * (1 + FORGIVEN) and self.problem.rule == "turns":
+            steps, found_s = self._enough_in_flight(steps, target, found_s)
+        return CycleCut(tuple(steps), found_s)
 
-    def held_bytes(self, step: CycleStep, s: int) -> float:
-        """What a stage at place s holds at the least."""
+    def _enough_in_flight(
+        self, steps: list[CycleStep], low_s: float, high_s: float
+    ) -> tuple[list[CycleStep], float]:
+        """A cut with as much in flight as its shortest period within the memory takes: tables don't
+        know of all messages, so that it may need more than they said.
+
+        Args:
+            low_s: a period that may be too short.
+            high_s: that of these steps.
+        """
+        steps_of = self._in_flight_within(steps)
+        for turn in range(_TURNS):
+            if high_s <= low_s * (1 + _NEARLY):
+                break
+            target = math.sqrt(low_s * high_s) if turn else low_s
+            others = steps_of(target)
+            period_s = math.inf if others is None else self.period_s(others)
+            if others is not None and period_s < high_s:
+                steps, high_s = others, period_s
+            else:
+                low_s = target
+        return steps, high_s
+
+    def _in_flight_within(
+        self, steps: Sequence[CycleStep]
+    ) -> Callable[[float], list[CycleStep] | None]:
+        """Of a cut whose stages take turns and a period, the least in flight that it keeps to that
+        with; None where that isn't within the memory, or what limits allow."""
+        timed, nexts = self._timed(steps), _nexts(self._links(steps), len(steps))
+        n = self.problem.micro_batches
+
+        def found(target: float) -> list[CycleStep] | None:
+            rows: list[dict[int, float]] = [{} for _ in steps]
+            mine = list(steps)
+            for s in range(len(steps) - 1, -1, -1):
+                own_s = self._rows_from(s, rows, timed[s], nexts[s])
+                extra = float(timed[s].update[0]) if n == 1 else 0.0
+                waits = (n * (row_s + extra) / target + u - 1 for u, row_s in rows[s].items())
+                needed = max(waits, default=0.0) * (1 - FORGIVEN)
+                flights = steps[s].place.stage.flights
+                flight = next((f for f in flights if f.units >= needed), None)
+                if flight is None:
+                    return None
+                mine[s] = steps[s]._replace(flight=flight)
+                rows[s][flight.units] = max(rows[s].get(flight.units, 0.0), own_s)
+            return mine if self._fits(mine) else None
+
+        return found
+
+    def _fits(self, steps: Sequence[CycleStep]) -> bool:
+        """Whether a cut is within the memory, as far as that is known."""
+        first = steps[0].flight.units
+        return all(
+            self.held_bytes(step, s, first) <= step.place.stage.memory_bytes * FITS
+            for s, step in enumerate(steps)
+        )
+
+    def held_bytes(self, step: CycleStep, s: int, first: int = 1) -> float:
+        """What a stage at place s holds at the least. `first`: in flight at the first stage."""
         mine, stage, flight = self._stage(step), self.problem.stages[s], step.flight
-        held = mine.once_bytes + (stage.copies + flight.versions) * mine.parameters
+        versions = max(flight.versions, self.problem.versions(first, flight.units))
+        held = mine.once_bytes + (stage.copies + versions) * mine.parameters
         return float((held + flight.kept * mine.kept_bytes)[0])
 
     # A cut's own period ------------------------------------------------------------------------
 
     def period_s(self, steps: Sequence[CycleStep]) -> float:
         """The longest cycle of a cut, with what it has in flight."""
-        timed = [self.timed(self._stage(step), step.place.stage) for step in steps]
-        units, links = [step.flight.units for step in steps], self._links(steps)
+        timed, links = self._timed(steps), self._links(steps)
         n, whole = self.problem.micro_batches, self.problem.rule == "room"
         back = 1 if whole else n
         wires = [max(n * there_s, back * back_s) for there_s, back_s, _ in links.values()]
         busy = max(float(times.busy[0]) for times in timed)
-        # To which later stages gradients come back from, and what a message takes both ways.
-        nexts: list[list[_Link]] = [[] for _ in steps]
-        for (s, t), (there_s, back_s, returns) in links.items():
-            if returns:
-                nexts[s].append((t, there_s, back_s))
         longest_s = self._flushed_s if self.problem.flushes else self._turned_s
-        return max(busy, *wires, longest_s(timed, units, nexts))
+        units = [step.flight.units for step in steps]
+        return max(busy, *wires, longest_s(timed, units, _nexts(links, len(steps))))
+
+    def _timed(self, steps: Sequence[CycleStep]) -> list[Timed]:
+        """Of each stage, [1]."""
+        return [self.timed(self._stage(step), step.place.stage) for step in steps]
 
     def _links(
         self, steps: Sequence[CycleStep]
@@ -330,15 +393,10 @@ class CriticalCycles(CycleTables):
     ) -> float:
         """The longest cycle where the pipeline never drains."""
         n, longest, turns = self.problem.micro_batches, 0.0, self.problem.rule == "turns"
-        # Per stage, by what the last stage of a row has in flight, what the longest row takes.
         rows: list[dict[int, float]] = [{} for _ in timed]
         for s in range(len(timed) - 1, -1, -1):
             mine, own = rows[s], float(timed[s].own[0])
-            base = own if turns else float(timed[s].forward[0] + n * timed[s].backward[0])
-            for t, *wires_s in nexts[s]:
-                for u, row_s in rows[t].items():
-                    message_s = sum(wires_s) + 2 * self.problem.latency_s
-                    mine[u] = max(mine.get(u, 0.0), base + message_s + row_s)
+            base = self._rows_from(s, rows, timed[s], nexts[s])
             extra = float(timed[s].update[0]) if n == 1 or not turns else 0.0
             for u, row_s in mine.items():
                 if turns:
@@ -351,6 +409,21 @@ class CriticalCycles(CycleTables):
             last = units[s] if turns else 0
             mine[last] = max(mine.get(last, 0.0), base)
         return longest
+
+    def _rows_from(
+        self, s: int, rows: Sequence[dict[int, float]], timed: Timed, nexts: Sequence[_Link]
+    ) -> float:
+        """Enter rows of stages from one on, by what the last stage of a row has in flight, what the
+        longest row takes. Returns what the stage alone does."""
+        own, n = float(timed.own[0]), self.problem.micro_batches
+        base = own
+        if self.problem.rule != "turns":
+            base = float(timed.forward[0] + n * timed.backward[0])
+        for t, *wires_s in nexts:
+            for u, row_s in rows[t].items():
+                message_s = sum(wires_s) + 2 * self.problem.latency_s
+                rows[s][u] = max(rows[s].get(u, 0.0), base + message_s + row_s)
+        return base
 
     def _flushed_s(
         self, timed: Sequence[Timed], units: Sequence[int], nexts: Sequence[Sequence[_Link]]
@@ -542,10 +615,20 @@ class CriticalCycles(CycleTables):
             return found
         for position in range(len(stage.flights) - 1, -1, -1):
             flight = stage.flights[position]
-            held = stages.once_bytes + (stage.copies + flight.versions) * stages.parameters
+            versions = max(flight.versions, self.problem.versions(self.first, flight.units))
+            held = stages.once_bytes + (stage.copies + versions) * stages.parameters
             over = held + flight.kept * stages.kept_bytes > stage.memory_bytes * FITS
             found -= over & (found == position)
         return found
+
+
+def _nexts(links: _Links, stages: int) -> list[list[_Link]]:
+    """Per stage, which later ones gradients come back from, and what a message takes both ways."""
+    found: list[list[_Link]] = [[] for _ in range(stages)]
+    for (s, t), (there_s, back_s, returns) in links.items():
+        if returns:
+            found[s].append((t, there_s, back_s))
+    return found
 
 
 _TINY = 1e-15

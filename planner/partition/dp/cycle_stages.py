@@ -75,6 +75,8 @@ class CycleProblem:
         split: backwards are in two parts, of which others wait for the first alone.
         every_mode: stages in slower modes than some that they seem to fit all places in, too: bytes
             are known from below, so that they may be needed.
+        entered: forwards take the version that the first stage had: a stage with fewer in flight
+            holds older ones until they are used; or, "stashed", until its backward.
     """
 
     loads: StageProblem
@@ -89,6 +91,7 @@ class CycleProblem:
     latency_s: float
     split: bool = False
     every_mode: bool = False
+    entered: Literal["", "used", "stashed"] = ""
 
     @property
     def stages(self) -> tuple[CycleStage, ...]:
@@ -99,6 +102,14 @@ class CycleProblem:
     def flushes(self) -> bool:
         """Whether the pipeline drains after each mini-batch."""
         return self.rule in ("flush", "forwards-first")
+
+    def versions(self, first: int, units: Positions | int) -> Positions | int:
+        """Weight versions that stages hold when a backward runs, at the least.
+
+        Args:
+            first, units: in flight at the first stage, and at these.
+        """
+        return {"": 1, "used": first - units, "stashed": first}[self.entered]
 
 
 @dataclass(frozen=True)
@@ -403,13 +414,16 @@ class StageTable:
         """What fits every place does so with the first; what fits none, not with the second."""
         stages, n = self.problem.devices.every, self.problem.micro_batches
         flights = [flight for stage in stages for flight in stage.flights]
+        # As many versions as the first stage may have in flight.
+        entered = max(f.units for f in flights) if self.problem.entered else 1
         most = _Holding(
-            max(stage.copies for stage in stages) + max(f.versions for f in flights),
+            max(stage.copies for stage in stages) + max(entered, *(f.versions for f in flights)),
             max(max(f.kept, float(f.limit * n)) for f in flights),
             min(stage.memory_bytes for stage in stages) * FITS,
         )
         least = _Holding(
-            min(stage.copies for stage in stages) + min(f.versions for f in flights),
+            # A pipeline of one stage has a single version, whatever those of more have.
+            min(stage.copies for stage in stages) + 1.0,
             min(f.kept for f in flights),
             max(stage.memory_bytes for stage in stages) * FITS,
         )

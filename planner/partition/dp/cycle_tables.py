@@ -161,6 +161,8 @@ class CycleTables:
 
     Attributes:
         entries: classes × stages that were gone through so far.
+        first: in flight at the first stage, at the least, in cuts that keep to the last table's
+            period.
     """
 
     def __init__(self, problem: CycleProblem, stages: StageTable) -> None:
@@ -168,6 +170,9 @@ class CycleTables:
         self.problem, self.lattice, self.all = problem, stages.lattice, stages
         self.entries = 0
         self._known: _Known | None = None
+        # Periods, and what the first stage has in flight at the least in cuts that keep to them.
+        self._firsts = list[tuple[float, int]]()
+        self.first = 1
         # Where the pipeline flushes, micro-batches in flight at each stage.
         self._units = [stage.flights[0].units for stage in problem.devices.stages]
         # Of each message a micro-batch's way there and back; and what more it takes until those of
@@ -186,6 +191,17 @@ class CycleTables:
         """None where no cut keeps to the target. Raises OutOfTime."""
         if target <= 0:
             return None
+        self.first = max((first for at, first in self._firsts if at >= target), default=1)
+        while True:
+            table, first = self._table(target, deadline)
+            if table is None or not self.problem.entered or first <= self.first:
+                return table
+            # So many versions the stages behind it hold, with which fewer cuts keep to it.
+            self.first = first
+            self._firsts.append((target, first))
+
+    def _table(self, target: float, deadline: float | None) -> tuple[CycleTable | None, int]:
+        """The same by what is known of the first stage; and what is known of it then."""
         devices, known = self.problem.devices, self.known(target, deadline)
         stages, count = self._on_time(known.stages, target), len(devices.places)
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
@@ -195,6 +211,7 @@ class CycleTables:
             # Behind the last stage there is nothing to wait for.
             waits.linked[0, -1], waits.passed[0, -1] = 0.0, NEVER
         table, picks = CycleTable(target, stages, timed, every, ways), list[Positions]()
+        first = list[int]()
         for s in range(count - 1, -1, -1):
             check_time(deadline)
             found, mine = [_no_waits(self.all) for _ in range(devices.states(s))], list[Positions]()
@@ -204,15 +221,17 @@ class CycleTables:
                     some = [found[used] for used in place.used]
                     self._take_least(table, looked, every[0][place.behind], some)
                     mine.append(looked.which)
+                    first.append(place.stage.flights[int(looked.flight.min())].units)
             if not mine:
-                return None
+                return None, 1
+            first = first if s == 0 else []
             every.insert(0, found)
             picks.insert(0, mine[0] if len(mine) == 1 else np.unique(np.concatenate(mine)))
         firsts = (every[0][start].linked[:, 0] for start in devices.starts)
-        if not any(np.isfinite(first).any() for first in firsts):
-            return None
+        if not any(np.isfinite(each).any() for each in firsts):
+            return None, 1
         self._known = _Known(target, known.stages, _on_the_way(stages, picks))
-        return table
+        return table, min(first)
 
     def looked(
         self, table: CycleTable, which: Positions, place: CyclePlace, waits: Waits, s: int
@@ -420,6 +439,7 @@ class CycleTables:
         value = self.behind(timed, beyond, units[at] * (target / n))
         if math.isfinite(stage.memory_bytes):
             versions = np.array([flight.versions for flight in stage.flights])[at]
+            versions = np.maximum(versions, self.problem.versions(self.first, units[at]))
             kept = np.array([flight.kept for flight in stage.flights])[at]
             if full is not None:
                 kept = np.maximum(kept, full)

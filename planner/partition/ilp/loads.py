@@ -30,10 +30,12 @@ TENSOR_SUMS = {
     "lower bytes": ("lower", "lower_bytes", "upper_bytes"),
     "upper bytes": ("upper", "lower_bytes", "upper_bytes"),
     "kept": ("lower", "kept_bytes", ""),
-    "remade": ("lower", "remade_bytes", ""),
 }
 """Side of the stage, and a tensor's numbers below and above it. Tensors that count the same on
 both sides are in the first of the sums, and not in the next two."""
+
+REMADE = "remade "
+"""Of what one set of layers that are computed again makes, whose number follows, below stages."""
 
 
 class Seats(ABC):
@@ -96,7 +98,7 @@ class StageSums:
             return 0.0 if values is None else float(np.max(values))
         if name == "shared":
             return sum(item.nbytes for item in problem.shared)
-        if name in TENSOR_SUMS:
+        if name in TENSOR_SUMS or name.startswith(REMADE):
             return sum(self._amount(name, tensor) for tensor in units.tensors)
         return float(np.sum(units.sums(self._values(name))))
 
@@ -112,11 +114,11 @@ class StageSums:
             for item in units.shared:
                 ends = [self.seats.inside(u, slot, kind) for u in members(item.ends)]
                 made.add(self._any(ends) if len(ends) > 1 else ends[0], item.nbytes)
-        elif name in TENSOR_SUMS:
+        elif name in TENSOR_SUMS or name.startswith(REMADE):
+            side = "lower" if name.startswith(REMADE) else TENSOR_SUMS[name][0]
             for number, tensor in enumerate(units.tensors):
                 if amount := self._amount(name, tensor):
-                    parted = self._parted(number, TENSOR_SUMS[name][0], slot, kind)
-                    made.add(parted, amount)
+                    made.add(self._parted(number, side, slot, kind), amount)
         else:
             for u, value in enumerate(units.sums(self._values(name))):
                 if value:
@@ -136,6 +138,9 @@ class StageSums:
 
     def _amount(self, name: str, tensor: CutTensor) -> float:
         """What a tensor adds to a sum."""
+        if name.startswith(REMADE):
+            number = int(name.removeprefix(REMADE))
+            return tensor.remade_bytes[number] if tensor.remade_bytes else 0.0
         side, lower, upper = TENSOR_SUMS[name]
         below = float(getattr(tensor, lower))
         if not upper:
@@ -228,7 +233,7 @@ def bytes_of(problem: StageProblem, choice: SlotChoice) -> Linear:
         f"flight {choice.mode}": place.units,
         "shared": place.units * mode.shared_in_flight + mode.shared_once,
         "kept": place.units * mode.inputs_kept,
-        "remade": place.units * mode.remade_kept,
+        **({} if mode.remade is None else {f"{REMADE}{mode.remade}": place.units}),
         "border bytes": 1.0,
         "lower bytes": 1.0,
         "upper bytes": 1.0,

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,8 +24,9 @@ from ...partition.dp.cycle_devices import (
 from ...partition.dp.cycle_stages import CycleMessage, CycleProblem, CycleRule
 from ...partition.problem import Mode, Place, StageProblem, Vector
 from ...schedules.schedules import PATTERNS
-from ...systems.operations import BACKWARD, B, F
+from ...systems.operations import BACKWARD, B, F, numbered
 from ...systems.variants import ScheduleRule, Variant
+from ...systems.versions import entry_versions
 from ..choices import Branch
 from .places import Assumptions, PlaceMaker
 from .relaxation import Relaxation
@@ -104,7 +106,15 @@ def cycle_problem(
         every_mode=every_mode,
         latency_s=min((link.latency_s for link in links), default=0.0),
         split=variant.split_backward,
+        entered=_entered(variant),
     )
+
+
+def _entered(variant: Variant) -> Literal["", "used", "stashed"]:
+    """How long the first stage's versions are held, where its limit says how many there are."""
+    if not variant.synchronises or variant.schedule != "1f1b":
+        return ""
+    return "stashed" if variant.stashes else "used"
 
 
 def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
@@ -243,25 +253,34 @@ def _flights(
         )
     found = dict[int, Flight]()
     for limit in range(limits[0], limits[1] + 1):
-        units, versions, kept = _held(variant, n, ahead, limit)
+        units, versions, kept = _held(variant, n, ahead, limit, stages)
         found.setdefault(units, Flight(limit, units, versions, kept))
     return tuple(found[units] for units in sorted(found))
 
 
 @lru_cache(maxsize=4096)
-def _held(variant: Variant, n: int, ahead: int, limit: int) -> tuple[int, float, float]:
-    """Units in flight, and versions and micro-batches kept when a backward runs."""
-    first, further = PATTERNS[variant.schedule](n, ahead, limit)
+def _held(
+    variant: Variant, n: int, ahead: int, limit: int, stages: int
+) -> tuple[int, float, float]:
+    """Units in flight, and versions and micro-batches kept when a backward runs; where the first
+    stage's limit isn't known, of versions those alone that its own limit leads to."""
+    pattern = PATTERNS[variant.schedule]
+    first, further = pattern(n, ahead, limit)
     at = first.find(B)
     if at < 0:
         # Where as many run ahead as a mini-batch has, the first backward is in the next row.
         at = len(first) + further.find(B)
     units = (first + further)[:at].count(F)
-    if variant.synchronises and not variant.stashes:
-        counted = replace(variant, forward_weights="latest", backward_weights="latest")
-    else:
-        counted = replace(variant, forward_weights="latest")
-    kinds = first + further * (_REPEATS + -(-units // n))
-    moments = [m for m in holdings(counted, n, 1, kinds).moments if m.kind == BACKWARD]
-    fullest = max(moments, key=lambda m: (m.kept, m.versions))
+    repeats, entries = _REPEATS + -(-units // n), tuple[int, ...]()
+    counted = replace(variant, forward_weights="latest")
+    if variant.synchronises and variant.schedule == "1f1b-micro":
+        # What enters is the same under any limit.
+        counted, micro = variant, variant.backward_unit == "micro"
+        entering, then = pattern(n, stages - 1, limit)
+        ops = numbered(entering + then * (2 * repeats + stages), n, micro=micro)
+        entries = entry_versions(variant, n, ops)
+    elif variant.synchronises and not variant.stashes:
+        counted = replace(counted, backward_weights="latest")
+    moments = holdings(counted, n, 1, first + further * repeats, entries).moments
+    fullest = max((m for m in moments if m.kind == BACKWARD), key=lambda m: (m.kept, m.versions))
     return max(units, 1), float(fullest.versions), float(fullest.kept)

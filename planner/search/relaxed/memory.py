@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 
@@ -49,6 +50,7 @@ class LeastBytes(Scope):
         n, grain, modes = read.micro_batches, read.assumed.grain, dict[object, Mode]()
         options, storages = list[Option](), self.storages(read)
         same = self.alike(once_s) if read.assumed.alike else ()
+        sent = () if read.guess else self.surely_remade
         for r, way in product(read.counts, [w for w in self.recompute if w not in same[1:]]):
             share = r if self.variant.whole_mini_batches else 1
             unit = self.unit(n, r) if way else 0.0
@@ -56,7 +58,7 @@ class LeastBytes(Scope):
             if key not in modes:
                 # Replicas of a whole mini-batch work at once, each in its own time.
                 rounds, ways = n * share / grain, same if way in same else (way,)
-                modes[key] = self._mode(work, r, rounds, ways, unit, storages, once_s)
+                modes[key] = self._mode(work, r, rounds, ways, unit, storages, once_s, sent)
             options.append(Option(r // grain, list(modes).index(key)))
         return tuple(modes.values()), tuple(options)
 
@@ -76,6 +78,7 @@ class LeastBytes(Scope):
         unit: float,
         storages: Mapping[str, int],
         once_s: Vector,
+        sent: Sequence[frozenset[str]],
     ) -> Mode:
         """A way to run a stage.
 
@@ -84,6 +87,7 @@ class LeastBytes(Scope):
             ways: what is computed again; of several that count as one bytes are the least of each.
             unit: micro-batches whose activations are computed again at once.
             storages: bytes of each that several layers may keep, at the least.
+            sent: for each set, those of them that count where they are sent to (`surely_remade`).
         """
         costs, (recompute, *others) = work.costs[replicas], ways
         forward = costs.forward_s * work.forwards
@@ -93,20 +97,23 @@ class LeastBytes(Scope):
             kept = self._always_kept(ways, storages)
             always = 1.0 - np.max([self._members(way) for way in ways], axis=0)
             total = rounds * (forward + backward)
-            return Mode("least", total, fixed, flight * always + kept, shared_in_flight=0.0)
+            flight, last = flight * always + kept, len(self._selections)
+            return Mode("least", total, fixed, flight, shared_in_flight=0.0, remade=last)
         if recompute is False:
             return Mode("plain", rounds * (forward + backward), fixed, flight)
         if recompute is not True:
             again = self._members(recompute)
             backward = backward + costs.recompute_s * again * work.backwards
-            kept, rebuilt = self._kept_bytes(recompute, storages)
+            number = self._selections.index(recompute)
+            known = sent[number] if sent else frozenset[str]()
+            kept, rebuilt = self._kept_bytes(recompute, storages, known)
             return Mode(
                 "selective",
                 rounds * (forward + backward),
                 fixed + unit * (flight * again + rebuilt),
                 flight * (1.0 - again) + kept,
                 shared_in_flight=0.0,
-                remade_kept=1.0,
+                remade=number,
                 again=recompute,
                 again_s=once_s * again,
             )
@@ -165,19 +172,41 @@ class LeastBytes(Scope):
         return found
 
     @cached_property
-    def remade(self) -> frozenset[str]:
-        """Storages that a stage keeps where another one's layer makes them, though their own stage
-        computes that layer again: what is kept where cuts are, which bounds don't count."""
-        kept = self._kept
-        again = kept.positions(self._selections[-1] if self._selections else ())
-        return frozenset(name for name in kept.savers if kept.is_recomputed(name, again))
+    def surely_remade(self) -> list[frozenset[str]]:
+        """As `likely_remade`, where any other stage keeps them: all layers that use them save them,
+        or are computed again from them (`KeptStorages.keepers`, of stages without their makers).
+        None where as much is made anew at once as is in flight."""
+        if self.variant.backward_unit == "mini" and not self.variant.whole_mini_batches:
+            return [frozenset() for _ in (*self._selections, None)]
+        return self._remade(sure=True)
+
+    @cached_property
+    def likely_remade(self) -> list[frozenset[str]]:
+        """For each set of layers, storages that it makes anew and that another stage keeps to which
+        its own one sends them: no stage has them in flight otherwise. The last ones are those of
+        each set that counts as one with keeping everything (`alike`)."""
+        return self._remade(sure=False)
+
+    def _remade(self, *, sure: bool) -> list[frozenset[str]]:
+        kept, ways = self._kept, [*map(self._kept.positions, self._selections)]
+        sent = Counter(tensor.edge.storage for tensor in self.graph.tensors)
+        found = [set[str]() for _ in ways]
+        for name, uses in kept.uses.items() if ways else ():
+            used, savers = {k for _, k in uses}, kept.savers.get(name, ())
+            for again, names in zip(ways, found, strict=True):
+                certain = sent[name] == 1 and used <= again.union(savers)
+                if (certain if sure else name in kept.savers) and kept.is_recomputed(name, again):
+                    names.add(name)
+        every = set[str].intersection(*found) if found else set[str]()
+        return [*map(frozenset, found), frozenset(every)]
 
     def _kept_bytes(
-        self, recompute: frozenset[str], storages: Mapping[str, int]
+        self, recompute: frozenset[str], storages: Mapping[str, int], sent: frozenset[str]
     ) -> tuple[Vector, Vector]:
         """Of storages that several layers may keep: bytes that are kept for each micro-batch in
         flight, and those that layers computed again make, [n] each. Each counts for one layer that
-        needs it: a stage with that layer has it, whatever its other layers."""
+        needs it: a stage with that layer has it, whatever its other layers. What is `sent`
+        isn't counted among the latter: stages keep it or make it."""
         kept, again = self._kept, self._kept.positions(recompute)
         found = np.zeros((2, len(self.graph.names)))
         for name, nbytes in storages.items():
@@ -185,7 +214,7 @@ class LeastBytes(Scope):
                 if layers:
                     found[0, min(layers)] += nbytes
             savers = kept.savers.get(name)
-            if savers and kept.is_recomputed(name, again):
+            if savers and name not in sent and kept.is_recomputed(name, again):
                 found[1, min(savers)] += nbytes
         return found[0], found[1]
 

@@ -46,6 +46,7 @@ def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
     # A backward has a gradient at hand; a weight part, when the gradients of weights are there
     # at last, hasn't.
     at_hand = 0 if kept.variant.split_backward else 1
+    remade = (kept.likely_remade if read.guess else kept.surely_remade) if limited else ()
     wires = frozenset(range(len(graph.tensors)))
     if read.bounds_drained:
         # Messages that other work comes on top of: none that may pass beside it.
@@ -68,5 +69,5 @@ def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
             ),
             upper_bytes=((RECEIVES_AHEAD["B"] + at_hand) * gradient if limited else 0.0),
             kept_bytes=nbytes if limited else 0.0,
-            remade_bytes=nbytes if read.guess and edge.storage in kept.remade else 0.0,
+            remade_bytes=tuple(nbytes * (edge.storage in names) for names in remade),
         )

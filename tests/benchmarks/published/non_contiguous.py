@@ -153,7 +153,6 @@ def _sums(problem: StageProblem, layers: int, held: int) -> dict[str, float]:
     sums["lower bytes"] = sum(t.lower_bytes for t in lower)
     sums["upper bytes"] = sum(t.upper_bytes for t in upper)
     sums["kept"] = sum(t.kept_bytes for t in lower)
-    sums["remade"] = sum(t.remade_bytes for t in lower)
     return sums
 
 

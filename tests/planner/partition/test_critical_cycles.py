@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 
 import msgspec
 import numpy as np
@@ -187,6 +188,30 @@ def test_what_takes_turns_is_bound_and_listed(seed):
     check_best(drawn)
     check_cuts(drawn)
     check_falling(drawn)
+
+
+@settings(max_examples=examples(36))
+@given(seeds)
+@example(61)
+def test_a_cut_has_in_flight_what_its_messages_take(seed):
+    """Also those past a stage: none that keeps to the period, or to the next longer one that the
+    memory allows, is left for what tables know of."""
+    drawn = drawn_alone(seed, systems=ONE_BY_ONE)
+    assume(drawn is not None)
+    for part in parts(drawn):
+        program = part.program
+        periods = sorted({found.prediction.period_s for found in part.fitting})
+        for target in periods[:: max(len(periods) // MOST_TARGETS, 1)]:
+            cut = program.keeps(target)
+            if cut is None:
+                continue
+            flights = [step.place.stage.flights for step in cut.steps]
+            least_s = INF
+            for some in product(*flights) if prod(map(len, flights)) < MOST_TABLES else ():
+                steps = [s._replace(flight=f) for s, f in zip(cut.steps, some, strict=True)]
+                if program._fits(steps):
+                    least_s = min(least_s, program.period_s(steps))
+            assert cut.period_s <= max(target, least_s) * (1 + 2e-4)
 
 
 def everywhere(program: CriticalCycles, _: float) -> list[np.ndarray]:

@@ -344,11 +344,11 @@ def test_what_passes_a_stage_keeps_a_wire_busy(system):
 
 
 def test_a_cut_is_looked_for_anew_where_its_plan_needs_more_than_is_known_of_it():
-    """The last stage of the best cut holds a fifth more than bounds know of."""
+    """Messages that wait for the slow wire take more of the best cut than bounds know of."""
     layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(12)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 40 if k < 6 else 8) for k in range(11)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 100 if k < 6 else 8) for k in range(11)]
     profile = profile_by_hand(layers, [*edges, ("n11", "output", "y", 8)], sizes=(1,))
-    devices = uniform_cluster(4, "1700B", bandwidth="5KB/s", latency="0s")
+    devices = uniform_cluster(4, "1900B", bandwidth="5KB/s", latency="0s")
     question = Question(profile, devices, "pipedream-2bw", 4, 1.0)
     search = explore(question, SearchRequest(stages=4, micro_batches=4), lambda *_: None)
     search.forget_bounds()

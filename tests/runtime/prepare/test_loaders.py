@@ -26,7 +26,7 @@ from timeprest.profiles.errors import RunError, TargetError, TaskWarning, UserEr
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.batches import Batches
-from timeprest.profiles.tasks.loaders import why
+from timeprest.profiles.tasks.loaders import as_ours, died, why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
 from timeprest.profiles.tasks.parts import ALL, INPUTS
 from timeprest.profiles.tasks.prefetch import Ahead
@@ -37,6 +37,7 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify.check import check
+from torch.multiprocessing import reductions
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 FILE = TESTS / "tasks/data_tasks.py"
@@ -416,6 +417,21 @@ def test_a_sampler_without_end_is_refused(monkeypatch):
         with pytest.raises(TargetError, match=r"sampler has no length, and no end within 184 sam"):
             batches_of(batch_size=size, sampler=_Endless()).batch(0, 0)
     assert batches_of(batch_size=8, sampler=_Endless(20)).sizes() == [8, 8, 4]
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset")])
+def test_what_a_dead_worker_had_sent_is_no_mistake_of_the_data(error):
+    """It is fetched from the worker when it is needed."""
+    fetching = compile("def fetch(error):\n    raise error", reductions.__file__, "exec")
+    names = {}
+    exec(fetching, names)
+    with pytest.raises(type(error)) as lost:
+        names["fetch"](error)
+    assert died(lost.value)
+    assert isinstance(as_ours(lost.value, "train"), RunError)
+    with pytest.raises(type(error)) as own:
+        raise error.with_traceback(None)
+    assert not died(own.value)
 
 
 def test_a_worker_of_the_loader_that_dies_ends_the_run(plan, tmp_path):

@@ -57,6 +57,7 @@ def test_batch_norms_alone_are_no_other_training():
         ("Contrastive", "loss can't be taken apart in 'a' and 'b': .* compares samples with each"),
         ("ContrastiveAlone", "loss can't be taken apart in 'a' and 'b': of 8 samples together"),
         ("BalancedInLoss", "loss can't be taken apart in 'scores': .* what they have in common"),
+        ("Summed", "loss can't be taken apart in 'scores': .* it seems to be a sum, and must be a"),
         ("Counting", "loss can't be taken apart: .* may return .sum, weight. instead"),
         ("Balanced", "'balance' of the model's result has nothing of each sample"),
         ("Clamped", "hooks .'first.weight'. make the difference: .* of a micro-batch"),
