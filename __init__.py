@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .planner.cluster.cluster import Cluster
     from .planner.exports.export import export
     from .planner.plan import Plan
+    from .profiles.errors import TimeprestError
     from .profiles.hugging_face.task import hugging_face
     from .profiles.onnx.model import onnx
     from .profiles.profile import Profile
@@ -60,6 +61,7 @@ _HOME = {
     "Callback": "runtime.records.callbacks",
     "EarlyStopping": "runtime.records.callbacks",
     "Stop": "runtime.records.events",
+    "TimeprestError": "profiles.errors",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "Profile",
     "Run",
     "Stop",
+    "TimeprestError",
     "Trainer",
     "__version__",
     "check",

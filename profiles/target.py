@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import plugins
 from .errors import TargetError
 from .files import is_file
-from .tasks.hooks import in_one_line
+from .tasks.hooks import call_hook, in_one_line
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
@@ -153,7 +153,11 @@ class Target:
     def _samples(self, samples: int) -> tuple[Call, Any]:
         if self._first_batch is not None:
             return first_rows(*self._first_batch, "train", samples)
-        return some_samples(self._training(), "train", samples, self._argument_names)
+        data, names = self._training(), self._argument_names
+        found: tuple[Call, Any] = call_hook(
+            "data('train')", some_samples, data, "train", samples, names
+        )
+        return found
 
     def whole_and_parts(self, samples: int) -> tuple[Call, list[Call]] | None:
         """A batch that the data puts together by itself, and its first and last samples; None where

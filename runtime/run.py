@@ -107,8 +107,8 @@ def resume(
 ) -> RunSummary:
     """Go on with a run from its newest checkpoint; from its beginning, where it has none yet.
 
-    The summary has the losses and figures of all epochs; what the stages measured of themselves
-    is of the part from here on. Under torchrun or srun the checkpoint is the newest one that this
+    The summary has the losses and figures of all epochs, and what the stages measured of
+    themselves. Under torchrun or srun the checkpoint is the newest one that this
     host has, which must be everybody's.
 
     Args:

@@ -267,7 +267,7 @@ def piling_up(plan: Plan) -> str | None:
             for edge in plan.edges
             if (edge.source, edge.target) == (link.source, link.target)
         )
-        if nbytes:
+        if nbytes * lead >= 1.0:
             found.append((nbytes * lead, link))
     if not found:
         return None

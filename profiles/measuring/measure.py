@@ -550,8 +550,14 @@ def _optimizer(bench: Bench) -> OptimizerCost:
             [t for t in state_of_layer(bench.traced, layer).values() if isinstance(t, nn.Parameter)]
             for layer in bench.traced.layers
         ]
+        held = list(bench.model.parameters())
+        before = [p.detach().clone() for p in held]
         with bench.platform.clock() as clock:
-            cost = measure_optimizer(make, list(bench.model.parameters()), groups, clock)
+            cost = measure_optimizer(make, held, groups, clock)
+        # Its steps are on gradients of zeros, which not every optimizer takes for nothing.
+        with torch.no_grad():
+            for p, own in zip(held, before, strict=True):
+                p.copy_(own)
     if task is not None:
         _try_scheduler(task, made[-1], _usual_length(bench, task))
     return cost

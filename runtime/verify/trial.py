@@ -87,6 +87,9 @@ def try_in_pieces(case: TrialCase, settings: RunSettings | None = None) -> Trial
         if took_s > _MOST_S:
             return _not_tried(case, f"it would take {took_s:.0f} s")
         wanted = train_plainly(case, settings)
+    if not all(math.isfinite(loss) for step in wanted for both in step.losses for loss in both):
+        # Of numbers that aren't, any two pass for the same.
+        return _not_tried(case, "plain training gives a loss that isn't finite")
     return _TrialRun(case, settings, wanted).run()
 
 

@@ -225,7 +225,7 @@ def test_a_loss_may_use_what_its_own_stage_updates(name, stages, of_model, tmp_p
 def test_what_a_loss_alone_has_is_said_not_to_be_trained(of_model, tmp_path):
     plan = plan_by_hand(of_model, "gpipe", 2, 2)
     settings = RunSettings(task=f"{TASKS}:LossOfItsOwn", steps=2, evaluate=False)
-    with pytest.warns(TaskWarning, match="to 1 parameters that aren't the model"):
+    with pytest.warns(TaskWarning, match=r"to a parameter that isn.t the model.s \(a number\)"):
         run(plan, settings, tmp_path / "run", inline=True)
 
 
@@ -354,6 +354,25 @@ def test_a_model_that_ends_the_program_is_said_so(name, said):
     assert result.exit_code in (1, 2)
     (line,) = result.stderr.splitlines()
     assert re.search(rf"{said}\S*hook_tasks\.py:\d+: SystemExit: 0$", line)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        (
+            "RowsRaise",
+            2,
+            r"data\('train'\) failed: \S*hook_tasks.py:\d+: ValueError: bad",
+        ),
+        # Gradients of zeros, that its steps are timed with, leave no weights to try it with.
+        ("StepsOfOneLength", 0, r"the update of parameter 'l0.weight' is off by .* by all of them"),
+    ],
+)
+def test_what_a_profile_says_of_a_task(name, code, said, tmp_path):
+    words = (f"{TASKS}:{name}", "--batch-size", "8", "-o", tmp_path / "profile.json", "-q")
+    result = CliRunner().invoke(tp_profile, [str(word) for word in words])
+    assert result.exit_code == code
+    assert re.search(said, result.stderr)
 
 
 # Whose line is named -------------------------------------------------------------------------

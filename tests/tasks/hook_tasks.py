@@ -273,6 +273,34 @@ class StepRaises(MLPTask):
         return found
 
 
+class StepsOfOneLength(MLPTask):
+    """Of all that an optimizer has, whose gradients may be 0 nowhere."""
+
+    def optimizer(self, parameters):
+        def shorten(optimizer, *_):
+            own = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            length = torch.stack([g.norm() for g in own]).norm()
+            for g in own:
+                g /= length
+
+        found = torch.optim.SGD(parameters, lr=0.05)
+        found.register_step_pre_hook(shorten)
+        return found
+
+
+class RowsRaise(MLPTask):
+    """Its data set can't be read."""
+
+    def data(self, split):
+        found = super().data(split)
+
+        class Rows(type(found)):
+            def __getitem__(self, k):
+                raise ValueError("bad sample")
+
+        return Rows(*found.tensors)
+
+
 class MetricsOfEach(MLPTask):
     """A figure for each sample."""
 

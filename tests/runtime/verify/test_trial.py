@@ -67,6 +67,18 @@ def case_of(task, **more):
 # Causes -----------------------------------------------------------------------------------------
 
 
+class LossOfNothing(Task):
+    def loss(self, output, target):
+        return super().loss(output, target) * torch.tensor(float("nan"))
+
+
+def test_losses_that_are_not_finite_tell_nothing():
+    (line,) = try_in_pieces(case_of(LossOfNothing())).lines
+    assert line.endswith(
+        "wasn't tried beside plain training: plain training gives a loss that isn't finite"
+    )
+
+
 class LossOfAHook(Task):
     """The mean of a layer's output, which a hook keeps."""
 
