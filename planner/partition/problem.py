@@ -98,6 +98,8 @@ class Mode:
         shared_once: how many times they count besides.
         inputs_kept: how many times tensors' `kept_bytes` count per unit in flight.
         remade: which of their `remade_bytes` do; None: none.
+        remade_once: of those, what `fixed_bytes` have as made anew: they aren't, where they are
+            kept.
         again: whether a stage's layers are computed again; or the names of those that are.
         again_s: per layer, [n]: of a micro-batch, what it takes; None: nothing.
     """
@@ -110,6 +112,7 @@ class Mode:
     shared_once: float = 0.0
     inputs_kept: float = 0.0
     remade: int | None = None
+    remade_once: float = 0.0
     again: bool | frozenset[str] = False
     again_s: Vector | None = None
 
@@ -157,7 +160,7 @@ class StageProblem:
         load = before(a) + after(layers beyond b) + (max(busy, wire) if overlap else busy + wire)
         bytes = fixed[mode](X) + copies · parameters(X)
               + units · (flight[mode](X) + shared_in_flight · shared(X) + inputs_kept · kept(X)
-                         + remade(X))
+                         + remade(X)) - remade_once · remade(X)
               + shared_once · shared(X) + lower_bytes(X) + upper_bytes(X)
               + max workspace of a layer of X
 
@@ -343,6 +346,7 @@ def stage_bytes(problem: StageProblem, below: int, layers: int, option: int, k: 
             flight += mode.inputs_kept * tensor.kept_bytes
             if mode.remade is not None and tensor.remade_bytes:
                 flight += tensor.remade_bytes[mode.remade]
+                total -= mode.remade_once * tensor.remade_bytes[mode.remade]
         else:
             total += tensor.upper_bytes
     total += place.units * flight + mode.shared_once * shared

@@ -328,6 +328,7 @@ class PairCosts:
             flight += np.outer(self.inputs_kept, kept)
             for number, row in enumerate(remade):
                 flight += np.outer(self.remade[:, number], row)
+                once -= np.outer(self.remade[:, number] * self.remade_once, row)
             once += lower + upper
         if self.workspace is not None:
             once += self.inside.largest(self.workspace, below, above)
@@ -354,6 +355,7 @@ class PairCosts:
         self.inputs_kept = np.array([mode.inputs_kept for mode in problem.modes])
         # Which of what is made anew a mode keeps, [M, _].
         numbers = [-1 if mode.remade is None else mode.remade for mode in problem.modes]
+        self.remade_once = np.array([mode.remade_once for mode in problem.modes])
         self.remade = (np.array(numbers)[:, None] == np.arange(remade)).astype(np.float64)
         self.workspace: Vector | None = None
         if problem.workspace_bytes is not None:
@@ -472,6 +474,7 @@ class Stages:
             flight += costs.inputs_kept[mode] * kept[back]
             for number, row in enumerate(remade):
                 flight += costs.remade[mode, number] * row[back]
+                total -= costs.remade[mode, number] * costs.remade_once[mode] * row[back]
             total += (lower + upper)[back]
         if costs.workspace is not None:
             total += costs.inside.largest(costs.workspace, below, self._above[unique])[back]

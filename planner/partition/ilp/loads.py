@@ -227,13 +227,16 @@ def wire_of(choice: SlotChoice) -> Linear:
 def bytes_of(problem: StageProblem, choice: SlotChoice) -> Linear:
     """Bytes of a stage, and their limit."""
     mode, place = problem.modes[choice.mode], choice.place
+    remade = {}
+    if mode.remade is not None:
+        remade[f"{REMADE}{mode.remade}"] = max(place.units - mode.remade_once, 0.0)
     terms = {
         f"fixed {choice.mode}": 1.0,
         "parameters": place.copies,
         f"flight {choice.mode}": place.units,
         "shared": place.units * mode.shared_in_flight + mode.shared_once,
         "kept": place.units * mode.inputs_kept,
-        **({} if mode.remade is None else {f"{REMADE}{mode.remade}": place.units}),
+        **remade,
         "border bytes": 1.0,
         "lower bytes": 1.0,
         "upper bytes": 1.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import product
 
@@ -50,7 +50,6 @@ class LeastBytes(Scope):
         n, grain, modes = read.micro_batches, read.assumed.grain, dict[object, Mode]()
         options, storages = list[Option](), self.storages(read)
         same = self.alike(once_s) if read.assumed.alike else ()
-        sent = () if read.guess else self.surely_remade
         for r, way in product(read.counts, [w for w in self.recompute if w not in same[1:]]):
             share = r if self.variant.whole_mini_batches else 1
             unit = self.unit(n, r) if way else 0.0
@@ -58,7 +57,7 @@ class LeastBytes(Scope):
             if key not in modes:
                 # Replicas of a whole mini-batch work at once, each in its own time.
                 rounds, ways = n * share / grain, same if way in same else (way,)
-                modes[key] = self._mode(work, r, rounds, ways, unit, storages, once_s, sent)
+                modes[key] = self._mode(work, r, rounds, ways, unit, storages, once_s)
             options.append(Option(r // grain, list(modes).index(key)))
         return tuple(modes.values()), tuple(options)
 
@@ -78,7 +77,6 @@ class LeastBytes(Scope):
         unit: float,
         storages: Mapping[str, int],
         once_s: Vector,
-        sent: Sequence[frozenset[str]],
     ) -> Mode:
         """A way to run a stage.
 
@@ -87,7 +85,6 @@ class LeastBytes(Scope):
             ways: what is computed again; of several that count as one bytes are the least of each.
             unit: micro-batches whose activations are computed again at once.
             storages: bytes of each that several layers may keep, at the least.
-            sent: for each set, those of them that count where they are sent to (`surely_remade`).
         """
         costs, (recompute, *others) = work.costs[replicas], ways
         forward = costs.forward_s * work.forwards
@@ -104,16 +101,15 @@ class LeastBytes(Scope):
         if recompute is not True:
             again = self._members(recompute)
             backward = backward + costs.recompute_s * again * work.backwards
-            number = self._selections.index(recompute)
-            known = sent[number] if sent else frozenset[str]()
-            kept, rebuilt = self._kept_bytes(recompute, storages, known)
+            kept, rebuilt = self._kept_bytes(recompute, storages)
             return Mode(
                 "selective",
                 rounds * (forward + backward),
                 fixed + unit * (flight * again + rebuilt),
                 flight * (1.0 - again) + kept,
                 shared_in_flight=0.0,
-                remade=number,
+                remade=self._selections.index(recompute),
+                remade_once=unit,
                 again=recompute,
                 again_s=once_s * again,
             )
@@ -174,10 +170,7 @@ class LeastBytes(Scope):
     @cached_property
     def surely_remade(self) -> list[frozenset[str]]:
         """As `likely_remade`, where any other stage keeps them: all layers that use them save them,
-        or are computed again from them (`KeptStorages.keepers`, of stages without their makers).
-        None where as much is made anew at once as is in flight."""
-        if self.variant.backward_unit == "mini" and not self.variant.whole_mini_batches:
-            return [frozenset() for _ in (*self._selections, None)]
+        or are computed again from them (`KeptStorages.keepers`, of stages without their makers)."""
         return self._remade(sure=True)
 
     @cached_property
@@ -188,6 +181,8 @@ class LeastBytes(Scope):
         return self._remade(sure=False)
 
     def _remade(self, *, sure: bool) -> list[frozenset[str]]:
+        if all(isinstance(way, bool) for way in self.recompute):
+            return []
         kept, ways = self._kept, [*map(self._kept.positions, self._selections)]
         sent = Counter(tensor.edge.storage for tensor in self.graph.tensors)
         found = [set[str]() for _ in ways]
@@ -201,12 +196,11 @@ class LeastBytes(Scope):
         return [*map(frozenset, found), frozenset(every)]
 
     def _kept_bytes(
-        self, recompute: frozenset[str], storages: Mapping[str, int], sent: frozenset[str]
+        self, recompute: frozenset[str], storages: Mapping[str, int]
     ) -> tuple[Vector, Vector]:
         """Of storages that several layers may keep: bytes that are kept for each micro-batch in
         flight, and those that layers computed again make, [n] each. Each counts for one layer that
-        needs it: a stage with that layer has it, whatever its other layers. What is `sent`
-        isn't counted among the latter: stages keep it or make it."""
+        needs it: a stage with that layer has it, whatever its other layers."""
         kept, again = self._kept, self._kept.positions(recompute)
         found = np.zeros((2, len(self.graph.names)))
         for name, nbytes in storages.items():
@@ -214,7 +208,7 @@ class LeastBytes(Scope):
                 if layers:
                     found[0, min(layers)] += nbytes
             savers = kept.savers.get(name)
-            if savers and name not in sent and kept.is_recomputed(name, again):
+            if savers and kept.is_recomputed(name, again):
                 found[1, min(savers)] += nbytes
         return found[0], found[1]
 
