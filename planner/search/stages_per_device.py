@@ -347,7 +347,7 @@ class PlacedSearch:
             climb_on(search, local, branches)
         budget.check()
         with suppress(OutOfBudget), budget.on_top(_PROVING * effort):
-            self._prove_each(branches)
+            _prove_each(self, branches)
         budget.check()
         if any(map(self._may_gain, branches)):
             raise stopped or OutOfBudget("effort")
@@ -506,18 +506,6 @@ class PlacedSearch:
             if self._may_gain(branch):
                 self._try_all(branch, most)
 
-    def _prove_each(self, branches: Sequence[PlacedBranch]) -> None:
-        """Try all cuts of each branch, from the lowest bound on, for a share of what there is: of
-        one with few of them none would be tried behind one with many. Raises OutOfBudget when the
-        time is over."""
-        search = self.search
-        left = sorted(filter(self._may_gain, branches), key=lambda b: search.bounds[b])
-        for branch in left:
-            share = 1.0 if branch == left[-1] else _EACH_SHARE
-            with suppress(OutOfBudget), search.budget.part(share):
-                self._prove([branch], _MANY_STEPS)
-            search.budget.check()
-
     def _try_all(self, branch: PlacedBranch, most: int) -> None:
         """Try all cuts of a branch, unless so many stages are begun while they are listed."""
         search, left, chains = self.search, [most], self._bounds.chains(branch)
@@ -569,3 +557,16 @@ class PlacedSearch:
         question = self.search.question
         apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
         return None if apart or unforeseen(question, choice) else choice
+
+
+def _prove_each(placed: PlacedSearch, branches: Sequence[PlacedBranch]) -> None:
+    """Try all cuts of each branch, from the lowest bound on, for a share of what there is: of
+    one with few of them none would be tried behind one with many. Raises OutOfBudget when the
+    time is over."""
+    search = placed.search
+    left = sorted(filter(placed._may_gain, branches), key=lambda b: search.bounds[b])
+    for branch in left:
+        share = 1.0 if branch == left[-1] else _EACH_SHARE
+        with suppress(OutOfBudget), search.budget.part(share):
+            placed._prove([branch], _MANY_STEPS)
+        search.budget.check()

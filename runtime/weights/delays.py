@@ -68,7 +68,7 @@ def rescheduling_of(stage: HookedStage) -> Rescheduling | None:
     prepared, updates = stage.prepared, stage.settings.lr_rescheduling
     if updates is None:
         usual = prepared.pipeline.variant.rescheduled
-        updates = prepared.length.steps // USUAL_PART if usual else 0
+        updates = max(prepared.length.steps // USUAL_PART, 1) if usual else 0
     return Rescheduling(delay_of(prepared.plan, stage.number), updates) if updates else None
 
 

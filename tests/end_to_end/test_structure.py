@@ -388,6 +388,7 @@ def test_public_names():
         "Profile",
         "Run",
         "Stop",
+        "TimeprestError",
         "Trainer",
         "__version__",
         "check",

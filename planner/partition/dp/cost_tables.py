@@ -327,8 +327,8 @@ class PairCosts:
             (lower, kept, *remade), (upper,) = self.held.between(below, above)
             flight += np.outer(self.inputs_kept, kept)
             for number, row in enumerate(remade):
-                flight += np.outer(self.remade[:, number], row)
-                once -= np.outer(self.remade[:, number] * self.remade_once, row)
+                flight += np.outer(self.remade[0, :, number], row)
+                once -= np.outer(self.remade[1, :, number], row)
             once += lower + upper
         if self.workspace is not None:
             once += self.inside.largest(self.workspace, below, above)
@@ -353,10 +353,11 @@ class PairCosts:
         self.shared_in_flight = np.array([mode.shared_in_flight for mode in problem.modes])
         self.shared_once = np.array([mode.shared_once for mode in problem.modes])
         self.inputs_kept = np.array([mode.inputs_kept for mode in problem.modes])
-        # Which of what is made anew a mode keeps, [M, _].
+        # Of what is made anew, which a mode keeps for each unit, and less once, [2, M, _].
         numbers = [-1 if mode.remade is None else mode.remade for mode in problem.modes]
-        self.remade_once = np.array([mode.remade_once for mode in problem.modes])
-        self.remade = (np.array(numbers)[:, None] == np.arange(remade)).astype(np.float64)
+        own = (np.array(numbers)[:, None] == np.arange(remade)).astype(np.float64)
+        once = np.array([mode.remade_once for mode in problem.modes])
+        self.remade = np.array([own, own * once[:, None]])
         self.workspace: Vector | None = None
         if problem.workspace_bytes is not None:
             needed = problem.workspace_bytes
@@ -473,8 +474,8 @@ class Stages:
             (lower, kept, *remade), (upper,) = costs.held.between(below, self._above[unique])
             flight += costs.inputs_kept[mode] * kept[back]
             for number, row in enumerate(remade):
-                flight += costs.remade[mode, number] * row[back]
-                total -= costs.remade[mode, number] * costs.remade_once[mode] * row[back]
+                flight += costs.remade[0, mode, number] * row[back]
+                total -= costs.remade[1, mode, number] * row[back]
             total += (lower + upper)[back]
         if costs.workspace is not None:
             total += costs.inside.largest(costs.workspace, below, self._above[unique])[back]

@@ -203,7 +203,7 @@ class CycleTables:
     def _table(self, target: float, deadline: float | None) -> tuple[CycleTable | None, int]:
         """The same by what is known of the first stage; and what is known of it then."""
         devices, known = self.problem.devices, self.known(target, deadline)
-        stages, count = self._on_time(known.stages, target), len(devices.places)
+        stages, count = _on_time(known.stages, target), len(devices.places)
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
         ways = self.ways(stages, known.which, timed, target, deadline)
         every = [[_no_waits(self.all) for _ in range(devices.states(count))]]
@@ -306,15 +306,6 @@ class CycleTables:
         """Stages that are busy for no longer than that on the fastest device."""
         fastest = max(stage.speed for stage in self.problem.devices.every)
         return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
-
-    def _on_time(self, stages: Stages, target: float) -> Stages:
-        """Where a message would keep a wire busy for longer than that, it takes for ever."""
-        late = stages.wire_s > target * (1 + ROUNDING)
-        return (
-            replace(stages, sent_s=np.where(late, math.inf, stages.sent_s))
-            if late.any()
-            else stages
-        )
 
     def timed(self, stages: Stages, stage: CycleStage) -> Timed:
         forward, backward = stages.forward_s / stage.speed, stages.backward_s / stage.speed
@@ -574,6 +565,12 @@ class CycleTables:
         on_path = ~self.all.off_path[:, above]
         linked = np.where(on_path & ~stages.on_path, np.maximum(linked, around), linked)
         return np.maximum(linked, 0.0), np.where(stages.on_path, passed, around)
+
+
+def _on_time(stages: Stages, target: float) -> Stages:
+    """Where a message would keep a wire busy for longer than that, it takes for ever."""
+    late = stages.wire_s > target * (1 + ROUNDING)
+    return replace(stages, sent_s=np.where(late, math.inf, stages.sent_s)) if late.any() else stages
 
 
 def _like(stage: CycleStage) -> Hashable:

@@ -38,13 +38,21 @@ def plan_of(profile, variant, stages, n, **how):
 # By default ------------------------------------------------------------------------------------
 
 
-def test_pipemare_reschedules_unless_told_otherwise(mlp_profile, mlp_target, tmp_path):
-    """By a quarter of the run's updates, where a delay is long enough to matter; nobody else."""
+@pytest.mark.parametrize(("steps", "updates"), [(12, 3), (3, 1)])
+def test_pipemare_reschedules_unless_told_otherwise(
+    steps, updates, mlp_profile, mlp_target, tmp_path
+):
+    """By a quarter of the run's updates, and one at least, where a delay is long enough to matter;
+    nobody else."""
     plan = plan_of(mlp_profile, "pipemare", 4, 1)
     assert max(delay_of(plan, s) for s in range(4)) > 1
     weights = {}
-    for name, asked in {"own": {}, "said": {"lr_rescheduling": 3}, "none": BOTH_OFF}.items():
-        settings = settings_of(plan, {"task": mlp_target, "steps": 12, **asked})
+    for name, asked in {
+        "own": {},
+        "said": {"lr_rescheduling": updates},
+        "none": BOTH_OFF,
+    }.items():
+        settings = settings_of(plan, {"task": mlp_target, "steps": steps, **asked})
         run(plan, settings, tmp_path / name, inline=True)
         weights[name] = load_weights(tmp_path / name)
     for name, weight in weights["own"].items():
