@@ -76,7 +76,13 @@ def check_order(order: Order) -> None:
     try:
         execute(pipeline, ordered_schedule(order, count))
     except ScheduleError as error:
-        raise OrderError(f"{order.where}: {_with_lines(order, str(error))}") from None
+        what = _with_lines(order, str(error))
+        if not order.marked:
+            what += (
+                "; if the lines as they are don't, what they go on with does (the shortest part of "
+                "each that makes it): begin every line with |, and all of it is repeated"
+            )
+        raise OrderError(f"{order.where}: {what}") from None
 
 
 def _any_rules(order: Order) -> Variant:

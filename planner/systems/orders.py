@@ -112,6 +112,7 @@ class Order:
         reverse: backwards take a mini-batch's micro-batches from the last to the first.
         where: the file, for errors.
         spelt: how it has operations, for errors.
+        marked: its lines say what repeats.
     """
 
     rows: tuple[OrderRow, ...]
@@ -121,6 +122,7 @@ class Order:
     reverse: bool = False
     where: str = field(default="order", compare=False)
     spelt: Callable[[int, Op], str] = field(default=op_text, compare=False, repr=False)
+    marked: bool = field(default=True, compare=False)
 
     @property
     def stages(self) -> int:
@@ -250,7 +252,7 @@ def order_of(
             _check_repeats(shape, line, stages, repeat)
         rows.append(_shortest(shape, first, repeat, stages, device, line.number))
     rows.sort(key=lambda row: row.stages)
-    return Order(tuple(rows), n, micro, split, reverse, where, spelt)
+    return Order(tuple(rows), n, micro, split, reverse, where, spelt, bool(with_bar))
 
 
 # What a file has ---------------------------------------------------------------------------------

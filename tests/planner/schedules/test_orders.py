@@ -124,7 +124,8 @@ GOOD = ["0F0.0 0F0.1 0B0.0 0B0.1", "1F0.0 1F0.1 1B0.0 1B0.1"]
         # Each waits for the other: stage 0 for a gradient, before it sends what that one needs.
         (
             ["0F0.0 0B0.0 0F0.1 0B0.1", "1F0.0 1F0.1 1B0.0 1B0.1"],
-            r"deadlock: these operations wait for each other: 0B0.0 \(line 1\), 1F0.1 \(line 2\)",
+            r"deadlock: these operations wait for each other: 0B0.0 \(line 1\), 1F0.1 \(line 2\)"
+            "; if the lines as they are don't, what they go on with does",
         ),
     ],
 )
