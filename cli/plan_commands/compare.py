@@ -102,7 +102,7 @@ def warnings(plans: Mapping[str, Plan]) -> list[str]:
             )
         elif (one.device, one.threads, one.dtype) != (two.device, two.threads, two.dtype):
             lines.append(f"{names[0]} and {name} were profiled on different devices or settings")
-        else:
+        if one.fingerprint == two.fingerprint:
             lines += _missing(names[0], first, name, plan)
         if first.cluster != plan.cluster:
             lines.append(f"{names[0]} and {name} are for different clusters")

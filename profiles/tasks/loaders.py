@@ -158,7 +158,9 @@ def died(error: BaseException) -> bool:
     or what the worker had sent can't be fetched from it any more."""
     if isinstance(error, RuntimeError) and _DIED in str(error):
         return True
-    lost = isinstance(error, (EOFError, OSError)) and _IN_WORKER not in str(error)
+    lost = isinstance(
+        error, (EOFError, ConnectionError, FileNotFoundError)
+    ) and _IN_WORKER not in str(error)
     frames = traceback.walk_tb(error.__traceback__) if lost else ()
     return any(frame.f_code.co_filename == reductions.__file__ for frame, _ in frames)
 

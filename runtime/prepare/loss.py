@@ -168,10 +168,10 @@ def check_parameters(
         shapes = ", ".join(
             f"of shape {list(p.shape)}" if p.dim() else "a number" for p in others[:_MOST_NAMED]
         )
-        count = "a parameter" if len(others) == 1 else f"{len(others)} parameters"
-        aren_t = "isn't" if len(others) == 1 else "aren't"
+        one = len(others) == 1
+        which = "a parameter that isn't" if one else f"{len(others)} parameters that aren't"
         warnings.warn(
-            f"the task's loss takes gradients to {count} that {aren_t} the model's ({shapes}), and "
+            f"the task's loss takes gradients to {which} the model's ({shapes}), and "
             "that nothing trains: make such the model's, and return them from forward",
             TaskWarning,
             stacklevel=2,

@@ -167,33 +167,27 @@ class LeastBytes(Scope):
                 found[min(keepers)] += nbytes
         return found
 
-    @cached_property
-    def surely_remade(self) -> list[frozenset[str]]:
-        """As `likely_remade`, where any other stage keeps them: all layers that use them save them,
-        or are computed again from them (`KeptStorages.keepers`, of stages without their makers)."""
-        return self._remade(sure=True)
-
-    @cached_property
-    def likely_remade(self) -> list[frozenset[str]]:
+    def remade(self, *, sure: bool) -> list[frozenset[str]]:
         """For each set of layers, storages that it makes anew and that another stage keeps to which
         its own one sends them: no stage has them in flight otherwise. The last ones are those of
-        each set that counts as one with keeping everything (`alike`)."""
-        return self._remade(sure=False)
+        each set that counts as one with keeping everything (`alike`).
 
-    def _remade(self, *, sure: bool) -> list[frozenset[str]]:
+        Args:
+            sure: any other stage keeps them: all layers that use them save them, or are computed
+                again from them (`KeptStorages.keepers`, of stages without their makers).
+        """
         if all(isinstance(way, bool) for way in self.recompute):
             return []
         kept, ways = self._kept, [*map(self._kept.positions, self._selections)]
         sent = Counter(tensor.edge.storage for tensor in self.graph.tensors)
         found = [set[str]() for _ in ways]
-        for name, uses in kept.uses.items() if ways else ():
+        for name, uses in kept.uses.items():
             used, savers = {k for _, k in uses}, kept.savers.get(name, ())
             for again, names in zip(ways, found, strict=True):
                 certain = sent[name] == 1 and used <= again.union(savers)
                 if (certain if sure else name in kept.savers) and kept.is_recomputed(name, again):
                     names.add(name)
-        every = set[str].intersection(*found) if found else set[str]()
-        return [*map(frozenset, found), frozenset(every)]
+        return [*map(frozenset, found), frozenset(set[str].intersection(*found))]
 
     def _kept_bytes(
         self, recompute: frozenset[str], storages: Mapping[str, int]

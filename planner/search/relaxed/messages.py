@@ -46,7 +46,7 @@ def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
     # A backward has a gradient at hand; a weight part, when the gradients of weights are there
     # at last, hasn't.
     at_hand = 0 if kept.variant.split_backward else 1
-    remade = kept.likely_remade if read.guess else kept.surely_remade
+    remade = kept.remade(sure=not read.guess)
     wires = frozenset(range(len(graph.tensors)))
     if read.bounds_drained:
         # Messages that other work comes on top of: none that may pass beside it.

@@ -16,8 +16,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.drawn.cases import examples
-from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
+from helpers.drawn.problems import all_cuts, best_cut, brute_force, drawn_problems
 from hypothesis import given, settings
+from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.ilp import mip
 from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp.mip import Mip, MipAnswer, SolverSettings, Terms
@@ -141,6 +142,24 @@ def check(of, answer):
 @given(drawn_problems(most=6))
 def test_the_program_finds_what_trying_everything_finds(of):
     check(of, solve_ilp(of))
+
+
+@pytest.mark.parametrize(
+    ("remade", "once", "units", "load_s"),
+    [(None, 0, 1, 7), (0, 0, 1, 9), (1, 0, 1, 7), (0, 1, 1, 7), (0, 1, 2, 9)],
+)
+def test_what_is_made_anew_is_kept_where_it_is_sent_to(remade, once, units, load_s):
+    """Then it is too much behind the one cut or the other, but for what was counted once."""
+    of = chain([5, 4, 3], [0, 0], place=lambda o, k: Place(memory_bytes=8, units=units))
+    tensors = [
+        replace(tensor, remade_bytes=each)
+        for tensor, each in zip(of.tensors, [(10.0, 0.0), (0.0, 10.0)], strict=True)
+    ]
+    modes = [replace(mode, remade=remade, remade_once=once) for mode in of.modes]
+    of = replace(of, tensors=tuple(tensors), modes=tuple(modes))
+    check(of, solve_ilp(of))
+    assert brute_force(of).objective_s == load_s
+    assert best_cut(of, find_downsets(of, 4)).objective_s == load_s
 
 
 @pytest.mark.slow
