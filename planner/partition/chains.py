@@ -65,6 +65,9 @@ PERIODS, _NEAR = 6, 1.01
 _ABOUT = 2.0
 """Of what is known of the bound, where no plan's period is, what is asked about next."""
 
+_AT_ONCE, _MOST_CUTS = 512, 200_000
+"""Beginnings of chains that are gone on from at once; and cuts, more than which aren't listed."""
+
 _ROUNDING = 1 + 1e-12
 
 _SURE = 1 - 1e-10
@@ -569,7 +572,7 @@ class Chains:
         are too many.
 
         Args:
-            go_on: told how many links were looked at: whether there may be more.
+            go_on: told how many beginnings of chains are looked at next: whether there may be more.
         """
         known_s, rows = self._left
         most, rows = self._terms.most(most_s), rows if most_s <= known_s else self._all_rows
@@ -580,32 +583,64 @@ class Chains:
         costs = self._costs(rows, weights)
         behind = self._behind(rows, costs)
         room = most_s * _ROUNDING * _ROUNDING
+        growing, last = self._growing(rows), self.stages - 1
+        of_links = [self._terms.within[:, s] @ row.values for s, row in enumerate(rows)]
         found: list[tuple[float, tuple[int, ...]]] = []
-        growing = self._growing(rows)
 
-        def extend(s: int, at: int, chain: tuple[int, ...], terms: Vector, spent: float) -> bool:
-            row = rows[s]
-            low, high = np.searchsorted(row.begin, [at, at + 1]).tolist()
-            if not go_on(high - low + 1):
+        def extend(s: int, ahead: _Beginnings) -> bool:
+            if not go_on(len(ahead.at)):
                 return False
-            values, ends = row.values[:, low:high], row.end[low:high]
-            after = terms[:, None] + self._terms.within[:, s] @ values
-            sums = spent + costs[s][low:high]
-            within = (after <= most[:, None])[: growing if s < self.stages - 1 else len(most)]
-            fine = (sums + behind[s + 1][ends] <= room) & within.all(axis=0)
-            for k in np.flatnonzero(fine).tolist():
-                mine = (*chain, int(row.which[low + k]))
-                if s == self.stages - 1:
-                    load_s = float(after[~self._terms.in_memory, k].max())
-                    found.append((load_s, self.links.cut(mine)))
-                elif not extend(s + 1, int(ends[k]), mine, after[:, k], float(sums[k])):
-                    return False
-            return True
+            row = rows[s]
+            low, high = np.searchsorted(row.begin, [ahead.at, ahead.at + 1])
+            numbers = high - low
+            parent = np.arange(len(numbers)).repeat(numbers)
+            link = np.arange(len(parent)) - (numbers.cumsum() - numbers - low).repeat(numbers)
+            sums = ahead.spent[parent] + costs[s][link]
+            fine = sums + behind[s + 1][row.end[link]] <= room
+            parent, link, sums = parent[fine], link[fine], sums[fine]
+            after = ahead.terms[:, parent] + of_links[s][:, link]
+            those = len(most) if s == last else growing
+            fine = (after[:those] <= most[:those, None]).all(axis=0)
+            parent, link = parent[fine], link[fine]
+            chains = np.column_stack([ahead.chains[parent], row.which[link]])
+            on = _Beginnings(row.end[link], chains, after[:, fine], sums[fine])
+            if s == last:
+                loads_s = on.terms[~self._terms.in_memory].max(axis=0)
+                cuts = map(self.links.cut, chains.tolist())
+                found.extend(zip(loads_s.tolist(), cuts, strict=True))
+                return len(found) <= _MOST_CUTS
+            return all(extend(s + 1, some) for some in on.parts())
 
         for first in range(self.links.kinds):
-            if not extend(0, first, (), np.zeros(len(most)), 0.0):
+            none = np.zeros((len(most), 1)), np.zeros(1)
+            begun = _Beginnings(np.array([first]), np.zeros((1, 0), dtype=np.intp), *none)
+            if not extend(0, begun):
                 return None
         return sorted(found)
+
+
+class _Beginnings(NamedTuple):
+    """Of chains, their first links.
+
+    Attributes:
+        at: number of the place that each leads to, [B].
+        chains: positions of its links, [B, stages].
+        terms: so far, [K, B].
+        spent: what they cost by weights, [B].
+    """
+
+    at: Positions
+    chains: Positions
+    terms: Vector
+    spent: Vector
+
+    def parts(self) -> Iterator[_Beginnings]:
+        """A few at once."""
+        for k in range(0, len(self.at), _AT_ONCE):
+            some = slice(k, k + _AT_ONCE)
+            yield _Beginnings(
+                self.at[some], self.chains[some], self.terms[:, some], self.spent[some]
+            )
 
 
 def _best_weights(terms: Vector, first: Vector) -> tuple[Vector, float, Vector]:

@@ -14,9 +14,10 @@ mean, as of a max-plus matrix). Those that count go from a stage to one behind i
   backwards, and messages. So is how many it keeps (`CycleTables.least_kept`).
 
 - *flush*: P is one micro-batch's way to the stage, R from behind it to stage t, both there and
-  back; W is R to the last stage. In GPipe N micro-batches are in flight at all stages. A mini-batch
-  takes N times a stage's work, or the messages of one wire, m on the busier one and m' on the one
-  back, besides the ways to and from there:
+  back, P with the update of the stage where it begins; W is R to the last stage. In GPipe N
+  micro-batches are in flight at all stages. A mini-batch takes N times a stage's work, or the
+  messages of one wire, m on the busier one and m' on the one back, besides the ways to and from
+  there:
 
       T ≥ P + N·(f + b) + R - (u(s) - u(t))·min(f, b),
       T ≥ P + f + b + R + (N - 1)·m + (u(t) - 1)·m'.
@@ -384,8 +385,9 @@ class CriticalCycles(CycleTables):
         latency_s, places = 2 * self.problem.latency_s, range(len(own))
         before = [0.0 for _ in places]
         for s in places:
+            way_s = max(before[s], float(timed[s].step[0])) + own[s] + latency_s
             for t, there_s, back_s in nexts[s]:
-                before[t] = max(before[t], before[s] + own[s] + there_s + back_s + latency_s)
+                before[t] = max(before[t], way_s + there_s + back_s)
         # Rows from each stage to where they end, both of them included.
         rows_s = [own[:] for _ in places]
         for s in reversed(places):
@@ -511,7 +513,7 @@ class CriticalCycles(CycleTables):
                 around = np.full(stages.count, last.ways[1])
             rows = self.rows(stages, every, waits, beyond)
             fine &= self.drained(before, rows, timed, self._units[s]) <= room
-            ways = self.onward(stages, before + timed.own, around)
+            ways = self.onward(stages, np.maximum(before, timed.step) + timed.own, around)
         elif self.problem.rule == "turns":
             each, extra = room / n, timed.update if n == 1 else 0.0
             # No more in flight than what comes before it can wait for.

@@ -75,6 +75,8 @@ class CycleProblem:
         split: backwards are in two parts, of which others wait for the first alone.
         every_mode: stages in slower modes than some that they seem to fit all places in, too: bytes
             are known from below, so that they may be needed.
+        exchanges: bit masks of layers that share parameters, each with what an all-reduce over
+            copies takes at the least, where several stages have some of them.
         entered: forwards take the version that the first stage had: a stage with fewer in flight
             holds older ones until they are used; or, "stashed", until its backward.
     """
@@ -91,6 +93,7 @@ class CycleProblem:
     latency_s: float
     split: bool = False
     every_mode: bool = False
+    exchanges: tuple[tuple[int, float], ...] = ()
     entered: Literal["", "used", "stashed"] = ""
 
     @property
@@ -122,6 +125,7 @@ class Stages:
         on_path: they have layers of the path.
         whole_s: a micro-batch's forward and backward with its weight part, if that is split off.
         busy_s: compute and updates in a period at speed 1, the system's weight rules left out.
+        summing_s: all-reduces over copies of tied parameters, in a period.
         sent_s: per class of the next stage, messages to it both ways with their latency, [K, p];
             minus infinity where no gradient comes back from there.
         wire_s: of these the busier way in a period, [K, p].
@@ -142,6 +146,7 @@ class Stages:
     backward_s: Vector
     whole_s: Vector
     busy_s: Vector
+    summing_s: Vector
     sent_s: Vector
     wire_s: Vector
     passed_s: Vector
@@ -364,7 +369,7 @@ class StageTable:
             first, end = np.searchsorted(lows, [at, at + 1]).tolist()
             taken[first:end] = border.taken[highs[first:end]]
         passed_s = np.where(on_path, self._path_s[highs], -math.inf)
-        columns[9:9] = [sent_s, wire_s, passed_s, made, user, taken]
+        columns[10:10] = [sent_s, wire_s, passed_s, made, user, taken]
         return Stages(*columns)
 
     def _stages_from(
@@ -406,8 +411,18 @@ class StageTable:
         on_path = self._passed[b] > self._passed[below]
         shared = (np.full(len(b), below), b, kinds[some], m, on_path)
         whole = compute / problem.micro_batches
-        times = (ahead[m, some], back[m, some], whole, compute + serial[some])
+        busy = compute + serial[some]
+        times = (ahead[m, some], back[m, some], whole, busy, self._summing_s(below, b))
         return [(*shared, *times, parameters[some], once[m, some], kept[m, some])]
+
+    def _summing_s(self, below: int, above: Positions) -> Vector:
+        """Of stages that have some of the layers that share parameters, but not all."""
+        found = np.zeros(len(above))
+        for ends, seconds in self.problem.exchanges:
+            within = np.sum([self.lattice.column(layer) for layer in members(ends)], axis=0)
+            mine = within[above] - within[below]
+            found += seconds * ((mine > 0) & (mine < ends.bit_count()))
+        return found
 
     @cached_property
     def _extremes(self) -> tuple[_Holding, _Holding]:
@@ -457,7 +472,7 @@ def _none(classes: int) -> Stages:
     at, seconds = np.zeros(0, dtype=np.intp), np.zeros(0)
     wide = np.zeros((classes, 0))
     flags = np.zeros(0, dtype=np.bool_)
-    times, held = (seconds, seconds, seconds, seconds), (seconds, seconds, seconds)
+    times, held = (seconds,) * 5, (seconds, seconds, seconds)
     return Stages(at, at, at, at, flags, *times, wide, wide, seconds, at, at, at, *held)
 
 

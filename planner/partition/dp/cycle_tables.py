@@ -41,7 +41,9 @@ class Timed(NamedTuple):
         own: a micro-batch's forward and backward.
         weight: its weight part, if that is split off.
         serial: whether all of a backward is done before the next forward that waits for it.
-        update: of a period.
+        update: of a period, with all weight parts.
+        step: that alone: in a pipeline that flushes, between a mini-batch's last backward at the
+            stage and the next one's first forward.
     """
 
     forward: Vector
@@ -51,6 +53,7 @@ class Timed(NamedTuple):
     serial: Flags
     busy: Vector
     update: Vector
+    step: Vector
 
     def those(self, which: Positions) -> Timed:
         """Some of them."""
@@ -318,8 +321,10 @@ class CycleTables:
             backward, own, weight = backward + weight, own + weight, np.zeros(stages.count)
         serial = np.full(stages.count, stage.first or not self.problem.split)
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
+        busy += stages.summing_s
         update = np.maximum(busy - self.problem.micro_batches * own, 0.0)
-        return Timed(forward, backward, own, weight, serial, busy, update)
+        step = np.maximum(update - self.problem.micro_batches * weight, 0.0)
+        return Timed(forward, backward, own, weight, serial, busy, update, step)
 
     def beyond(self, stages: Stages, which: Positions, waits: Waits) -> tuple[Vector, Positions]:
         """What some stages wait for beyond themselves, and the next one's class that goes with it,
@@ -471,6 +476,7 @@ class CycleTables:
         all_s = n * own + max(n - self._units[0], 0) * timed.weight
         # In rounds they may be beside waiting, and so may be all backwards that none waits for.
         turn_s = np.where(timed.serial | (before > 0), own, timed.forward)
+        before = np.maximum(before, timed.step)
         least: Vector = before + all_s
         for row in rows.values():
             beyond_s, fewer = row.beyond_s, units - row.units
@@ -532,7 +538,8 @@ class CycleTables:
                 if not len(some):
                     continue
                 mine = stages.those(some)
-                ways_s = self.before(stages, some, ways) + timed.own[some]
+                ways_s = np.maximum(self.before(stages, some, ways), timed.step[some])
+                ways_s += timed.own[some]
                 makers = np.minimum(ways.makers, _of_each_layer(self.all, stages, some, ways_s))
                 linked, passed = self.onward(mine, ways_s, ways.passed[mine.below])
                 starts = np.flatnonzero(np.diff(mine.above, prepend=-1))

@@ -124,6 +124,9 @@ _CLIMBS = 100
 _CLIMBED, _DEAREST = 300, 8.0
 """Plans that there is effort for there, of a search's own `EFFORT`, and times that at the most."""
 
+_SURE, _FURTHER = 1.02, 5
+"""Where the best plan is further above the bound, there is so many times the effort."""
+
 _FIRST_CUTS, _MOST_LAYINGS = 6, 12
 """First cuts that climbs begin at, of so many numbers of micro-batches, stages and replicas."""
 
@@ -728,14 +731,15 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
 
 
 def climbing_effort(search: SearchState, effort: int) -> int:
-    """What climbs from anywhere may take, in a search of so much effort: as much again, and where
-    plans are dear, enough for some hundreds like the best one."""
+    """What climbs from anywhere may take, in a search of so much effort: as much again, where plans
+    are dear, enough for some hundreds like the best one, and more where that isn't near a bound."""
     found = search.best or search.closest
     if found is None:
         return effort
     takes = placed_operations if found.pipeline.placement else operations_of
     each = takes(search.relaxation.variant, len(found.stages), found.micro_batches)
-    return round(effort * min(max(_CLIMBED * each / EFFORT, 1.0), _DEAREST))
+    further = 1 if search.period_s <= search.bound_s * _SURE else _FURTHER
+    return round(effort * min(max(_CLIMBED * each / EFFORT, 1.0), _DEAREST) * further)
 
 
 def climb_on(

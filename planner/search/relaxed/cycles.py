@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ...cluster.cluster import Cluster, Device
+from ...cluster.contention import AllReduceTimes
 from ...costs.memory import holdings
 from ...costs.stage_costs import sized
 from ...partition.dp.cycle_devices import (
@@ -22,7 +23,7 @@ from ...partition.dp.cycle_devices import (
     in_sequence,
 )
 from ...partition.dp.cycle_stages import CycleMessage, CycleProblem, CycleRule
-from ...partition.problem import Mode, Place, StageProblem, Vector
+from ...partition.problem import CutTensor, Mode, Place, StageProblem, Vector, closures
 from ...schedules.schedules import PATTERNS
 from ...systems.operations import BACKWARD, B, F, numbered
 from ...systems.variants import ScheduleRule, Variant
@@ -99,15 +100,52 @@ def cycle_problem(
         return None
     n, found = branch.micro_batches, stage_problem(relaxation, branch)
     links = relaxation.question.cluster.networks
+    devices = _devices(relaxation, found.loads, n, stages, share, any_sequence=any_sequence)
+    tensors = (*found.loads.tensors, *_copies(relaxation, found.loads, devices))
     return replace(
         found,
+        loads=replace(found.loads, tensors=tensors),
         rule=_RULES[variant.schedule],
-        devices=_devices(relaxation, found.loads, n, stages, share, any_sequence=any_sequence),
+        devices=devices,
+        exchanges=tuple(_exchanges(relaxation)),
         every_mode=every_mode,
         latency_s=min((link.latency_s for link in links), default=0.0),
         split=variant.split_backward,
         entered=_entered(variant),
     )
+
+
+def _exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
+    """Layers that share parameters and may be on several stages, as a bit mask, and what summing
+    the gradients of their copies takes at the least."""
+    question, position = relaxation.question, relaxation.graph.position
+    devices = len(question.cluster.devices)
+    if question.tied != "split" or devices < 2:
+        return
+    sums = AllReduceTimes(question.cluster)
+    for shared in question.profile.shared:
+        counts = range(2, max(min(len(shared.layers), devices), 2) + 1)
+        per_byte_s = min(sums.least(count)[1] for count in counts)
+        yield (
+            sum(1 << position[name] for name in shared.layers),
+            per_byte_s * shared.parameter_bytes,
+        )
+
+
+def _copies(
+    relaxation: Relaxation, loads: StageProblem, devices: CycleDevices
+) -> Iterator[CutTensor]:
+    """Bytes of such a copy: the last of those layers needs one where the first is on a stage
+    before."""
+    question, position = relaxation.question, relaxation.graph.position
+    if question.tied != "split" or not relaxation.limited:
+        return
+    needed = closures(loads.needs, loads.together)
+    held = min((stage.copies for stage in devices.every), default=0.0) + 1.0
+    for shared in question.profile.shared:
+        first, last = position[shared.layers[0]], position[shared.layers[-1]]
+        if needed[last] >> first & 1:
+            yield CutTensor(1 << first | 1 << last, lower_bytes=held * shared.parameter_bytes)
 
 
 def _entered(variant: Variant) -> Literal["", "used", "stashed"]:
