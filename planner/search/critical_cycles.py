@@ -178,11 +178,9 @@ class CycleSearch:
         search, found = self.search, list[Evaluation]()
         branches = [branch for branch in search.branches if self.reaches(branch)]
         branches.sort(key=partial(_hoped_s, search))
-        seconds = search.relaxation.seconds
         for branch in filter(self.covers, branches):
-            n = branch.micro_batches
-            least_s = max(seconds.shared_out_s(n), seconds.way_and_back_s(n))
-            search.bounds[branch] = max(search.bounds[branch], least_s)
+            trip_s = search.relaxation.seconds.way_and_back_s(branch.micro_batches)
+            search.bounds[branch] = max(search.bounds[branch], trip_s)
         with suppress(OutOfBudget), search.budget.part(_THINNED_SHARE):
             self._bound_each(branches, found, thinned=True)
         self._bound_each(branches, found, thinned=False)

@@ -206,9 +206,6 @@ def _bound_along_path(search: SearchState, cycles: CycleSearch) -> None:
 
 def _bound_all(search: SearchState) -> None:
     """Bound every branch, in each view, and try the cuts that the bounds are from."""
-    for branch in search.branches if search.any_sequence else ():
-        least_s = search.relaxation.seconds.shared_out_s(branch.micro_batches)
-        search.bounds[branch] = max(search.bounds[branch], least_s)
     if search.identical and search.best is not None and isinstance(search.source, DpSource):
         _raise_lowest(search, search.source)
         return
@@ -277,9 +274,6 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
                 search.bounds[branch] = max(search.bounds[branch], found.least_s)
         return kept[key]
 
-    for branch in search.branches:
-        least_s = search.relaxation.seconds.shared_out_s(branch.micro_batches)
-        search.bounds[branch] = max(search.bounds[branch], least_s)
     begun, done = set[Branch](), set[Branch]()
     while not search.budget.noted(end):
         search.budget.check()

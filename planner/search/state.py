@@ -290,8 +290,10 @@ class SearchState:
 
     def forget_bounds(self) -> None:
         """Keep those alone that hold for every sequence of devices."""
-        trip_s = self.relaxation.seconds.round_trip_s
-        self.bounds = {branch: trip_s(branch.micro_batches) for branch in self.branches}
+        seconds = self.relaxation.seconds
+        counts = {branch.micro_batches for branch in self.branches}
+        least_s = {n: max(seconds.least_s(n), seconds.round_trip_s(n)) for n in counts}
+        self.bounds = {branch: least_s[branch.micro_batches] for branch in self.branches}
 
     def hopeless(self, branch: Branch) -> bool:
         """Whether no plan of a branch can beat the best one so far."""

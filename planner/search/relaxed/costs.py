@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...costs.layer_graph import LayerVectors, capped, forward_share
-from ...partition.problem import Vector
+from ...partition.problem import Vector, members
 from .scope import Reading, Scope
 
 
@@ -101,6 +101,18 @@ class LeastSeconds(Scope):
         shares = {r if whole else 1 for r in self.replica_counts(micro_batches)}
         least_s = min(s * self._work_s(self.size(micro_batches, s)) for s in shares or {1})
         return least_s * micro_batches / devices
+
+    def least_s(self, micro_batches: int) -> float:
+        """No period is less: that, and what layers take that no cut takes apart, where a stage has
+        one device."""
+        least_s, n = self.shared_out_s(micro_batches), micro_batches
+        if self.replica_counts(n) != [1]:
+            return least_s
+        costs, steps_s = self.graph.costs(self.size(n, 1)), self.serial(n, 1)[0]
+        fastest = max(device.speed for device in self.question.cluster.devices)
+        each = ((costs.forward_s + costs.backward_s) * n + steps_s) / fastest
+        whole = (float(each[[*members(group)]].sum()) for group in self.graph.together)
+        return max(least_s, float(each.max(initial=0.0)), *whole)
 
     def round_trip_s(self, micro_batches: int) -> float:
         """No period is shorter where at most N micro-batches are in flight; else 0.
