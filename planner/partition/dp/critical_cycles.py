@@ -22,6 +22,11 @@ mean, as of a max-plus matrix). Those that count go from a stage to one behind i
       T ≥ P + N·(f + b) + R - (u(s) - u(t))·min(f, b),
       T ≥ P + f + b + R + (N - 1)·m + (u(t) - 1)·m'.
 
+  And where stages are in a chain, all forwards are waited for where these are longest, f', and
+  all backwards where those are, b' (`CycleTables.halves`):
+
+      T ≥ f + b + W + (N - 1)·(f' + b').
+
   In 1F1B with u(s) < N, d = u(s) - u(t) + 1 more micro-batches come with each round to t and back:
 
       T ≥ P + 2·(f + b + W) + k·(f + b + R) + (N - 1 - u(s) - k·d)·(f + b),
@@ -406,6 +411,13 @@ class CriticalCycles(CycleTables):
                 rows[end] = Row(units[end], np.array([beyond]), np.array([filled]))
             needs = self.drained(np.array([before[s]]), rows, timed[s], units[s])
             longest = max(longest, float(needs[0]))
+        if self.runs_halves:
+            way_s = float(timed[0].step[0]) + rows_s[0][len(own) - 1]
+            halves = (
+                max(float(t.forward[0]) for t in timed),
+                max(float(t.backward[0]) for t in timed),
+            )
+            longest = max(longest, way_s + (self.problem.micro_batches - 1) * sum(halves))
         return longest
 
     def _stage(self, step: CycleStep) -> Stages:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,9 @@ _MOST_HEAVY = 8
 
 FORGIVEN = 1e-9
 """Of what stages wait for, and of sums of work: what rules nothing out."""
+
+_MOST_SHARED_OUT, _NEAR_LEAST = 600, 1e-3
+"""Downsets of which the longest stage's least time is looked for, and how nearly."""
 
 _MADE_AHEAD = 1.5
 """Stages are made for so many times what is asked for, as more is soon asked for."""
@@ -246,6 +250,39 @@ class StageTable:
     def parameter_bytes(self) -> float:
         """Of all layers."""
         return float(self._costs.parameters[-1])
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether all layers come one after another, and gradients back over every cut."""
+        masks, messages = self.lattice.masks[1:-1], self.problem.messages
+        nested = all(not below & ~above for below, above in pairwise(self.lattice.masks))
+        return nested and all(
+            any(m.returns and mask >> m.maker & 1 and m.users & ~mask for m in messages)
+            for mask in masks
+        )
+
+    def least_longest(self, layers_s: Vector, stages: int) -> float:
+        """What the longest stage of a cut into so many takes at the least, by what each layer does,
+        [n]; of many downsets, by the longest layer and by what is shared out."""
+        sums = self._costs.summed(layers_s)
+        low = max(float(layers_s.max()), float(sums[-1]) / stages)
+        if self.lattice.size > _MOST_SHARED_OUT:
+            return low
+        holds = [np.flatnonzero(self._costs.above(b)) for b in range(self.lattice.size - 1)]
+
+        def reaches(target: float) -> bool:
+            fewest = np.full(self.lattice.size, stages + 1)
+            fewest[0] = 0
+            for b, above in enumerate(holds):
+                near = above[sums[above] - sums[b] <= target]
+                fewest[near] = np.minimum(fewest[near], fewest[b] + 1)
+            return bool(fewest[-1] <= stages)
+
+        high = float(sums[-1])
+        while high > low * (1 + _NEAR_LEAST):
+            middle = (low + high) / 2
+            low, high = (low, middle) if reaches(middle) else (middle, high)
+        return low
 
     def within(self, busy_s: float, deadline: float | None = None) -> Stages:
         """Those that are busy for no longer, at speed 1. Raises OutOfTime.

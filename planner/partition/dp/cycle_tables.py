@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -259,6 +260,9 @@ class CycleTables:
             rows = self.rows(stages, some, waits, beyond)
             ways = [self.before(stages, some, table.ways[s][state]) for state in place.before]
             needs = self.drained(np.minimum.reduce(ways), rows, mine, self._units[s])
+            if self.runs_halves:
+                step = mine.step if place.stage.first else 0.0
+                needs = np.maximum(needs, step + self.halves(mine, beyond))
             for t in _ends(len(self._units) - 1, s):
                 rows_s[t] = mine.own + (rows[t].beyond_s if t in rows else 0.0)
         value, flight = self.waited(stages, some, mine, place.stage, beyond, target, needs)
@@ -499,6 +503,34 @@ class CycleTables:
                 )
                 least = np.maximum(least, before + turned_s)
         return least
+
+    @property
+    def runs_halves(self) -> bool:
+        """Whether a chain of stages runs all forwards before its backwards."""
+        return self.problem.rule == "forwards-first" and self.all.is_chain
+
+    def halves(self, timed: Timed, beyond: Vector) -> Vector:
+        """What a mini-batch takes there (`runs_halves`) from some stages to the last at the least,
+        [p]: one micro-batch's way there and back; of the others, forwards where these are longest,
+        and backwards where those are.
+
+        Args:
+            beyond: of that way, what is behind these stages.
+        """
+        forward_s, backward_s = self._longest_s
+        forward = np.maximum(timed.forward, forward_s)
+        backward = np.maximum(timed.backward, backward_s)
+        found: Vector = timed.own + beyond + (self.problem.micro_batches - 1) * (forward + backward)
+        return found
+
+    @cached_property
+    def _longest_s(self) -> tuple[float, float]:
+        """What a cut's longest forward takes at the least, and its longest backward."""
+        fastest = max(stage.speed for stage in self.problem.devices.every)
+        halves = self.problem.forward_s.min(axis=0), self.problem.backward_s.min(axis=0)
+        count = len(self.problem.stages)
+        forward_s, backward_s = (self.all.least_longest(half, count) / fastest for half in halves)
+        return forward_s, backward_s
 
     # The way to a stage, where the pipeline flushes --------------------------------------------
 

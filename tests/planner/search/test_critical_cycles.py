@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
@@ -30,6 +31,7 @@ from timeprest.planner.search.state import OutOfBudget, SearchState
 from timeprest.planner.simulator.timeline import least_period_s
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError
+from timeprest.profiles.profile import SharedParameters
 
 ONE_BY_ONE = tuple(
     name
@@ -420,3 +422,42 @@ def test_pins_and_replicas_leave_cycles_to_look_at(asked, covered):
     assert [cycles.alone_s[b] for b in search.branches] == [*alone.bounds.values()]
     assert search.period_s == alone.period_s
     assert (search.bounds == known) != covered
+
+
+def bound_by_cycles(profile, cluster, system, tied="together"):
+    """Of four micro-batches over all devices."""
+    question = Question(profile, cluster, system, 4, 0.0, 1, tied)
+    stages = len(cluster.devices)
+    search = explore(question, SearchRequest(micro_batches=4, stages=stages), lambda *_: None)
+    search.forget_bounds()
+    (branch,) = search.branches
+    return CycleSearch(search)._best(_Way(branch), 0.0, 0.0).bound_s
+
+
+@pytest.mark.parametrize("system", ["pipedream-flush", "gpipe", "zb-h1"])
+def test_bounds_have_sums_of_tied_parameters_between_mini_batches(system):
+    """Copies on two stages are summed before the next mini-batch begins."""
+    cluster = uniform_cluster(3, None, 1e5, 0.0)
+    ends = ("n0", "n5")
+    apart = msgspec.structs.replace(
+        chain(6), tied=(ends,), shared=(SharedParameters(layers=ends, parameter_bytes=500),)
+    )
+    bound_s = bound_by_cycles(apart, cluster, system, "split")
+    assert bound_s >= bound_by_cycles(chain(6), cluster, system) + 500 / 1e5 * (1 - 1e-9)
+    asked = {"mini_batch": 4, "micro_batches": 4, "stages": 3, "time_limit_s": None}
+    plan = solve(apart, cluster, system, tied="split", **asked)
+    assert 0.99 * plan.predicted.period_s <= bound_s <= plan.predicted.period_s * SAME
+
+
+def test_bounds_of_gpipe_have_its_longest_forwards_and_its_longest_backwards():
+    """On whatever stages these are."""
+    times = [(4e-3, 1e-3), *[(1e-3, 1e-3)] * 4, (1e-3, 4e-3)]
+    layers = [(f"n{k}", 0, *seconds, 10, []) for k, seconds in enumerate(times)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 0) for k in range(5)]
+    profile = profile_by_hand(layers, [*edges, ("n5", "output", "last", 0)])
+    cluster = uniform_cluster(3, None, 1e9, 0.0)
+    asked = {"mini_batch": 4, "micro_batches": 4, "stages": 3, "time_limit_s": None}
+    plan = solve(profile, cluster, "gpipe", **asked)
+    bound_s = bound_by_cycles(profile, cluster, "gpipe")
+    assert plan.predicted.period_s == pytest.approx((9 + 9 + 3 * (4 + 4)) * 1e-3)
+    assert bound_s == pytest.approx(plan.predicted.period_s, rel=1e-4)
