@@ -30,6 +30,7 @@ from ..partition.dp.critical_cycles import (
 from ..partition.dp.cycle_devices import Flight
 from ..partition.dp.cycle_stages import CycleProblem, StageTable
 from ..partition.dp.sweep import OutOfTime
+from ..partition.dp.turns import Turn, least_turning, turnings
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
 from ..schedules.schedules import has_pattern
@@ -73,9 +74,6 @@ _TABLES_SHARE = 0.7
 
 _THINNED_SHARE = 0.4
 """Of the budget, for first plans with fewer places to cut, before there are bounds."""
-
-_CLOSE = 1e-12
-"""Bisection of a cut's least period ends there, relative."""
 
 
 class _Way(NamedTuple):
@@ -349,8 +347,10 @@ class CycleSearch:
                 [each for each in stage.flights if each.limit <= limit]
                 for stage, limit in zip(program.problem.stages, limits, strict=True)
             ]
-            turning_s, limits = least_turning(pipeline, flights, below_s)
+            turns = turns_of(pipeline, flights)
+            turning_s, lowest = least_turning(turns, n, below_s)
             least_s = max(least_s, turning_s)
+            limits = tuple(each.limit for each in lowest or [mine[-1] for mine in flights])
         elif search.relaxation.variant.flushes:
             least_s = max(least_s, filled_and_drained_s(pipeline))
         else:
@@ -366,10 +366,10 @@ class CycleSearch:
             return float("inf")
         if program.problem.rule == "turns":
             # Of all other limits those that cycles leave below the best plan, where they are few.
-            vectors = [*islice(turnings(pipeline, flights, search.period_s), MOST_VECTORS + 1)]
+            vectors = [*islice(turnings(turns, n, search.period_s), MOST_VECTORS + 1)]
             if len(vectors) <= MOST_VECTORS:
                 for each in vectors:
-                    search.look(choice, n, each)
+                    search.look(choice, n, tuple(flight.limit for flight in each))
                 return float("inf")
         search.try_some(choice, n, least_s)
         return float("inf") if least_s * SAME >= search.period_s else least_s
@@ -446,67 +446,21 @@ def _lacks(
     return tuple(lacks)
 
 
-def least_turning(
-    pipeline: Pipeline, flights: Sequence[Sequence[Flight]], below_s: float
-) -> tuple[float, tuple[int, ...]]:
-    """The least period that the turns of 1F1B leave a cut, whatever it has in flight, and the
-    limits that go with it: by bisection, as `CriticalCycles` does for all cuts.
-
-    Args:
-        flights: per stage, what it may have in flight.
-        below_s: longer ones don't matter.
-    """
-    low, high = 0.0, below_s
-    limits = _turning(pipeline, flights, high)
-    if limits is None:
-        return below_s, tuple(each[-1].limit for each in flights)
-    while high > low * (1 + _CLOSE) and high > 0:
-        middle = (low + high) / 2
-        found = _turning(pipeline, flights, middle)
-        low, high = (low, middle) if found else (middle, high)
-        limits = found or limits
-    return low, limits
-
-
-def _turning(
-    pipeline: Pipeline, flights: Sequence[Sequence[Flight]], period_s: float
-) -> tuple[int, ...] | None:
-    """The lowest limits that keep to a period; None: none do."""
-    return next(turnings(pipeline, flights, period_s), None)
-
-
-def turnings(
-    pipeline: Pipeline, flights: Sequence[Sequence[Flight]], period_s: float
-) -> Iterator[tuple[int, ...]]:
-    """All limits that keep to a period by the turns of 1F1B, the lowest first; of those that mean
-    the same one."""
-    each = period_s / pipeline.micro_batches
-    after: list[list[tuple[int, float]]] = [[] for _ in range(pipeline.stages)]
+def turns_of(pipeline: Pipeline, flights: Sequence[Sequence[Flight]]) -> list[Turn]:
+    """A cut's stages as they take turns. `flights`: per stage, what it may have in flight."""
+    behind: list[list[tuple[int, float]]] = [[] for _ in range(pipeline.stages)]
     for link in pipeline.links:
         if link.has_gradient:
             back_s = link.backward_s * pipeline.micro_batches_per_share(link.target)
             sent_s = link.forward_s + back_s + 2 * link.latency_s
-            after[link.source].append((link.target, sent_s))
-
-    def further(waits: tuple[float, ...], limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Those with these of the last stages, which are waited for so long."""
-        s = pipeline.stages - 1 - len(limits)
-        if s < 0:
-            yield limits
-            return
-        own = pipeline.forward_s[s] + pipeline.backward_op_s(s)
-        beyond = max((sent_s + waits[t - s - 1] for t, sent_s in after[s]), default=0.0)
-        update = pipeline.update_op_s(s) if pipeline.micro_batches == 1 else 0.0
-        needed = (own + update + beyond) / each - 1 if each else float("inf")
-        least = max(limits[:1], default=0)
-        for flight in flights[s]:
-            if flight.units >= needed * (1 - 1e-12) and flight.limit >= least:
-                wait_s, fits = own + max(flight.units * each, beyond), False
-                for found in further((wait_s, *waits), (flight.limit, *limits)):
-                    fits = True
-                    yield found
-                if not fits:
-                    # With more here stages before it wait for more, too.
-                    return
-
-    return further((), ())
+            behind[link.source].append((link.target, sent_s))
+    alone = pipeline.micro_batches == 1
+    return [
+        Turn(
+            pipeline.forward_s[s] + pipeline.backward_op_s(s),
+            pipeline.update_op_s(s) if alone else 0.0,
+            behind[s],
+            mine,
+        )
+        for s, mine in enumerate(flights)
+    ]

@@ -78,6 +78,7 @@ from .cycle_tables import (
 from .lattice import Lattice, Positions
 from .program import Program
 from .sweep import OutOfTime
+from .turns import Turn, least_turning
 
 _MOST_PAIRS = 8_000_000
 """Pairs of downsets × ways to run a stage: with more, tables take too long."""
@@ -97,9 +98,6 @@ that the next one is, and the largest."""
 
 _NEAR = 1.0005
 """Where bound and best cut are so close, whether any other cut is better is asked."""
-
-_TURNS, _NEARLY = 12, 1e-4
-"""Periods of a cut that are tried for what it needs in flight, until they are so near."""
 
 _SHARES, _SHARES_EACH, _CHEAPEST = 48, 4, 2
 """Thinned: of so many equal shares of the work, and at least so many for each stage, so many places
@@ -291,8 +289,34 @@ class CriticalCycles(CycleTables):
             at, kind, state = above, int(looked.next_kind[p]), place.behind
         found_s = self.period_s(steps)
         if found_s > target * (1 + FORGIVEN) and self.problem.rule == "turns":
-            steps, found_s = _enough_in_flight(self, steps, target, found_s)
+            steps, found_s = self._with_enough(steps, found_s)
         return CycleCut(tuple(steps), found_s)
+
+    def _with_enough(
+        self, steps: list[CycleStep], period_s: float
+    ) -> tuple[list[CycleStep], float]:
+        """A cut with as much in flight as its shortest period within the memory takes, and that:
+        tables don't know of all messages, so that it may need more than they said."""
+
+        def holding(flights: Sequence[Flight]) -> list[CycleStep]:
+            mine = zip(steps, flights, strict=True)
+            return [step._replace(flight=flight) for step, flight in mine]
+
+        n, latency_s = self.problem.micro_batches, 2 * self.problem.latency_s
+        timed, nexts = self._timed(steps), _nexts(self._links(steps), len(steps))
+        turns = [
+            Turn(
+                float(timed[s].own[0]),
+                float(timed[s].update[0]) if n == 1 else 0.0,
+                [(t, there_s + back_s + latency_s) for t, there_s, back_s in nexts[s]],
+                step.place.stage.flights,
+            )
+            for s, step in enumerate(steps)
+        ]
+        _, flights = least_turning(turns, n, period_s, lambda some: self._fits(holding(some)))
+        others = steps if flights is None else holding(flights)
+        found_s = self.period_s(others)
+        return (others, found_s) if found_s < period_s else (steps, period_s)
 
     def _fits(self, steps: Sequence[CycleStep]) -> bool:
         """Whether a cut is within the memory, as far as that is known."""
@@ -593,57 +617,6 @@ def _nexts(links: _Links, stages: int) -> list[list[_Link]]:
     for (s, t), (there_s, back_s, returns) in links.items():
         if returns:
             found[s].append((t, there_s, back_s))
-    return found
-
-
-def _enough_in_flight(
-    program: CriticalCycles, steps: list[CycleStep], low_s: float, high_s: float
-) -> tuple[list[CycleStep], float]:
-    """A cut with as much in flight as its shortest period within the memory takes: tables don't
-    know of all messages, so that it may need more than they said.
-
-    Args:
-        low_s: a period that may be too short.
-        high_s: that of these steps.
-    """
-    steps_of = _in_flight_within(program, steps)
-    for turn in range(_TURNS):
-        if high_s <= low_s * (1 + _NEARLY):
-            break
-        target = math.sqrt(low_s * high_s) if turn else low_s
-        others = steps_of(target)
-        period_s = math.inf if others is None else program.period_s(others)
-        if others is not None and period_s < high_s:
-            steps, high_s = others, period_s
-        else:
-            low_s = target
-    return steps, high_s
-
-
-def _in_flight_within(
-    program: CriticalCycles, steps: Sequence[CycleStep]
-) -> Callable[[float], list[CycleStep] | None]:
-    """Of a cut whose stages take turns and a period, the least in flight that it keeps to that
-    with; None where that isn't within the memory, or what limits allow."""
-    timed, nexts = program._timed(steps), _nexts(program._links(steps), len(steps))
-    n = program.problem.micro_batches
-
-    def found(target: float) -> list[CycleStep] | None:
-        rows: list[dict[int, float]] = [{} for _ in steps]
-        mine = list(steps)
-        for s in range(len(steps) - 1, -1, -1):
-            own_s = program._rows_from(s, rows, timed[s], nexts[s])
-            extra = float(timed[s].update[0]) if n == 1 else 0.0
-            waits = (n * (row_s + extra) / target + u - 1 for u, row_s in rows[s].items())
-            needed = max(waits, default=0.0) * (1 - FORGIVEN)
-            flights = steps[s].place.stage.flights
-            flight = next((f for f in flights if f.units >= needed), None)
-            if flight is None:
-                return None
-            mine[s] = steps[s]._replace(flight=flight)
-            rows[s][flight.units] = max(rows[s].get(flight.units, 0.0), own_s)
-        return mine if program._fits(mine) else None
-
     return found
 
 

@@ -21,10 +21,11 @@ from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Evaluation, Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
+from timeprest.planner.partition.dp.turns import least_turning, turnings
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search import critical_cycles, exploration
 from timeprest.planner.search.choices import Freedom
-from timeprest.planner.search.critical_cycles import CycleSearch, _Way, least_turning, turnings
+from timeprest.planner.search.critical_cycles import CycleSearch, _Way, turns_of
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
@@ -246,22 +247,24 @@ def check_turns(plans, flights, *, exact: bool) -> None:
     """`plans`: of one cut, under all limits; `exact`: messages have wires of their own."""
     best_s = min(plan.prediction.period_s for plan in plans)
     pipeline = plans[0].pipeline
-    least_s, limits = least_turning(pipeline, flights, 10 * best_s)
+    turns, n = turns_of(pipeline, flights), pipeline.micro_batches
+    least_s, lowest = least_turning(turns, n, 10 * best_s)
     assert least_s <= best_s * SAME
+    limits = tuple(flight.limit for flight in lowest)
     assert all(a >= b for a, b in pairwise(limits))
     assert all(
         limit in [each.limit for each in mine] for limit, mine in zip(limits, flights, strict=True)
     )
     # All that are faster than some plan are among those that its period leaves.
     below_s = sorted(plan.prediction.period_s for plan in plans)[len(plans) // 2]
-    left = set(turnings(pipeline, flights, below_s))
+    left = {tuple(each.limit for each in some) for some in turnings(turns, n, below_s)}
     means = [{each.limit for each in mine} for mine in flights]
     for plan in plans:
         if all(limit in mine for limit, mine in zip(plan.limits, means, strict=True)):
             assert plan.limits in left or plan.prediction.period_s * SAME >= below_s
     # Below any period that it may have, nothing is known but that.
     below_s = best_s * 0.9
-    assert least_turning(pipeline, flights, below_s)[0] <= below_s
+    assert least_turning(turns, n, below_s)[0] <= below_s
     chain = {(link.source, link.target) for link in pipeline.links if link.has_gradient}
     links = {(link.source, link.target) for link in pipeline.links}
     neighbours = {(s, s + 1) for s in range(pipeline.stages - 1)}
