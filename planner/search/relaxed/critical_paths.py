@@ -62,6 +62,8 @@ class CriticalPaths:
         messages: the measure that latencies count by.
         apart, off: those that are 1 where the next stage may not wait for this one; and where this
             one isn't on the path that all others on it wait along.
+        closing: measures of the first stage, with factors, that come behind its last backward and
+            before the next mini-batch, where all stages wait for each other.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class CriticalPaths:
         messages: int,
         apart: int,
         off: int,
+        closing: Sequence[tuple[int, float]] = (),
     ) -> None:
         self._way, self._n, self._messages = way, micro_batches, messages
+        self._apart, self._off, self._closing = apart, off, closing
         self._there, self._back = dict[int, int](), dict[int, int]()
         for at, step in enumerate(way):
             if len(step.where) == 1:
@@ -150,6 +154,12 @@ class CriticalPaths:
             ends[node] = begin + takes[node // n]
         found = np.zeros(measures.shape)
         node = max(range(self.size), key=ends.__getitem__)
+        last, closing = self.size - 1, np.zeros(measures.shape)
+        for measure, factor in self._closing:
+            closing[0, measure] = factor
+        closing[:, [self._apart, self._off]] = -period_s
+        if self._closing and ends[last] + float((closing * measures).sum()) > ends[node]:
+            found, node = closing, last
         while node >= 0:
             step = way[node // n]
             found[step.stage, step.measure] += step.factor

@@ -107,7 +107,7 @@ def cycle_problem(
         loads=replace(found.loads, tensors=tensors),
         rule=_RULES[variant.schedule],
         devices=devices,
-        exchanges=tuple(_exchanges(relaxation)),
+        exchanges=tuple(exchanges(relaxation)),
         every_mode=every_mode,
         latency_s=min((link.latency_s for link in links), default=0.0),
         split=variant.split_backward,
@@ -115,7 +115,7 @@ def cycle_problem(
     )
 
 
-def _exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
+def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
     """Layers that share parameters and may be on several stages, as a bit mask, and what summing
     the gradients of their copies takes at the least."""
     question, position = relaxation.question, relaxation.graph.position

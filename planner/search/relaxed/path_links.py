@@ -8,6 +8,8 @@ elsewhere; and it sends the path's message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...partition.chains import Links
@@ -17,7 +19,11 @@ from ...partition.problem import Vector
 
 
 def path_links(
-    problem: CycleProblem, lattice: Lattice, layer_bytes: Vector, gradients: int
+    problem: CycleProblem,
+    lattice: Lattice,
+    layer_bytes: Vector,
+    gradients: int,
+    exchanges: Sequence[tuple[int, float]] = (),
 ) -> Links:
     """Stages with whether the next one has any of the path: 0 where it has, else 1.
 
@@ -25,6 +31,8 @@ def path_links(
         lattice: a complete one.
         layer_bytes: of layers, measures in bytes, [_, n].
         gradients: of how many micro-batches a message back is.
+        exchanges: bit masks of layers that share parameters with the last stage, each with what
+            summing over copies takes.
 
     Returns:
         Links whose first and last places are by themselves; `values` as of `Rows`.
@@ -37,9 +45,10 @@ def path_links(
     at = np.concatenate([[passed[0]], passed[first_at], [passed[-1]]])
     masks = [lattice.masks[0], *(lattice.masks[k] for k in first_at), lattice.masks[-1]]
     work = np.min([mode.compute_s for mode in loads.modes], axis=0)
-    work = work + (0.0 if loads.serial_s is None else loads.serial_s)
+    step = np.zeros(lattice.layers) if loads.serial_s is None else loads.serial_s
     forward, backward = problem.forward_s.min(axis=0), problem.backward_s.min(axis=0)
-    each = np.array([forward, backward, work, *layer_bytes])
+    sharing = [[float(ends >> k & 1) for k in range(lattice.layers)] for ends, _ in exchanges]
+    each = np.array([forward, backward, work + step, *layer_bytes, step, *sharing])
     sums = np.concatenate([np.zeros((len(each), 1)), each[:, path].cumsum(axis=1)], axis=1)
     # None of the path have stages between places with as many of it.
     low, high = np.triu_indices(len(at), 1)
@@ -61,7 +70,21 @@ def path_links(
     linked = on[which] & (after == 0) & (high[which] < len(at) - 1)
     there = np.where(linked, crossing[at[high[which]]], 0.0)
     apart = ~linked & (high[which] < len(at) - 1)
-    sent = (there, there * gradients, ~on[which], apart, linked, there * n, there * n)
+    values, (step, *shares) = np.split(values, [3 + len(layer_bytes)])
+    summing = np.zeros(len(low))
+    for (_, seconds), share in zip(exchanges, shares, strict=True):
+        summing += seconds * (share > 0) * (high < len(at) - 1)
+    closing = step * on, summing * on
+    sent = (
+        there,
+        there * gradients,
+        *(x[which] for x in closing),
+        ~on[which],
+        apart,
+        linked,
+        there * n,
+        there * n,
+    )
     measured = [*values[:, which], *sent]
     begin, end = low[which] * 2 + ~on[which], high[which] * 2 + after
     kept = (after == 0) | np.isin(high[which], low[~on])

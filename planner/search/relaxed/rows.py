@@ -8,7 +8,8 @@ faster than
 - a device's work of all its stages, and its updates;
 - where the pipeline flushes, the way of one micro-batch there and back, with all N of them where it
   comes by a device, or a wire, from one time to another: until the first one has come there for the
-  first of these, and after the last one has for the last, nothing of that runs (`_crowded`);
+  first of these, and after the last one has for the last, nothing of that runs (`_crowded`); behind
+  that the first stage's update, with sums over copies of parameters that the last one shares;
 - a wire's messages, from each stage to the next one;
 - the round trips of micro-batches from a stage to the end and back, one after another as its
   schedule keeps so few at once: N / K of them, or 1 / L of one where L mini-batches are in flight.
@@ -32,25 +33,26 @@ from ...evaluate import Evaluation, Question
 from ...partition.chains import Chains, Links, Paths, Term
 from ...partition.dp.cost_tables import Flags
 from ...partition.dp.cycle_stages import StageTable
-from ...partition.dp.lattice import Lattice
-from ...partition.problem import Vector, members
+from ...partition.dp.lattice import Lattice, Positions
+from ...partition.problem import Vector, closures, members
 from ...schedules.interleaved import rows_of
 from ...systems.operations import BACKWARDS, FORWARDS
 from ..choices import Branch
 from .carried import Carried
 from .critical_paths import CriticalPaths, Step
-from .cycles import stage_problem
+from .cycles import exchanges, stage_problem
 from .path_links import path_links
 from .relaxation import Relaxation
 
 _FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _THERE, _BACK = range(8)
-_OFF, _APART, _MESSAGES = range(8, 11)
+_STEP, _SUMMING, _OFF, _APART, _MESSAGES = range(8, 13)
 """Measures of links. Of a stage on the path, a micro-batch's forward and backward; of any, all work
 in a period; bytes that are always there, of parameters, and of what each micro-batch keeps, about.
-Between two on the path, what a micro-batch's messages there take, and those back. 1 where a stage
-has no layers of the path; where nothing is known to be sent from it to the next one and to come
-back; and between two on the path, for latencies. All on the fastest device or link."""
-
+Between two on the path, what a micro-batch's messages there take, and those back. Of a stage on the
+path, its update in a period, and sums over copies of parameters that it shares with the last one,
+if that is on another device. 1 where a stage has no layers of the path; where nothing is known to
+be sent from it to the next one and to come back; and between two on the path, for latencies. All on
+the fastest device or link."""
 
 _PER_STEP = 60
 """Links of stages that are gone through while a path is found, for each operation and message."""
@@ -99,7 +101,7 @@ class Rows:
         self._ages, self.every_cut = 1, lattice.complete
         if along_path:
             back = micro_batches if self.variant.backward_unit == "mini" else 1
-            self.links = path_links(self._problem, lattice, self._layer_bytes, back)
+            self.links = path_links(self._problem, lattice, self._layer_bytes, back, self._sums)
             self.every_cut = len(self.links.masks) == lattice.size + 2
             self._every_on_path = self.every_cut
             return
@@ -113,7 +115,8 @@ class Rows:
         """Stages, with the kind of the next one and the age of what is carried to it."""
         table, n, carried, lattice = self._table, self._n, self._carried, self._lattice
         inside = np.array([lattice.column(layer) for layer in range(lattice.layers)])
-        held = self._layer_bytes @ inside
+        held, steps_s = self._layer_bytes @ inside, self._problem.loads.serial_s
+        step = np.zeros(lattice.size) if steps_s is None else steps_s @ inside
         stages, kinds = table.within(inf), table.classes
         per_period = 1 if self.variant.backward_unit == "mini" else n
         # Kinds of stages that there are; of what comes behind the last one, the first.
@@ -139,6 +142,8 @@ class Rows:
             *(held[:, above] - held[:, stages.below[which]]),
             np.where(linked, there, 0.0),
             np.where(linked, sent - there, 0.0),
+            (step[above] - step[stages.below[which]]) * on_path,
+            self._summing_s(stages.below[which], above) * on_path,
             ~on_path,
             ~returns & (stages.above[which] < lattice.size - 1),
             linked,
@@ -151,6 +156,26 @@ class Rows:
         end = (above * kinds + after) * carried.ages + carried.older(which, age)
         kinds *= carried.ages
         return Links(begin, end, np.array(measured), table.lattice.masks, kinds)
+
+    @cached_property
+    def _sums(self) -> list[tuple[int, float]]:
+        """Layers that share parameters with one that all others lead to, so that it is on the last
+        stage: bit masks, each with what summing over copies takes."""
+        loads = self._problem.loads
+        needed, found = closures(loads.needs, loads.together), list[tuple[int, float]]()
+        for ends, seconds in exchanges(self.relaxation):
+            last = ends.bit_length() - 1
+            if needed[last] == loads.full:
+                found.append((ends & ~(1 << last), seconds))
+        return found
+
+    def _summing_s(self, below: Positions, above: Positions) -> Vector:
+        """Of stages that share parameters with the last one."""
+        found, lattice = np.zeros(len(below)), self._lattice
+        for ends, seconds in self._sums:
+            within = np.sum([lattice.column(layer) for layer in members(ends)], axis=0)
+            found += seconds * ((within[above] > within[below]) & (above < lattice.size - 1))
+        return found
 
     @cached_property
     def _layer_bytes(self) -> Vector:
@@ -229,7 +254,14 @@ class Rows:
         if not self.relaxation.in_sequence:
             return None
         order, way = self._order(devices), self._way(devices)
-        return CriticalPaths(way, order, self._n, _MESSAGES, _APART, _OFF)
+        closing = [*self._closing(devices)] if self.variant.flushes else []
+        return CriticalPaths(way, order, self._n, _MESSAGES, _APART, _OFF, closing)
+
+    def _closing(self, devices: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """Measures of the first stage behind its last backward, each with a factor."""
+        yield _STEP, 1 / self.question.cluster.devices[devices[0]].speed
+        if devices[0] != devices[-1]:
+            yield _SUMMING, 1.0
 
     def _pinned(self, stages: int) -> Iterator[Flags]:
         """Per stage, the links that have its pinned layers; none where there is no such stage."""
@@ -248,9 +280,14 @@ class Rows:
         stages = len(devices)
         for d in dict.fromkeys(devices):
             mine = [s for s in range(stages) if devices[s] == d]
-            yield self._sum(devices, {s: {_WORK: 1} for s in mine})
-        if self.variant.flushes:
-            yield from self._crowded(devices)
+            work = self._sum(devices, {s: {_WORK: 1} for s in mine})
+            # Stages on the last one's device may have its parameters, too.
+            work.within[mine, _SUMMING] += d != devices[-1]
+            yield work
+        for term in self._crowded(devices) if self.variant.flushes else ():
+            for measure, factor in self._closing(devices):
+                term.within[0, measure] += factor
+            yield term
         yield from self._wires(devices)
         if self.variant.order is None:
             yield from self._trips(devices)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
+import msgspec
 import numpy as np
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
@@ -23,6 +25,7 @@ from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import rows as rows_of_stages
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.relaxed.rows import Rows
+from timeprest.profiles.profile import SharedParameters
 
 
 @pytest.mark.choice(3)
@@ -58,7 +61,7 @@ def test_no_plan_is_below_its_bound(first, linked, monkeypatch):
                 chains = rows.chains(devices)
                 if bounded:
                     chains.bound(0.1 * best_s, most_s)
-                cuts = {cut: load_s for load_s, cut in chains.below(most_s, lambda _: True)}
+                cuts = {cut: load_s for load_s, cut in chains.below(most_s * SAME, lambda _: True)}
                 for plan in plans:
                     masks = (sum(1 << position[name] for name in x.nodes) for x in plan.stages)
                     cut = (0, *accumulate(masks, int.__or__))
@@ -184,6 +187,34 @@ def test_in_a_given_sequence_no_plan_is_below_its_longest_path(bandwidth, along_
     assert found.bound_s == pytest.approx(period_s, rel=1e-3)
     # Where no plan is known no path is.
     assert rows.chains(devices).bound(1e-3, inf).bound_s < 0.97 * period_s
+
+
+@pytest.mark.parametrize("along_path", [False, True])
+@pytest.mark.parametrize(
+    ("system", "devices", "besides_s"),
+    [
+        ("interleaved-1f1b", (0, 1, 0, 1), 10e-3),
+        ("gpipe", (0, 1, 0, 1), 10e-3),
+        ("gpipe", (0, 1, 1, 0), 0.0),
+    ],
+)
+def test_copies_of_tied_parameters_are_summed(system, devices, besides_s, along_path):
+    """Before the next mini-batch begins; the first stage and the last have one in a V."""
+    times, ends = [(1, 2), (3, 4), (5, 6), (2, 1)], ("n0", "n3")
+    question = asked(system, times, bandwidth="100kB/s")
+    shared = SharedParameters(layers=ends, parameter_bytes=1000)
+    profile = msgspec.structs.replace(question.profile, tied=(ends,), shared=(shared,))
+    tied = replace(question, profile=profile, tied="split")
+    stages = [PlanStage(nodes=(f"n{k}",), devices=(d,), in_flight=1) for k, d in enumerate(devices)]
+    period_s = evaluate(tied, stages, 4).prediction.period_s
+    bounds_s = []
+    for each in (question, tied):
+        relaxation = Relaxation(each, Freedom()).with_several_stages()
+        lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+        rows = Rows(relaxation, lattice, 4, along_path=along_path)
+        bounds_s.append(rows.chains(devices).bound(1e-3, 2 * period_s).bound_s)
+    assert bounds_s[1] - bounds_s[0] == pytest.approx(besides_s, abs=1e-4)
+    assert bounds_s[1] <= period_s * SAME
 
 
 def test_paths_of_a_shorter_period_are_forgotten_for_a_longer_one():
