@@ -27,17 +27,16 @@ from ..partition.dp.critical_cycles import (
     quick,
     thinned,
 )
-from ..partition.dp.cycle_devices import Flight
 from ..partition.dp.cycle_stages import CycleProblem, StageTable
 from ..partition.dp.sweep import OutOfTime
-from ..partition.dp.turns import Turn, least_turning, turnings
+from ..partition.dp.turns import least_turning, turnings
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
 from ..schedules.schedules import has_pattern
-from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
 from .choices import MOST_VECTORS, Branch, Choice, caps
 from .relaxed.cycles import cycle_problem, filled_up, has_cycles, kinds_of, same_anywhere
+from .relaxed.turns import turns_of
 from .state import OutOfBudget, SearchState
 
 _MOST_COUNTS = 16
@@ -444,23 +443,3 @@ def _lacks(
             unused = problem.stages[s].memory_bytes - held
         lacks[s] += max(unused, 0.0) + missing
     return tuple(lacks)
-
-
-def turns_of(pipeline: Pipeline, flights: Sequence[Sequence[Flight]]) -> list[Turn]:
-    """A cut's stages as they take turns. `flights`: per stage, what it may have in flight."""
-    behind: list[list[tuple[int, float]]] = [[] for _ in range(pipeline.stages)]
-    for link in pipeline.links:
-        if link.has_gradient:
-            back_s = link.backward_s * pipeline.micro_batches_per_share(link.target)
-            sent_s = link.forward_s + back_s + 2 * link.latency_s
-            behind[link.source].append((link.target, sent_s))
-    alone = pipeline.micro_batches == 1
-    return [
-        Turn(
-            pipeline.forward_s[s] + pipeline.backward_op_s(s),
-            pipeline.update_op_s(s) if alone else 0.0,
-            behind[s],
-            mine,
-        )
-        for s, mine in enumerate(flights)
-    ]

@@ -75,7 +75,6 @@ lines 64 cli/pictures/html/page.py columns
 lines 69 cli/run_commands/report.py print_run
 lines 63 cli/tables/run.py summary_lines
 lines 69 planner/costs/recomputation.py _steps
-lines 62 planner/search/exploration.py _raise_lowest
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
 lines 63 profiles/measuring/profile_builder.py assemble
 lines 65 profiles/tasks/hooks.py _check_reads

@@ -23,7 +23,7 @@ mean, as of a max-plus matrix). Those that count go from a stage to one behind i
       T ≥ P + f + b + R + (N - 1)·m + (u(t) - 1)·m'.
 
   And where stages are in a chain, all forwards are waited for where these are longest, f', and
-  all backwards where those are, b' (`CycleTables.halves`):
+  all backwards where those are, b' (`halves`):
 
       T ≥ f + b + W + (N - 1)·(f' + b').
 
@@ -289,34 +289,8 @@ class CriticalCycles(CycleTables):
             at, kind, state = above, int(looked.next_kind[p]), place.behind
         found_s = self.period_s(steps)
         if found_s > target * (1 + FORGIVEN) and self.problem.rule == "turns":
-            steps, found_s = self._with_enough(steps, found_s)
+            steps, found_s = _with_enough(self, steps, found_s)
         return CycleCut(tuple(steps), found_s)
-
-    def _with_enough(
-        self, steps: list[CycleStep], period_s: float
-    ) -> tuple[list[CycleStep], float]:
-        """A cut with as much in flight as its shortest period within the memory takes, and that:
-        tables don't know of all messages, so that it may need more than they said."""
-
-        def holding(flights: Sequence[Flight]) -> list[CycleStep]:
-            mine = zip(steps, flights, strict=True)
-            return [step._replace(flight=flight) for step, flight in mine]
-
-        n, latency_s = self.problem.micro_batches, 2 * self.problem.latency_s
-        timed, nexts = self._timed(steps), _nexts(self._links(steps), len(steps))
-        turns = [
-            Turn(
-                float(timed[s].own[0]),
-                float(timed[s].update[0]) if n == 1 else 0.0,
-                [(t, there_s + back_s + latency_s) for t, there_s, back_s in nexts[s]],
-                step.place.stage.flights,
-            )
-            for s, step in enumerate(steps)
-        ]
-        _, flights = least_turning(turns, n, period_s, lambda some: self._fits(holding(some)))
-        others = steps if flights is None else holding(flights)
-        found_s = self.period_s(others)
-        return (others, found_s) if found_s < period_s else (steps, period_s)
 
     def _fits(self, steps: Sequence[CycleStep]) -> bool:
         """Whether a cut is within the memory, as far as that is known."""
@@ -435,13 +409,11 @@ class CriticalCycles(CycleTables):
                 rows[end] = Row(units[end], np.array([beyond]), np.array([filled]))
             needs = self.drained(np.array([before[s]]), rows, timed[s], units[s])
             longest = max(longest, float(needs[0]))
-        if self.runs_halves:
-            way_s = float(timed[0].step[0]) + rows_s[0][len(own) - 1]
-            halves = (
-                max(float(t.forward[0]) for t in timed),
-                max(float(t.backward[0]) for t in timed),
-            )
-            longest = max(longest, way_s + (self.problem.micro_batches - 1) * sum(halves))
+        if self.halves is not None:
+            once_s = timed[0].step + rows_s[0][len(own) - 1]
+            forward_s = np.maximum.reduce([times.forward for times in timed])
+            backward_s = np.maximum.reduce([times.backward for times in timed])
+            longest = max(longest, float(self.halves.least(forward_s, backward_s, once_s)[0]))
         return longest
 
     def _stage(self, step: CycleStep) -> Stages:
@@ -618,6 +590,33 @@ def _nexts(links: _Links, stages: int) -> list[list[_Link]]:
         if returns:
             found[s].append((t, there_s, back_s))
     return found
+
+
+def _with_enough(
+    program: CriticalCycles, steps: list[CycleStep], period_s: float
+) -> tuple[list[CycleStep], float]:
+    """A cut with as much in flight as its shortest period within the memory takes, and that:
+    tables don't know of all messages, so that it may need more than they said."""
+
+    def holding(flights: Sequence[Flight]) -> list[CycleStep]:
+        mine = zip(steps, flights, strict=True)
+        return [step._replace(flight=flight) for step, flight in mine]
+
+    n, latency_s = program.problem.micro_batches, 2 * program.problem.latency_s
+    timed, nexts = program._timed(steps), _nexts(program._links(steps), len(steps))
+    turns = [
+        Turn(
+            float(timed[s].own[0]),
+            float(timed[s].update[0]) if n == 1 else 0.0,
+            [(t, there_s + back_s + latency_s) for t, there_s, back_s in nexts[s]],
+            step.place.stage.flights,
+        )
+        for s, step in enumerate(steps)
+    ]
+    _, flights = least_turning(turns, n, period_s, lambda some: program._fits(holding(some)))
+    others = steps if flights is None else holding(flights)
+    found_s = program.period_s(others)
+    return (others, found_s) if found_s < period_s else (steps, period_s)
 
 
 _TINY = 1e-15

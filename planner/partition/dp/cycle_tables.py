@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from ..problem import FITS, Vector
 from .cost_tables import Flags
 from .cycle_devices import CyclePlace, CycleStage
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable, check_time
+from .halves import halves_of
 from .lattice import Lattice, Positions
 
 ROUNDING = 1e-12
@@ -167,12 +167,13 @@ class CycleTables:
         entries: classes × stages that were gone through so far.
         first: in flight at the first stage, at the least, in cuts that keep to the last table's
             period.
+        halves: of a mini-batch, where a chain of stages runs all forwards first.
     """
 
     def __init__(self, problem: CycleProblem, stages: StageTable) -> None:
         """`stages`: of the same problem, with as many stages or more."""
         self.problem, self.lattice, self.all = problem, stages.lattice, stages
-        self.entries = 0
+        self.entries, self.halves = 0, halves_of(problem, stages)
         self._known: _Known | None = None
         # Periods, and what the first stage has in flight at the least in cuts that keep to them.
         self._firsts = list[tuple[float, int]]()
@@ -260,9 +261,9 @@ class CycleTables:
             rows = self.rows(stages, some, waits, beyond)
             ways = [self.before(stages, some, table.ways[s][state]) for state in place.before]
             needs = self.drained(np.minimum.reduce(ways), rows, mine, self._units[s])
-            if self.runs_halves:
-                step = mine.step if place.stage.first else 0.0
-                needs = np.maximum(needs, step + self.halves(mine, beyond))
+            if self.halves is not None:
+                way_s = mine.own + beyond + (mine.step if place.stage.first else 0.0)
+                needs = np.maximum(needs, self.halves.least(mine.forward, mine.backward, way_s))
             for t in _ends(len(self._units) - 1, s):
                 rows_s[t] = mine.own + (rows[t].beyond_s if t in rows else 0.0)
         value, flight = self.waited(stages, some, mine, place.stage, beyond, target, needs)
@@ -503,34 +504,6 @@ class CycleTables:
                 )
                 least = np.maximum(least, before + turned_s)
         return least
-
-    @property
-    def runs_halves(self) -> bool:
-        """Whether a chain of stages runs all forwards before its backwards."""
-        return self.problem.rule == "forwards-first" and self.all.is_chain
-
-    def halves(self, timed: Timed, beyond: Vector) -> Vector:
-        """What a mini-batch takes there (`runs_halves`) from some stages to the last at the least,
-        [p]: one micro-batch's way there and back; of the others, forwards where these are longest,
-        and backwards where those are.
-
-        Args:
-            beyond: of that way, what is behind these stages.
-        """
-        forward_s, backward_s = self._longest_s
-        forward = np.maximum(timed.forward, forward_s)
-        backward = np.maximum(timed.backward, backward_s)
-        found: Vector = timed.own + beyond + (self.problem.micro_batches - 1) * (forward + backward)
-        return found
-
-    @cached_property
-    def _longest_s(self) -> tuple[float, float]:
-        """What a cut's longest forward takes at the least, and its longest backward."""
-        fastest = max(stage.speed for stage in self.problem.devices.every)
-        halves = self.problem.forward_s.min(axis=0), self.problem.backward_s.min(axis=0)
-        count = len(self.problem.stages)
-        forward_s, backward_s = (self.all.least_longest(half, count) / fastest for half in halves)
-        return forward_s, backward_s
 
     # The way to a stage, where the pipeline flushes --------------------------------------------
 

@@ -34,7 +34,7 @@ from ...partition.chains import Chains, Links, Paths, Term
 from ...partition.dp.cost_tables import Flags
 from ...partition.dp.cycle_stages import StageTable
 from ...partition.dp.lattice import Lattice, Positions
-from ...partition.problem import Vector, closures, members
+from ...partition.problem import StageProblem, Vector, closures, members
 from ...schedules.interleaved import rows_of
 from ...systems.operations import BACKWARDS, FORWARDS
 from ..choices import Branch
@@ -98,6 +98,7 @@ class Rows:
         self.relaxation, self.variant, self._n = relaxation, relaxation.variant, micro_batches
         self.question, self._lattice, self._pins = relaxation.question, lattice, pins
         self._problem = stage_problem(relaxation, Branch(micro_batches))
+        self._sums = [*_sums(relaxation, self._problem.loads)]
         self._ages, self.every_cut = 1, lattice.complete
         if along_path:
             back = micro_batches if self.variant.backward_unit == "mini" else 1
@@ -143,7 +144,7 @@ class Rows:
             np.where(linked, there, 0.0),
             np.where(linked, sent - there, 0.0),
             (step[above] - step[stages.below[which]]) * on_path,
-            self._summing_s(stages.below[which], above) * on_path,
+            _summing_s(self._sums, lattice, stages.below[which], above) * on_path,
             ~on_path,
             ~returns & (stages.above[which] < lattice.size - 1),
             linked,
@@ -156,26 +157,6 @@ class Rows:
         end = (above * kinds + after) * carried.ages + carried.older(which, age)
         kinds *= carried.ages
         return Links(begin, end, np.array(measured), table.lattice.masks, kinds)
-
-    @cached_property
-    def _sums(self) -> list[tuple[int, float]]:
-        """Layers that share parameters with one that all others lead to, so that it is on the last
-        stage: bit masks, each with what summing over copies takes."""
-        loads = self._problem.loads
-        needed, found = closures(loads.needs, loads.together), list[tuple[int, float]]()
-        for ends, seconds in exchanges(self.relaxation):
-            last = ends.bit_length() - 1
-            if needed[last] == loads.full:
-                found.append((ends & ~(1 << last), seconds))
-        return found
-
-    def _summing_s(self, below: Positions, above: Positions) -> Vector:
-        """Of stages that share parameters with the last one."""
-        found, lattice = np.zeros(len(below)), self._lattice
-        for ends, seconds in self._sums:
-            within = np.sum([lattice.column(layer) for layer in members(ends)], axis=0)
-            found += seconds * ((within[above] > within[below]) & (above < lattice.size - 1))
-        return found
 
     @cached_property
     def _layer_bytes(self) -> Vector:
@@ -254,14 +235,8 @@ class Rows:
         if not self.relaxation.in_sequence:
             return None
         order, way = self._order(devices), self._way(devices)
-        closing = [*self._closing(devices)] if self.variant.flushes else []
+        closing = [*_closing(self.question, devices)] if self.variant.flushes else []
         return CriticalPaths(way, order, self._n, _MESSAGES, _APART, _OFF, closing)
-
-    def _closing(self, devices: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """Measures of the first stage behind its last backward, each with a factor."""
-        yield _STEP, 1 / self.question.cluster.devices[devices[0]].speed
-        if devices[0] != devices[-1]:
-            yield _SUMMING, 1.0
 
     def _pinned(self, stages: int) -> Iterator[Flags]:
         """Per stage, the links that have its pinned layers; none where there is no such stage."""
@@ -285,7 +260,7 @@ class Rows:
             work.within[mine, _SUMMING] += d != devices[-1]
             yield work
         for term in self._crowded(devices) if self.variant.flushes else ():
-            for measure, factor in self._closing(devices):
+            for measure, factor in _closing(self.question, devices):
                 term.within[0, measure] += factor
             yield term
         yield from self._wires(devices)
@@ -496,6 +471,34 @@ class Rows:
                 within[s, [_THERE, _BACK]] += often * _slower(self.question, a, b)
                 within[s, _MESSAGES] += 2 * often * cluster.link(a, b).latency_s
         return Term(within / over)
+
+
+def _sums(relaxation: Relaxation, loads: StageProblem) -> Iterator[tuple[int, float]]:
+    """Layers that share parameters with one that all others lead to, so that it is on the last
+    stage: bit masks, each with what summing over copies takes."""
+    needed = closures(loads.needs, loads.together)
+    for ends, seconds in exchanges(relaxation):
+        last = ends.bit_length() - 1
+        if needed[last] == loads.full:
+            yield ends & ~(1 << last), seconds
+
+
+def _summing_s(
+    sums: Sequence[tuple[int, float]], lattice: Lattice, below: Positions, above: Positions
+) -> Vector:
+    """Of stages that share parameters with the last one, what that takes."""
+    found = np.zeros(len(below))
+    for ends, seconds in sums:
+        within = np.sum([lattice.column(layer) for layer in members(ends)], axis=0)
+        found += seconds * ((within[above] > within[below]) & (above < lattice.size - 1))
+    return found
+
+
+def _closing(question: Question, devices: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """Measures of the first stage behind its last backward, each with a factor."""
+    yield _STEP, 1 / question.cluster.devices[devices[0]].speed
+    if devices[0] != devices[-1]:
+        yield _SUMMING, 1.0
 
 
 def _on_way(

@@ -20,13 +20,15 @@ from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Evaluation, Question
+from timeprest.planner.partition.dp import critical_cycles as dp
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.dp.turns import least_turning, turnings
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search import critical_cycles, exploration
 from timeprest.planner.search.choices import Freedom
-from timeprest.planner.search.critical_cycles import CycleSearch, _Way, turns_of
+from timeprest.planner.search.critical_cycles import CycleSearch, _Way
 from timeprest.planner.search.local_search.improve import LocalSearch
+from timeprest.planner.search.relaxed.turns import turns_of
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
 from timeprest.planner.simulator.timeline import least_period_s
@@ -481,5 +483,5 @@ def test_what_passes_stages_has_as_much_in_flight_as_its_way_takes(monkeypatch):
         return min(found.prediction.period_s for found in CycleSearch(search).bound())
 
     assert first_period_s() == pytest.approx(5e-3)
-    monkeypatch.setattr(CriticalCycles, "_with_enough", lambda self, *known: known)
+    monkeypatch.setattr(dp, "_with_enough", lambda program, *known: known)
     assert first_period_s() > 5.3e-3
