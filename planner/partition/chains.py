@@ -584,7 +584,6 @@ class Chains:
         behind = self._behind(rows, costs)
         room = most_s * _ROUNDING * _ROUNDING
         growing, last = self._growing(rows), self.stages - 1
-        of_links = [self._terms.within[:, s] @ row.values for s, row in enumerate(rows)]
         found: list[tuple[float, tuple[int, ...]]] = []
 
         def extend(s: int, ahead: _Beginnings) -> bool:
@@ -598,7 +597,7 @@ class Chains:
             sums = ahead.spent[parent] + costs[s][link]
             fine = sums + behind[s + 1][row.end[link]] <= room
             parent, link, sums = parent[fine], link[fine], sums[fine]
-            after = ahead.terms[:, parent] + of_links[s][:, link]
+            after = ahead.terms[:, parent] + self._terms.within[:, s] @ row.values[:, link]
             those = len(most) if s == last else growing
             fine = (after[:those] <= most[:those, None]).all(axis=0)
             parent, link = parent[fine], link[fine]

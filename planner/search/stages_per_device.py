@@ -87,7 +87,7 @@ are looked at."""
 _AGAIN = 2
 """Times that cuts are looked for which need less memory than the fastest ones."""
 
-_MOST_STEPS, _MANY_STEPS = 20_000, 400_000
+_MOST_STEPS, _MANY_STEPS = 50_000, 800_000
 """Stages that are begun while the cuts of a branch are listed; with more, they aren't. And in the
 end."""
 
@@ -512,9 +512,9 @@ class PlacedSearch:
         if chains is None:
             return
 
-        def go_on(links: int) -> bool:
-            search.budget.spend_steps(1)
-            left[0] -= 1
+        def go_on(begun: int) -> bool:
+            search.budget.spend_steps(begun)
+            left[0] -= begun
             return left[0] >= 0
 
         found = chains.below(search.period_s / SAME, go_on)

@@ -47,7 +47,7 @@ EFFORT = 4_000_000
 _LEAST_TRIED = 24
 """Plans that may be tried whatever they take."""
 
-_PER_STEP = 3
+_PER_STEP = 1
 """Simulated operations that take as long as a step of listing cuts, about."""
 
 CLOSE = 1.001
