@@ -117,7 +117,7 @@ def cycle_problem(
 
 def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
     """Layers that share parameters and may be on several stages, as a bit mask, and what summing
-    the gradients of their copies takes at the least."""
+    the gradients of their copies takes in a period at the least."""
     question, position = relaxation.question, relaxation.graph.position
     devices = len(question.cluster.devices)
     if question.tied != "split" or devices < 2:
@@ -125,7 +125,7 @@ def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
     sums = AllReduceTimes(question.cluster)
     for shared in question.profile.shared:
         counts = range(2, max(min(len(shared.layers), devices), 2) + 1)
-        per_byte_s = min(sums.least(count)[1] for count in counts)
+        per_byte_s = min(sums.least(count)[1] for count in counts) / question.update_every
         yield (
             sum(1 << position[name] for name in shared.layers),
             per_byte_s * shared.parameter_bytes,

@@ -191,17 +191,18 @@ def test_in_a_given_sequence_no_plan_is_below_its_longest_path(bandwidth, along_
 
 @pytest.mark.parametrize("along_path", [False, True])
 @pytest.mark.parametrize(
-    ("system", "devices", "besides_s"),
+    ("system", "devices", "every", "besides_s"),
     [
-        ("interleaved-1f1b", (0, 1, 0, 1), 10e-3),
-        ("gpipe", (0, 1, 0, 1), 10e-3),
-        ("gpipe", (0, 1, 1, 0), 0.0),
+        ("interleaved-1f1b", (0, 1, 0, 1), 1, 10e-3),
+        ("gpipe", (0, 1, 0, 1), 1, 10e-3),
+        ("gpipe", (0, 1, 0, 1), 2, 5e-3),
+        ("gpipe", (0, 1, 1, 0), 1, 0.0),
     ],
 )
-def test_copies_of_tied_parameters_are_summed(system, devices, besides_s, along_path):
-    """Before the next mini-batch begins; the first stage and the last have one in a V."""
+def test_copies_of_tied_parameters_are_summed(system, devices, every, besides_s, along_path):
+    """Before each update; the first stage and the last have one copy in a V."""
     times, ends = [(1, 2), (3, 4), (5, 6), (2, 1)], ("n0", "n3")
-    question = asked(system, times, bandwidth="100kB/s")
+    question = replace(asked(system, times, bandwidth="100kB/s"), update_every=every)
     shared = SharedParameters(layers=ends, parameter_bytes=1000)
     profile = msgspec.structs.replace(question.profile, tied=(ends,), shared=(shared,))
     tied = replace(question, profile=profile, tied="split")
