@@ -253,13 +253,11 @@ class StageTable:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether all layers come one after another, and gradients back over every cut."""
-        masks, messages = self.lattice.masks[1:-1], self.problem.messages
-        nested = all(not below & ~above for below, above in pairwise(self.lattice.masks))
-        return nested and all(
-            any(m.returns and mask >> m.maker & 1 and m.users & ~mask for m in messages)
-            for mask in masks
-        )
+        """Whether all layers come one after another, and gradients back from each to the one
+        before it."""
+        masks = self.lattice.masks
+        nested = all(not below & ~above for below, above in pairwise(masks))
+        return nested and bool(np.diff(self._passed).all())
 
     def least_longest(self, layers_s: Vector, stages: int) -> float:
         """What the longest stage of a cut into so many takes at the least, by what each layer does,

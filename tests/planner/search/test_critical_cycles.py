@@ -485,3 +485,21 @@ def test_what_passes_stages_has_as_much_in_flight_as_its_way_takes(monkeypatch):
     assert first_period_s() == pytest.approx(5e-3)
     monkeypatch.setattr(dp, "_with_enough", lambda program, *known: known)
     assert first_period_s() > 5.3e-3
+
+
+def test_stages_are_in_a_chain_where_gradients_come_back_all_along_it():
+    """A layer that none comes back from may run its backwards whenever it likes."""
+    layers = [(f"n{k}", 0, 1e-3, 1e-3, 10, []) for k in range(3)]
+    edges = [("n0", "n1", "x", 8), ("n1", "n2", "y", 8), ("n2", "output", "last", 0)]
+    profile = profile_by_hand([*layers], [*edges, ("n0", "n2", "skip", 8)])
+    detached = tuple(
+        msgspec.structs.replace(edge, needs_grad=edge.tensor != "y") for edge in profile.edges
+    )
+    for each, chained in (
+        (profile, True),
+        (msgspec.structs.replace(profile, edges=detached), False),
+    ):
+        question = Question(each, uniform_cluster(3, None, 1e9, 0.0), "gpipe", 4, 0.0)
+        search = explore(question, SearchRequest(micro_batches=4, stages=3), lambda *_: None)
+        (branch,) = search.branches
+        assert (CycleSearch(search)._program(_Way(branch)).halves is not None) == chained
