@@ -118,8 +118,10 @@ class CycleSearch:
 
     def covers(self, branch: Branch) -> bool:
         """Whether all plans of a branch are bounded."""
-        alone = self.search.relaxation.replica_counts(branch.micro_batches) == [1]
-        return alone and self.reaches(branch) and _all_alone(self.search, branch)
+        relaxation = self.search.relaxation
+        alone = relaxation.replica_counts(branch.micro_batches) == [1]
+        known = alone or (branch.stages is None and has_cycles(relaxation, branch))
+        return known and self.reaches(branch) and _all_alone(self.search, branch)
 
     def proves(self, branch: Branch) -> bool:
         """Whether all plans of a branch can be tried."""
@@ -130,7 +132,8 @@ class CycleSearch:
         )
 
     def _parts(self, branch: Branch) -> Iterator[Branch]:
-        """The branch by numbers of stages that the system runs; where they are many, by some."""
+        """The branch by numbers of stages that the system runs, where they are many, by some; and
+        of any number those with replicas."""
         n, most = branch.micro_batches, self.search.most_stages
         counts: Iterable[int] = range(1, most + 1)
         if branch.stages is not None:
@@ -139,6 +142,8 @@ class CycleSearch:
             counts = sorted({most >> k for k in range(most.bit_length())})
         allows = self.search.relaxation.allows
         yield from (replace(branch, stages=stages) for stages in counts if allows(stages, n))
+        if branch.stages is None and has_cycles(self.search.relaxation, branch):
+            yield branch
 
     def _program(self, way: _Way) -> CriticalCycles:
         """Of a branch that is covered. Raises OutOfBudget when the time is over."""
@@ -149,10 +154,10 @@ class CycleSearch:
         return self._programs[way]
 
     def _table(self, way: _Way) -> StageTable:
-        """One for all numbers of stages, from the largest on."""
+        """One for all numbers of stages, from the largest on; and one for those with replicas."""
         search, n = self.search, way.branch.micro_batches
         alike = (part for b in search.branches if b.micro_batches == n for part in self._parts(b))
-        largest = max(alike, key=lambda part: part.stages or 0)
+        largest = max(alike, key=lambda part: part.stages or 0) if way.branch.stages else way.branch
         way = way._replace(branch=largest, filled=None, lacks=())
         if way not in self.tables:
             problem, source = _problem(search, way), search.source
@@ -189,15 +194,16 @@ class CycleSearch:
         search, todo = self.search, list(branches)
         for done, branch in enumerate(todo):
             search.say(f"{search.standing}; critical cycles", done, len(todo))
-            bounds_s = list[float]()
+            bounds_s = dict[Branch, float]()
             for part in self._parts(branch):
-                bound_s, plans = self._bounded(_Way(part, thinned=thinned))
-                bounds_s.append(bound_s)
+                bounds_s[part], plans = self._bounded(_Way(part, thinned=thinned))
                 found += plans
             if not thinned and _all_alone(search, branch):
-                self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), min(bounds_s))
+                alone_s = min(bound_s for part, bound_s in bounds_s.items() if part.stages)
+                self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), alone_s)
                 if self.covers(branch):
-                    search.bounds[branch] = max(search.bounds[branch], min(bounds_s))
+                    least_s = min(bounds_s.values())
+                    search.bounds[branch] = max(search.bounds[branch], least_s)
 
     def guesses(self) -> list[Evaluation]:
         """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
@@ -241,7 +247,8 @@ class CycleSearch:
             return 0.0, []
         within = _COARSE * (_COARSER if way.thinned or large else 1)
         answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
-        if not way.thinned and way.branch in search.bounds and self.covers(way.branch):
+        whole = way.branch.stages and way.branch in search.bounds and self.covers(way.branch)
+        if whole and not way.thinned:
             # Whatever comes of its plans.
             search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
@@ -280,8 +287,10 @@ class CycleSearch:
             over = found.over_limit(self.search.question.cluster)
             if not over:
                 return
-            lacks = _lacks(self._program(way), way.lacks, at, over)
-            way = way._replace(lacks=(max(lacks),) * len(lacks) if repair else lacks)
+            program = self._program(way)
+            lacks, places = _lacks(program, way.lacks, at, over), program.problem.devices.places
+            alike = repair or not way.branch.stages
+            way = way._replace(lacks=(max(lacks),) * len(places) if alike else lacks)
             at = self._best(way, at.period_s, _COARSE * _COARSER).cut
 
     def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:
@@ -350,7 +359,7 @@ class CycleSearch:
             turning_s, lowest = least_turning(turns, n, below_s)
             least_s = max(least_s, turning_s)
             limits = tuple(each.limit for each in lowest or [mine[-1] for mine in flights])
-        elif search.relaxation.variant.flushes:
+        elif search.relaxation.variant.flushes and not program.problem.devices.replicated:
             least_s = max(least_s, filled_and_drained_s(pipeline))
         else:
             least_s = max(least_s, round_trip_s(pipeline))
@@ -374,9 +383,12 @@ class CycleSearch:
         return float("inf") if least_s * SAME >= search.period_s else least_s
 
 
-def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[int], ...]:
+def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[int, ...], ...]:
     """Of a cut's devices, as the cluster lists them: of those of a kind, the last ones."""
     cluster, mine = search.question.cluster, [step.place.device for step in steps]
+    replicas = [step.place.stage.replicas for step in steps]
+    if max(replicas) > 1:
+        return tuple(tuple(range(d, d + r)) for d, r in zip(mine, replicas, strict=True))
     if not (search.any_sequence or cluster.uniform):
         return tuple((device,) for device in mine)
     left = [
@@ -421,7 +433,7 @@ def _hoped_s(search: SearchState, branch: Branch) -> tuple[float, int]:
 def _is_large(search: SearchState, way: _Way) -> bool:
     """Whether tables take long; those of thinned ones hardly less then."""
     assert isinstance(search.source, DpSource)
-    stages, size = way.branch.stages or 1, search.source.lattice.size
+    stages, size = way.branch.stages or search.most_stages, search.source.lattice.size
     return stages * size**2 > _LARGE
 
 
@@ -439,7 +451,7 @@ def _lacks(
     for s, missing in over:
         unused = 0.0
         if problem.rule != "room":
-            held = program.held_bytes(cut.steps[s], s, cut.steps[0].flight.units)
-            unused = problem.stages[s].memory_bytes - held
+            held = program.held_bytes(cut.steps[s], cut.steps[0].flight.units)
+            unused = cut.steps[s].place.stage.memory_bytes - held
         lacks[s] += max(unused, 0.0) + missing
     return tuple(lacks)

@@ -1,8 +1,9 @@
 """Cuts into so many stages by the critical cycles of their schedule, exactly, by bisection.
 
-Stages in a row, a device each. A schedule that repeats has a period no shorter than the work along
-any cycle of operations, over the mini-batches that the cycle comes round later (its maximum cycle
-mean, as of a max-plus matrix). Those that count go from a stage to one behind it and back:
+Stages in a row, a device each, or each some replicas (`in_groups`). A schedule that repeats has a
+period no shorter than the work along any cycle of operations, over the mini-batches that the cycle
+comes round later (its maximum cycle mean, as of a max-plus matrix). Those that count go from a
+stage to one behind it and back:
 
 - *turns*: in 1F1B stage t runs the forward of a micro-batch, then the backward of the one u(t) - 1
   before it. So from stage s to t and back, with u in flight,
@@ -34,6 +35,8 @@ mean, as of a max-plus matrix). Those that count go from a stage to one behind i
 
   Where backwards are split, b is without the weight part; but the first stage keeps so many
   micro-batches that it runs each one's weight part before the forward that takes its place.
+  Each of r replicas has N / r micro-batches of its own: for it the same holds with these alone and
+  R = W, as far as it runs ahead of its own first backward.
 
 Messages go to the next stage, or past it along one path through the graph; and each stage's
 heaviest one to its first user, wherever that is (`Waits.users`).
@@ -51,6 +54,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -156,6 +160,7 @@ class _Move(NamedTuple):
     """A stage of a cut that is being laid.
 
     Attributes:
+        beyond: the number of the next one.
         most: what stages before it may wait for from the next one on, at the most, [K].
         ways: to the next one, [K], and past it; where the pipeline flushes.
         users: layers behind that take the heaviest messages made so far, and the same for the stage
@@ -163,14 +168,16 @@ class _Move(NamedTuple):
     """
 
     step: CycleStep
+    beyond: int
     most: tuple[Vector, Vector]
     ways: tuple[Vector, float]
     users: tuple[tuple[int, float], ...]
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def key(self) -> tuple[int, ...]:
         """What tells it from others at its place."""
-        return self.step.above, self.step.mode, self.step.place.device, self.step.place.behind
+        place = self.step.place
+        return self.step.above, self.step.mode, place.device, place.behind, self.beyond
 
 
 class CriticalCycles(CycleTables):
@@ -264,19 +271,20 @@ class CriticalCycles(CycleTables):
         table = self.table(target, deadline)
         if table is None:
             return None
-        steps, at = list[CycleStep](), 0
-        state = min(
-            self.problem.devices.starts,
-            key=lambda state: float(table.waits[0][state].linked[:, 0].min()),
+        steps, at, devices = list[CycleStep](), 0, self.problem.devices
+        s, state = min(
+            devices.starts,
+            key=lambda start: float(table.waits[start[0]][start[1]].linked[:, 0].min()),
         )
-        kind = int(table.waits[0][state].linked[:, 0].argmin())
-        for s, places in enumerate(self.problem.devices.places):
+        kind = int(table.waits[s][state].linked[:, 0].argmin())
+        while s < len(devices.places):
             mine = np.arange(*np.searchsorted(table.stages.below, [at, at + 1]))
             mine = mine[table.stages.kind[mine] == kind]
-            best, looked, place = math.inf, None, places[0]
-            for each in places:
+            best, looked, place = math.inf, None, devices.places[s][0]
+            for each in devices.places[s]:
                 if state in each.used:
-                    found = self.looked(table, mine, each, table.waits[s + 1][each.behind], s)
+                    waits = table.waits[s + each.stage.replicas][each.behind]
+                    found = self.looked(table, mine, each, waits, s)
                     least = float(found.value.min(initial=math.inf))
                     if least < best:
                         best, looked, place = least, found, each
@@ -287,6 +295,7 @@ class CriticalCycles(CycleTables):
             flight = place.stage.flights[int(looked.flight[p])]
             steps.append(CycleStep(at, above, mode, flight, place))
             at, kind, state = above, int(looked.next_kind[p]), place.behind
+            s += place.stage.replicas
         found_s = self.period_s(steps)
         if found_s > target * (1 + FORGIVEN) and self.problem.rule == "turns":
             steps, found_s = _with_enough(self, steps, found_s)
@@ -296,13 +305,12 @@ class CriticalCycles(CycleTables):
         """Whether a cut is within the memory, as far as that is known."""
         first = steps[0].flight.units
         return all(
-            self.held_bytes(step, s, first) <= step.place.stage.memory_bytes * FITS
-            for s, step in enumerate(steps)
+            self.held_bytes(step, first) <= step.place.stage.memory_bytes * FITS for step in steps
         )
 
-    def held_bytes(self, step: CycleStep, s: int, first: int = 1) -> float:
-        """What a stage at place s holds at the least. `first`: in flight at the first stage."""
-        mine, stage, flight = self._stage(step), self.problem.stages[s], step.flight
+    def held_bytes(self, step: CycleStep, first: int = 1) -> float:
+        """What a stage holds at the least. `first`: in flight at the first stage."""
+        mine, stage, flight = self._stage(step), step.place.stage, step.flight
         versions = max(flight.versions, self.problem.versions(first, flight.units))
         held = mine.once_bytes + (stage.copies + versions) * mine.parameters
         return float((held + flight.kept * mine.kept_bytes)[0])
@@ -314,11 +322,18 @@ class CriticalCycles(CycleTables):
         timed, links = self._timed(steps), self._links(steps)
         n, whole = self.problem.micro_batches, self.problem.rule == "room"
         back = 1 if whole else n
-        wires = [max(n * there_s, back * back_s) for there_s, back_s, _ in links.values()]
-        busy = max(float(times.busy[0]) for times in timed)
-        longest_s = self._flushed_s if self.problem.flushes else self._turned_s
-        units = [step.flight.units for step in steps]
-        return max(busy, *wires, longest_s(timed, units, _nexts(links, len(steps))))
+        # Between replicas there may be several, each of which has a share.
+        shares = [step.place.stage.replicas for step in steps]
+        wires = [
+            max(n * there_s, back * back_s) / lcm(shares[s], shares[t])
+            for (s, t), (there_s, back_s, _) in links.items()
+        ]
+        busy, nexts = max(float(times.busy[0]) for times in timed), _nexts(links, len(steps))
+        if self.problem.flushes:
+            longest_s = self._flushed_s(timed, [step.place.stage for step in steps], nexts)
+        else:
+            longest_s = self._turned_s(timed, [step.flight.units for step in steps], nexts)
+        return max(busy, *wires, longest_s)
 
     def _timed(self, steps: Sequence[CycleStep]) -> list[Timed]:
         """Of each stage, [1]."""
@@ -381,9 +396,10 @@ class CriticalCycles(CycleTables):
         return base
 
     def _flushed_s(
-        self, timed: Sequence[Timed], units: Sequence[int], nexts: Sequence[Sequence[_Link]]
+        self, timed: Sequence[Timed], stages: Sequence[CycleStage], nexts: Sequence[Sequence[_Link]]
     ) -> float:
         """What a pipeline that flushes takes at the least."""
+        units = [stage.flights[0].units for stage in stages]
         longest, own = 0.0, [float(times.own[0]) for times in timed]
         latency_s, places = 2 * self.problem.latency_s, range(len(own))
         before = [0.0 for _ in places]
@@ -395,7 +411,7 @@ class CriticalCycles(CycleTables):
         rows_s = [own[:] for _ in places]
         for s in reversed(places):
             rows = dict[int, Row]()
-            for end in places[s:]:
+            for end in places[-1:] if self._replicated else places[s:]:
                 beyond = filled = 0.0
                 for t, there_s, back_s in nexts[s]:
                     if t <= end:
@@ -406,8 +422,13 @@ class CriticalCycles(CycleTables):
                         )
                         beyond, filled = max(beyond, row_s), max(filled, row_s + waiting_s)
                 rows_s[s][end] = own[s] + beyond
+                if self._replicated:
+                    filled = beyond
                 rows[end] = Row(units[end], np.array([beyond]), np.array([filled]))
-            needs = self.drained(np.array([before[s]]), rows, timed[s], units[s])
+            # Tables have what is beyond all of a row at its last place.
+            whole = rows.pop(len(own) - 1)._replace(units=self._units[-1])
+            rows[len(self._units) - 1] = whole
+            needs = self.drained(np.array([before[s]]), rows, timed[s], stages[s])
             longest = max(longest, float(needs[0]))
         if self.halves is not None:
             once_s = timed[0].step + rows_s[0][len(own) - 1]
@@ -441,7 +462,7 @@ class CriticalCycles(CycleTables):
         table = self.table(target * (1 - FORGIVEN), deadline)
         if table is None:
             return
-        chain, left = list[_Move](), [self._moves(table, None, 0, target)]
+        chain, left = list[_Move](), [self._moves(table, None, target)]
         while left:
             check_time(deadline)
             if below() < target:
@@ -453,8 +474,8 @@ class CriticalCycles(CycleTables):
                     chain.pop()
                 continue
             chain.append(left[-1].pop())
-            if len(chain) < len(self.problem.stages):
-                left.append(self._moves(table, chain[-1], len(chain), target))
+            if chain[-1].step.above < self.lattice.size - 1:
+                left.append(self._moves(table, chain[-1], target))
                 continue
             yield tuple(each.step for each in chain)
             chain.pop()
@@ -466,23 +487,22 @@ class CriticalCycles(CycleTables):
         is left to try at each place."""
         kept, still = list[_Move](), list[list[_Move]]()
         for s, others in enumerate(left):
-            moves = {
-                move.key: move for move in self._moves(table, kept[-1] if s else None, s, below_s)
-            }
+            last = kept[-1] if s else None
+            moves = {move.key: move for move in self._moves(table, last, below_s)}
             still.append([moves[move.key] for move in others if move.key in moves])
             if s == len(chain) or chain[s].key not in moves:
                 break
             kept.append(moves[chain[s].key])
         return kept, still
 
-    def _moves(self, table: CycleTable, last: _Move | None, s: int, below_s: float) -> list[_Move]:
+    def _moves(self, table: CycleTable, last: _Move | None, below_s: float) -> list[_Move]:
         """The stages that may come next, those last that are waited for least."""
-        starts = self.problem.devices.starts
-        states = set(starts) if last is None else {last.step.place.behind}
-        found = list[tuple[float, _Move]]()
-        for place in self.problem.devices.places[s]:
-            if states.intersection(place.used):
-                found += self._moves_to(table, last, s, place, below_s)
+        devices, found = self.problem.devices, list[tuple[float, _Move]]()
+        starts = devices.starts if last is None else ((last.beyond, last.step.place.behind),)
+        for s in dict.fromkeys(s for s, _ in starts):
+            for place in devices.places[s]:
+                if any((s, state) in starts for state in place.used):
+                    found += self._moves_to(table, last, s, place, below_s)
         return [move for _, move in sorted(found, key=lambda item: item[0])][::-1]
 
     def _moves_to(
@@ -492,7 +512,8 @@ class CriticalCycles(CycleTables):
         stage, n, target = place.stage, self.problem.micro_batches, below_s
         target *= 1 - FORGIVEN
         room, low = target * (1 + ROUNDING), 0 if last is None else last.step.above
-        stages, waits = table.stages.from_downset(low), table.waits[s + 1][place.behind]
+        beyond_it = s + stage.replicas
+        stages, waits = table.stages.from_downset(low), table.waits[beyond_it][place.behind]
         if self.problem.rule == "turns":
             # What is in flight takes that much less time; nothing else takes more.
             share = min(target / table.target, 1.0)
@@ -520,7 +541,7 @@ class CriticalCycles(CycleTables):
                 before = last.ways[0][stages.kind]
                 around = np.full(stages.count, last.ways[1])
             rows = self.rows(stages, every, waits, beyond)
-            fine &= self.drained(before, rows, timed, self._units[s]) <= room
+            fine &= self.drained(before, rows, timed, stage) <= room
             ways = self.onward(stages, np.maximum(before, timed.step) + timed.own, around)
         elif self.problem.rule == "turns":
             each, extra = room / n, timed.update if n == 1 else 0.0
@@ -544,7 +565,7 @@ class CriticalCycles(CycleTables):
             inside, made = self.lattice.masks[step.above], int(stages.made[p])
             users = tuple(each for each in waiting if not inside >> each[0] & 1)
             users += ((int(stages.user[p]), float(far[p])),) if made >= 0 else ()
-            yield float(value[p]), _Move(step, (nexts[:, p], around[:, p]), way, users)
+            yield float(value[p]), _Move(step, beyond_it, (nexts[:, p], around[:, p]), way, users)
 
     def _allowed(
         self, stages: Stages, waits: Waits, rest: Vector, past: Vector

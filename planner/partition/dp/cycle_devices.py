@@ -3,9 +3,10 @@
 It lays stages from the last one on, so what it has to know of the devices behind a stage is a
 state: where devices are taken in the sequence of a list, the first one from which on they may be
 taken; where any sequence will do, how many of each kind are. Where a pipeline fills, the same is
-known of those before a stage.
+known of those before a stage. Where stages have replicas, rows go by devices instead: a stage has
+the number of its first one.
 
-Index letters: S stages; D devices; G kinds of devices.
+Index letters: S stages; D devices; G kinds of devices; r replicas of a stage.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ class CycleStage:
     """A stage's device and what may be in flight there.
 
     Attributes:
+        speed: of each of its replicas.
         copies: of the parameters, besides versions: gradients and optimizer state.
-        per_byte_s: of parameters, what the system's weight rules take in a period.
-        flights: by rising units.
+        per_byte_s: of parameters, what the system's weight rules take in a period, and sums of
+            gradients over replicas.
+        flights: by rising units, which are those of a replica.
         first: it is a plan's first stage.
+        replicas: r.
     """
 
     speed: float
@@ -53,6 +57,12 @@ class CycleStage:
     per_byte_s: float
     flights: tuple[Flight, ...]
     first: bool = False
+    replicas: int = 1
+
+    @property
+    def rate(self) -> float:
+        """Of all replicas together."""
+        return self.speed * self.replicas
 
 
 class CyclePlace(NamedTuple):
@@ -92,14 +102,24 @@ class CycleDevices:
     """What may be chosen.
 
     Attributes:
-        places: per stage, [S].
+        places: per stage, [S]; by its first device's number, [D], where there are replicas.
         ways: per stage but the last.
-        starts: of the first stage's states, those that cuts may have.
+        starts: of the first stage's states, those that cuts may have, each with its number.
     """
 
     places: tuple[tuple[CyclePlace, ...], ...]
     ways: tuple[tuple[CycleWay, ...], ...]
-    starts: tuple[int, ...]
+    starts: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """That stages may have."""
+        return tuple(sorted({place.stage.replicas for mine in self.places for place in mine}))
+
+    @property
+    def replicated(self) -> bool:
+        """Whether stages may have replicas."""
+        return self.replicas != (1,)
 
     @property
     def stages(self) -> tuple[CycleStage, ...]:
@@ -122,10 +142,11 @@ class CycleDevices:
         and behind the last one, [S + 1]."""
         from_on = [[0.0] * self.states(len(self.places))]
         for s in range(len(self.places) - 1, -1, -1):
-            behind, mine = from_on[0], [0.0] * self.states(s)
+            mine = [0.0] * self.states(s)
             for place in self.places[s]:
+                behind = from_on[place.stage.replicas - 1]
                 for used in place.used:
-                    mine[used] = max(mine[used], place.stage.speed + behind[place.behind])
+                    mine[used] = max(mine[used], place.stage.rate + behind[place.behind])
             from_on.insert(0, mine)
         before = [max(place.speed_before for place in mine) for mine in self.places]
         before.append(max(from_on[0]))
@@ -184,7 +205,7 @@ def in_sequence(speeds: Sequence[float], stages: int, stage_of: StageOf) -> Cycl
         tuple(CycleWay(made[s][k], k, tuple(range(k, spare + 1))) for k in range(spare + 1))
         for s in range(stages - 1)
     )
-    return CycleDevices(places, ways, (0,))
+    return CycleDevices(places, ways, ((0, 0),))
 
 
 def in_any_sequence(
@@ -225,7 +246,40 @@ def in_any_sequence(
     return CycleDevices(
         tuple(tuple(places(s)) for s in range(stages)),
         tuple(tuple(ways(s)) for s in range(stages - 1)),
-        tuple(range(len(vectors[stages]))),
+        tuple((0, state) for state in range(len(vectors[stages]))),
+    )
+
+
+def in_groups(devices: int, replicas: Sequence[int], stage_of: StageOf) -> CycleDevices:
+    """Equal devices of which stages take as many as they have replicas, at least one more than one;
+    the first ones may be left out.
+
+    Args:
+        stage_of: of the devices from a stage's first one on, and r.
+    """
+    made = [
+        [stage_of(devices - p, r) for r in replicas if r <= devices - p] for p in range(devices)
+    ]
+
+    several = min(r for r in replicas if r > 1)
+
+    def places(p: int) -> Iterator[CyclePlace]:
+        # State 1: some stage from here on has several.
+        for stage in made[p]:
+            for behind in range(2 if p + stage.replicas + several <= devices else 1):
+                yield CyclePlace(
+                    stage=stage,
+                    device=p,
+                    behind=behind,
+                    used=(int(behind or stage.replicas > 1),),
+                    before=(0,),
+                    speed_before=stage.speed * p,
+                )
+
+    return CycleDevices(
+        tuple(tuple(places(p)) for p in range(devices)),
+        tuple(tuple(CycleWay(stage, 0, (0,)) for stage in made[p]) for p in range(devices - 1)),
+        tuple((p, 1) for p in range(devices - several + 1)),
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +30,8 @@ NEVER = -math.inf
 
 _NEAR, _LAST = 3, 4
 """Rows of stages that end so near, or so many stages before the last one, are looked at."""
+
+_NONE = np.zeros(0, dtype=np.intp)
 
 Wire = TypeVar("Wire", float, Vector)
 
@@ -180,6 +181,7 @@ class CycleTables:
         self.first = 1
         # Where the pipeline flushes, micro-batches in flight at each stage.
         self._units = [stage.flights[0].units for stage in problem.devices.stages]
+        self._replicated = problem.devices.replicated
         # Of each message a micro-batch's way there and back; and what more it takes until those of
         # all others have been on the wire. The last ones are of no message.
         n, messages, latency_s = problem.micro_batches, problem.messages, 2 * problem.latency_s
@@ -208,7 +210,10 @@ class CycleTables:
     def _table(self, target: float, deadline: float | None) -> tuple[CycleTable | None, int]:
         """The same by what is known of the first stage; and what is known of it then."""
         devices, known = self.problem.devices, self.known(target, deadline)
-        stages, count = _on_time(known.stages, target), len(devices.places)
+        stages, count = known.stages, len(devices.places)
+        if not self._replicated:
+            # Else it may be on several wires.
+            stages = _on_time(stages, target)
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
         ways = self.ways(stages, known.which, timed, target, deadline)
         every = [[_no_waits(self.all) for _ in range(devices.states(count))]]
@@ -221,22 +226,24 @@ class CycleTables:
             check_time(deadline)
             found, mine = [_no_waits(self.all) for _ in range(devices.states(s))], list[Positions]()
             for place in devices.places[s]:
-                looked = self.looked(table, known.which[s], place, every[0][place.behind], s)
+                behind = every[place.stage.replicas - 1][place.behind]
+                looked = self.looked(table, known.which[s], place, behind, s)
                 if len(looked.which):
                     some = [found[used] for used in place.used]
-                    self._take_least(table, looked, every[0][place.behind], some)
+                    self._take_least(table, looked, behind, some)
                     mine.append(looked.which)
                     first.append(place.stage.flights[int(looked.flight.min())].units)
-            if not mine:
+            if not (mine or self._replicated):
                 return None, 1
             first = first if s == 0 else []
             every.insert(0, found)
-            picks.insert(0, mine[0] if len(mine) == 1 else np.unique(np.concatenate(mine)))
-        firsts = (every[0][start].linked[:, 0] for start in devices.starts)
+            picks.insert(0, np.unique(np.concatenate(mine)) if len(mine) > 1 else [*mine, _NONE][0])
+        firsts = (every[s][state].linked[:, 0] for s, state in devices.starts)
         if not any(np.isfinite(each).any() for each in firsts):
             return None, 1
-        self._known = _Known(target, known.stages, _on_the_way(stages, picks))
-        return table, min(first)
+        which = picks if self._replicated else _on_the_way(stages, picks)
+        self._known = _Known(target, known.stages, which)
+        return table, min(first, default=1)
 
     def looked(
         self, table: CycleTable, which: Positions, place: CyclePlace, waits: Waits, s: int
@@ -260,11 +267,11 @@ class CycleTables:
         if table.ways:
             rows = self.rows(stages, some, waits, beyond)
             ways = [self.before(stages, some, table.ways[s][state]) for state in place.before]
-            needs = self.drained(np.minimum.reduce(ways), rows, mine, self._units[s])
+            needs = self.drained(np.minimum.reduce(ways), rows, mine, place.stage)
             if self.halves is not None:
                 way_s = mine.own + beyond + (mine.step if place.stage.first else 0.0)
                 needs = np.maximum(needs, self.halves.least(mine.forward, mine.backward, way_s))
-            for t in _ends(len(self._units) - 1, s):
+            for t in () if self._replicated else _ends(len(self._units) - 1, s):
                 rows_s[t] = mine.own + (rows[t].beyond_s if t in rows else 0.0)
         value, flight = self.waited(stages, some, mine, place.stage, beyond, target, needs)
         fits = np.flatnonzero(np.isfinite(value))
@@ -295,7 +302,14 @@ class CycleTables:
         if self._known is not None and target <= self._known.target:
             return self._known
         stages, borders = self.within(target, deadline), self.borders(target)
-        which = [stages.between(a, b) for a, b in pairwise(borders)]
+        ends: list[Flags] = borders[1:]
+        if self._replicated:
+            numbers, most = self.problem.devices.replicas, len(borders)
+            ends = [
+                np.logical_or.reduce([borders[s + r] for r in numbers if s + r < most])
+                for s in range(most - 1)
+            ]
+        which = [stages.between(a, b) for a, b in zip(borders, ends, strict=False)]
         return _Known(target, stages, which)
 
     def borders(self, target: float) -> list[Flags]:
@@ -312,7 +326,7 @@ class CycleTables:
 
     def within(self, target: float, deadline: float | None = None) -> Stages:
         """Stages that are busy for no longer than that on the fastest device."""
-        fastest = max(stage.speed for stage in self.problem.devices.every)
+        fastest = max(stage.rate for stage in self.problem.devices.every)
         return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
 
     def timed(self, stages: Stages, stage: CycleStage) -> Timed:
@@ -325,10 +339,11 @@ class CycleTables:
             # keeps so many micro-batches that each one's is done before it takes a new one.
             backward, own, weight = backward + weight, own + weight, np.zeros(stages.count)
         serial = np.full(stages.count, stage.first or not self.problem.split)
+        whole, mine = self.problem.micro_batches, self.problem.micro_batches // stage.replicas
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
-        busy += stages.summing_s
-        update = np.maximum(busy - self.problem.micro_batches * own, 0.0)
-        step = np.maximum(update - self.problem.micro_batches * weight, 0.0)
+        busy += stages.summing_s - (whole - mine) * (stages.whole_s / stage.speed)
+        update = np.maximum(busy - mine * own, 0.0)
+        step = np.maximum(update - mine * weight, 0.0)
         return Timed(forward, backward, own, weight, serial, busy, update, step)
 
     def beyond(self, stages: Stages, which: Positions, waits: Waits) -> tuple[Vector, Positions]:
@@ -387,7 +402,8 @@ class CycleTables:
             if t == last:
                 beyond_s = least
                 far_s = self._far(stages, which, waits) + self._others_s[stages.made[which]]
-                filled_s = np.maximum(filled_s, far_s)
+                # Replicas have several wires.
+                filled_s = least if self._replicated else np.maximum(filled_s, far_s)
             found[t] = Row(units, np.maximum(beyond_s, 0.0), np.maximum(filled_s, 0.0))
         return found
 
@@ -472,9 +488,16 @@ class CycleTables:
             return timed.forward + self.problem.micro_batches * timed.backward + beyond
         return timed.own + beyond
 
-    def drained(self, before: Vector, rows: Mapping[int, Row], timed: Timed, units: int) -> Vector:
-        """Of a pipeline that flushes, what its stages need at the least, [p]."""
-        n, own = self.problem.micro_batches, timed.own
+    def drained(
+        self, before: Vector, rows: Mapping[int, Row], timed: Timed, stage: CycleStage
+    ) -> Vector:
+        """Of a pipeline that flushes, what its stages need at the least, [p]. Of each replica that
+        is as of a stage with its own micro-batches alone."""
+        n, own, units = (
+            self.problem.micro_batches // stage.replicas,
+            timed.own,
+            stage.flights[0].units,
+        )
         whole = rows[len(self._units) - 1]
         shorter = np.minimum(timed.forward, timed.backward)
         # Before its last forward but so many weight parts are done as may be kept.
@@ -484,13 +507,14 @@ class CycleTables:
         before = np.maximum(before, timed.step)
         least: Vector = before + all_s
         for row in rows.values():
-            beyond_s, fewer = row.beyond_s, units - row.units
+            end_units = min(row.units, n)
+            beyond_s, fewer = row.beyond_s, units - end_units
             least = np.maximum(least, before + all_s - fewer * shorter + beyond_s)
             least = np.maximum(least, before + own + row.filled_s)
             least = np.maximum(least, timed.busy - fewer * timed.forward + beyond_s)
-            rounds, left = divmod(n - row.units, fewer + 1)
+            rounds, left = divmod(n - end_units, fewer + 1)
             if rounds:
-                ahead_s = (row.units - 1) * timed.forward
+                ahead_s = (end_units - 1) * timed.forward
                 turned_s = (
                     ahead_s + rounds * (turn_s + beyond_s) + (left + 1) * turn_s + whole.beyond_s
                 )
@@ -528,15 +552,18 @@ class CycleTables:
                 for _ in range(devices.states_before(s))
             ]
 
-        found = [nowhere(0)]
-        for first in found[0]:
-            first.linked[:, 0], first.passed[0] = 0.0, NEVER
+        found = [nowhere(s) for s in range(len(devices.places))]
+        for s, _ in devices.starts:
+            for first in found[s]:
+                first.linked[:, 0], first.passed[0] = 0.0, NEVER
         for s, steps in enumerate(devices.ways):
             check_time(deadline)
-            reached, each = nowhere(s + 1), which[s]
+            each = which[s]
             each = each[np.argsort(stages.above[each], kind="stable")]
             for stage, before, nexts in steps:
-                ways, timed = found[-1][before], every_timed[_like(stage)]
+                if s + stage.replicas == len(found):
+                    continue
+                ways, timed = found[s][before], every_timed[_like(stage)]
                 there = np.isfinite(self.before(stages, each, ways))
                 some = each[there & (timed.busy[each] <= target * (1 + ROUNDING))]
                 self.entries += len(some) * classes
@@ -551,11 +578,10 @@ class CycleTables:
                 at = mine.above[starts]
                 linked = np.minimum.reduceat(linked, starts, axis=1)
                 passed = np.minimum.reduceat(passed, starts)
-                for other in (reached[k] for k in nexts):
+                for other in (found[s + stage.replicas][k] for k in nexts):
                     other.linked[:, at] = np.minimum(other.linked[:, at], linked)
                     other.passed[at] = np.minimum(other.passed[at], passed)
                     np.minimum(other.makers, makers, out=other.makers)
-            found.append(reached)
         return found
 
     def before(self, stages: Stages, which: Positions, ways: Ways) -> Vector:
@@ -587,7 +613,7 @@ def _on_time(stages: Stages, target: float) -> Stages:
 
 def _like(stage: CycleStage) -> Hashable:
     """What times on its device depend on."""
-    return stage.speed, stage.per_byte_s, stage.first
+    return stage.speed, stage.per_byte_s, stage.first, stage.replicas
 
 
 def others_s(micro_batches: int, busier_s: Wire, other_s: Wire, units: int) -> Wire:

@@ -50,7 +50,7 @@ class Halves:
 
 
 def halves_of(problem: CycleProblem, stages: StageTable) -> Halves | None:
-    """None where a mini-batch has no halves, or stages aren't in a chain."""
-    if problem.rule != "forwards-first" or not stages.is_chain:
+    """None where a mini-batch has no halves, or stages aren't in a chain, or have replicas."""
+    if problem.rule != "forwards-first" or problem.devices.replicated or not stages.is_chain:
         return None
     return Halves(problem, stages)

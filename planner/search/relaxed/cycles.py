@@ -20,10 +20,11 @@ from ...partition.dp.cycle_devices import (
     CycleStage,
     Flight,
     in_any_sequence,
+    in_groups,
     in_sequence,
 )
 from ...partition.dp.cycle_stages import CycleMessage, CycleProblem, CycleRule
-from ...partition.problem import CutTensor, Mode, Place, StageProblem, Vector, closures
+from ...partition.problem import CutTensor, Mode, Option, Place, StageProblem, Vector, closures
 from ...schedules.schedules import PATTERNS
 from ...systems.operations import BACKWARD, B, F, numbered
 from ...systems.variants import ScheduleRule, Variant
@@ -43,6 +44,9 @@ _RULES: dict[ScheduleRule, CycleRule] = {
 }
 """Which cycles count in a schedule, where each stage has a device of its own."""
 
+_REPLICATED: tuple[ScheduleRule, ...] = ("1f1b-flush", "gpipe")
+"""Of them, those where they count with replicas, too."""
+
 _REPEATS = 2
 """Mini-batches, after the pipeline has filled up, until a stage has held what it holds at most."""
 
@@ -54,9 +58,14 @@ long."""
 
 def has_cycles(relaxation: Relaxation, branch: Branch) -> bool:
     """Whether the schedule of so many stages, each with a device of its own, says which cycles it
-    has."""
+    has; of any number of stages, that of those with replicas."""
     question, stages = relaxation.question, branch.stages
-    if relaxation.variant.schedule not in _RULES or stages is None:
+    if stages is None:
+        alike = question.cluster.uniform and question.cluster.overlap
+        several = relaxation.replica_counts(branch.micro_batches) != [1]
+        known = relaxation.variant.schedule in _REPLICATED and question.update_every == 1
+        return known and alike and several
+    if relaxation.variant.schedule not in _RULES:
         return False
     runs = relaxation.allows(stages, branch.micro_batches) and question.update_every == 1
     if prod(len(mine) + 1 for mine in kinds_of(question.cluster)) > _MOST_STATES:
@@ -86,7 +95,8 @@ def cycle_problem(
     every_mode: bool = False,
     share: float = 1.0,
 ) -> CycleProblem | None:
-    """The cycles of plans with so many micro-batches and stages, each with a device of its own.
+    """The cycles of plans with so many micro-batches and stages, each with a device of its own; of
+    any number of stages, of those plans where some have replicas.
 
     Args:
         any_sequence: devices are taken in any, else as they are listed.
@@ -96,15 +106,20 @@ def cycle_problem(
     None where there are none (`has_cycles`).
     """
     variant, stages = relaxation.variant, branch.stages
-    if stages is None or not has_cycles(relaxation, branch):
+    if not has_cycles(relaxation, branch):
         return None
     n, found = branch.micro_batches, stage_problem(relaxation, branch)
-    links = relaxation.question.cluster.networks
-    devices = _devices(relaxation, found.loads, n, stages, share, any_sequence=any_sequence)
-    tensors = (*found.loads.tensors, *_copies(relaxation, found.loads, devices))
+    links, loads = relaxation.question.cluster.networks, found.loads
+    if stages is None:
+        devices = _groups(relaxation, n, share)
+        fixed_s = relaxation.seconds.serial(n, devices.replicas[-1])[1]
+        loads = replace(loads, serial_fixed_s=fixed_s)
+    else:
+        devices = _devices(relaxation, loads, n, stages, share, any_sequence=any_sequence)
+    loads = replace(loads, tensors=(*loads.tensors, *_copies(relaxation, loads, devices)))
     return replace(
         found,
-        loads=replace(found.loads, tensors=tensors),
+        loads=loads,
         rule=_RULES[variant.schedule],
         devices=devices,
         exchanges=tuple(exchanges(relaxation)),
@@ -255,6 +270,38 @@ def _devices(
         return in_any_sequence(counts, speeds, stages, lambda s, g: stage_of(s, firsts[g]))
     speeds = [device.speed for device in cluster.devices]
     return in_sequence(speeds, stages, lambda s, d: stage_of(s, cluster.devices[d]))
+
+
+def _groups(relaxation: Relaxation, n: int, share: float) -> CycleDevices:
+    """What stages with replicas may have of a cluster's equal devices: each replica as much in
+    flight as its schedule says (`schedules`)."""
+    replicas = relaxation.replica_counts(n)
+    place = PlaceMaker(
+        relaxation.question,
+        relaxation.freedom,
+        n,
+        Assumptions(view="cycle", identical=True),
+        [Option(r) for r in replicas],
+        syncs=True,
+        every_device=False,
+    ).places()
+
+    def stage_of(k: int, r: int) -> CycleStage:
+        found, mine = place(replicas.index(r), k), n // r
+        units = kept = min(-(-k // r), mine)
+        if relaxation.variant.forwards_first:
+            # Of its forwards some may run while those behind it have begun their backwards.
+            units, kept = mine + max(-(-(k - r) // r) - 1, 0), mine
+        return CycleStage(
+            speed=found.speed,
+            memory_bytes=found.memory_bytes * share,
+            copies=found.copies - 1.0,
+            per_byte_s=found.sync_s_per_byte,
+            flights=(Flight(1, units, 1.0, float(kept)),),
+            replicas=r,
+        )
+
+    return in_groups(len(relaxation.question.cluster.devices), replicas, stage_of)
 
 
 def _recomputed_s(

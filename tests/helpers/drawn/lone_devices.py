@@ -40,21 +40,26 @@ def drawn_alone(
     systems: Sequence[str] = tuple(ALL),
     *,
     any_sequence: bool = False,
+    replicas: bool = False,
 ) -> Drawn | None:
     """The question with this number, of one of these systems, with one N; None where it has more
     plans than `most_plans`, or none. Most clusters send beside computing.
 
     Args:
         any_sequence: plans take devices in any, not only as they are listed.
+        replicas: of each plan some stage has several, on equal devices.
     """
     rng = random.Random(seed)
     variant, profile = VARIANTS[rng.choice(systems)], drawn_profile(rng)
     tied = rng.choice(["together", "split"]) if variant.flushes else "together"
     factor, cluster = rng.choice([0.0, 1.0, 2.0]), _mostly_beside(rng, drawn_cluster(rng))
+    if replicas:
+        alike = tuple(msgspec.structs.replace(device, speed=1.0) for device in cluster.devices)
+        cluster = msgspec.structs.replace(cluster, devices=alike)
     question = Question(profile, cluster, variant.name, profile.batch_size, factor, 1, tied)
     again = rng.choice(["off", "off", "on", "auto", "selective"])
     again = "off" if variant.recompute_refusal else again
-    freedom = Freedom(False, again, StalenessBounds(rng.choice(["paper", "auto"])))
+    freedom = Freedom(replicas, again, StalenessBounds(rng.choice(["paper", "auto"])))
     counts = [n for n in counts_of(question, None) if n <= MOST_MICRO_BATCHES]
     if not counts:
         return None
@@ -62,6 +67,8 @@ def drawn_alone(
     plans = all_plans(question, freedom, n)
     if any_sequence:
         plans = in_any_sequence(plans, len(cluster.devices))
+    if replicas:
+        plans = ((n, mine) for n, mine in plans if any(len(x.devices) > 1 for x in mine))
     every = list(islice(plans, most_plans + 1))
     if not 0 < len(every) <= most_plans:
         return None
@@ -142,6 +149,19 @@ def parts(drawn: Drawn, *, any_sequence: bool = False) -> Iterator[Part]:
         plans = [found for _, found in drawn.plans if len(found.stages) == stages]
         fitting = [found for found in plans if not found.over_limit(cluster)]
         yield Part(stages, program, plans, fitting, kind_of)
+
+
+def replicated(drawn: Drawn) -> Part | None:
+    """All of a question's plans, some stages of each of which have replicas, and the cycles of
+    them; None where these aren't known."""
+    relaxation, devices = Relaxation(drawn.question, drawn.freedom), drawn.question.cluster.devices
+    problem = cycle_problem(relaxation, Branch(drawn.asked))
+    if problem is None:
+        return None
+    program = CriticalCycles.of(problem, find_downsets(problem.loads, 10_000))
+    plans = [found for _, found in drawn.plans]
+    fitting = [found for found in plans if not found.over_limit(drawn.question.cluster)]
+    return Part(0, program, plans, fitting, [0] * len(devices))
 
 
 def borders(problem: StageProblem, masks: Sequence[int], found: Evaluation) -> tuple[int, ...]:

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
-from helpers.drawn.lone_devices import INF, all_alone, borders, drawn_alone, kinds, parts
+from helpers.drawn.lone_devices import (
+    INF,
+    all_alone,
+    borders,
+    drawn_alone,
+    kinds,
+    parts,
+    replicated,
+)
 from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -177,6 +185,28 @@ def test_devices_may_come_in_any_sequence(seed):
     check_best(drawn, any_sequence=True)
     check_cuts(drawn, any_sequence=True)
     check_falling(drawn, any_sequence=True)
+
+
+@settings(max_examples=examples(60))
+@given(seeds)
+def test_stages_may_have_replicas(seed):
+    """Where pipelines flush: no plan that fits is below the bound, and every cut of one below a
+    period is listed with its replicas."""
+    drawn = drawn_alone(seed, 600, ("pipedream-flush", "gpipe"), replicas=True)
+    part = replicated(drawn) if drawn is not None else None
+    assume(part is not None and part.fitting)
+    program, target = part.program, part.best_s * 1.3
+    assert not above(program.best(0.0, INF).bound_s, part.best_s)
+    assert program.keeps(part.best_s * SAME) is not None
+    cuts = set()
+    for steps in program.each_below(lambda: target):
+        assert any(step.place.stage.replicas > 1 for step in steps)
+        cuts.add(tuple((step.above, step.place.stage.replicas) for step in steps))
+    masks, problem = program.lattice.masks, program.problem.loads
+    for plan in part.fitting:
+        if plan.prediction.period_s * SAME < target:
+            replicas = [len(stage.devices) for stage in plan.stages]
+            assert tuple(zip(borders(problem, masks, plan), replicas, strict=True)) in cuts
 
 
 @settings(max_examples=examples(36))
