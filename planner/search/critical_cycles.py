@@ -35,7 +35,14 @@ from ..partition.solve import DpSource
 from ..schedules.schedules import has_pattern
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
 from .choices import MOST_VECTORS, Branch, Choice, caps
-from .relaxed.cycles import cycle_problem, filled_up, has_cycles, kinds_of, same_anywhere
+from .relaxed.cycles import (
+    cycle_problem,
+    filled_up,
+    has_cycles,
+    has_replicated_cycles,
+    kinds_of,
+    same_anywhere,
+)
 from .relaxed.turns import turns_of
 from .state import OutOfBudget, SearchState
 
@@ -84,6 +91,7 @@ class _Way(NamedTuple):
         filled: what is in flight at the most, and the pace, as of `filled_up`; None: what cycles
             leave.
         lacks: per stage, bytes that it needs besides what is known of it; empty: none.
+        replicated: those where some stages have replicas.
     """
 
     branch: Branch
@@ -92,6 +100,7 @@ class _Way(NamedTuple):
     thinned: bool = False
     filled: tuple[int, float] | None = None
     lacks: tuple[float, ...] = ()
+    replicated: bool = False
 
 
 class CycleSearch:
@@ -120,8 +129,11 @@ class CycleSearch:
         """Whether all plans of a branch are bounded."""
         relaxation = self.search.relaxation
         alone = relaxation.replica_counts(branch.micro_batches) == [1]
-        known = alone or (branch.stages is None and has_cycles(relaxation, branch))
-        return known and self.reaches(branch) and _all_alone(self.search, branch)
+        return (
+            (alone or _replicated(self.search, branch))
+            and self.reaches(branch)
+            and _all_alone(self.search, branch)
+        )
 
     def proves(self, branch: Branch) -> bool:
         """Whether all plans of a branch can be tried."""
@@ -132,8 +144,7 @@ class CycleSearch:
         )
 
     def _parts(self, branch: Branch) -> Iterator[Branch]:
-        """The branch by numbers of stages that the system runs, where they are many, by some; and
-        of any number those with replicas."""
+        """The branch by numbers of stages that the system runs; where they are many, by some."""
         n, most = branch.micro_batches, self.search.most_stages
         counts: Iterable[int] = range(1, most + 1)
         if branch.stages is not None:
@@ -142,8 +153,12 @@ class CycleSearch:
             counts = sorted({most >> k for k in range(most.bit_length())})
         allows = self.search.relaxation.allows
         yield from (replace(branch, stages=stages) for stages in counts if allows(stages, n))
-        if branch.stages is None and has_cycles(self.search.relaxation, branch):
-            yield branch
+
+    def _ways(self, way: _Way) -> Iterator[_Way]:
+        """All those of a branch: without replicas by numbers of stages, and with them."""
+        yield from (way._replace(branch=part) for part in self._parts(way.branch))
+        if _replicated(self.search, way.branch):
+            yield way._replace(replicated=True)
 
     def _program(self, way: _Way) -> CriticalCycles:
         """Of a branch that is covered. Raises OutOfBudget when the time is over."""
@@ -157,8 +172,9 @@ class CycleSearch:
         """One for all numbers of stages, from the largest on; and one for those with replicas."""
         search, n = self.search, way.branch.micro_batches
         alike = (part for b in search.branches if b.micro_batches == n for part in self._parts(b))
-        largest = max(alike, key=lambda part: part.stages or 0) if way.branch.stages else way.branch
-        way = way._replace(branch=largest, filled=None, lacks=())
+        largest = max(alike, key=lambda part: part.stages or 0)
+        branch = way.branch if way.replicated else largest
+        way = way._replace(branch=branch, filled=None, lacks=())
         if way not in self.tables:
             problem, source = _problem(search, way), search.source
             assert problem is not None
@@ -194,12 +210,12 @@ class CycleSearch:
         search, todo = self.search, list(branches)
         for done, branch in enumerate(todo):
             search.say(f"{search.standing}; critical cycles", done, len(todo))
-            bounds_s = dict[Branch, float]()
-            for part in self._parts(branch):
-                bounds_s[part], plans = self._bounded(_Way(part, thinned=thinned))
+            bounds_s = dict[_Way, float]()
+            for way in self._ways(_Way(branch, thinned=thinned)):
+                bounds_s[way], plans = self._bounded(way)
                 found += plans
             if not thinned and _all_alone(search, branch):
-                alone_s = min(bound_s for part, bound_s in bounds_s.items() if part.stages)
+                alone_s = min(bound_s for way, bound_s in bounds_s.items() if not way.replicated)
                 self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), alone_s)
                 if self.covers(branch):
                     least_s = min(bounds_s.values())
@@ -247,8 +263,8 @@ class CycleSearch:
             return 0.0, []
         within = _COARSE * (_COARSER if way.thinned or large else 1)
         answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
-        whole = way.branch.stages and way.branch in search.bounds and self.covers(way.branch)
-        if whole and not way.thinned:
+        whole = [*self._ways(way)] == [way]
+        if whole and not way.thinned and way.branch in search.bounds and self.covers(way.branch):
             # Whatever comes of its plans.
             search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
@@ -289,13 +305,17 @@ class CycleSearch:
                 return
             program = self._program(way)
             lacks, places = _lacks(program, way.lacks, at, over), program.problem.devices.places
-            alike = repair or not way.branch.stages
+            alike = repair or way.replicated
             way = way._replace(lacks=(max(lacks),) * len(places) if alike else lacks)
             at = self._best(way, at.period_s, _COARSE * _COARSER).cut
 
     def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:
-        program = self._program(way)
-        limits = [step.flight.limit for step in cut.steps]
+        program, relaxation, count = self._program(way), self.search.relaxation, len(cut.steps)
+        if not relaxation.allows(count, way.branch.micro_batches):
+            return None
+        # With replicas it isn't known how many stages there are behind one.
+        most = [high for _, high in relaxation.limit_ranges(count)]
+        limits = [min(step.flight.limit, high) for step, high in zip(cut.steps, most, strict=True)]
         limits = [*accumulate(reversed(limits), max)][::-1]
         choice = self._choice(program, cut.steps)
         return self.search.look(choice, way.branch.micro_batches, tuple(limits))
@@ -322,8 +342,9 @@ class CycleSearch:
 
     def _prove(self, branch: Branch) -> None:
         search, unresolved = self.search, float("inf")
-        for part in self._parts(branch):
-            program = self._program(_Way(part, every_mode=len(search.relaxation.recompute) > 1))
+        every_mode = len(search.relaxation.recompute) > 1
+        for way in self._ways(_Way(branch, every_mode=every_mode)):
+            program = self._program(way)
             before = program.entries
             cuts = program.each_below(lambda: search.period_s, search.budget.deadline)
             try:
@@ -350,7 +371,8 @@ class CycleSearch:
         except (PlanError, ScheduleError):
             return float("inf")
         least_s, below_s = least_period_s(pipeline), min(search.period_s, program.slow_s)
-        if program.problem.rule == "turns":
+        replicated = program.problem.devices.replicated
+        if program.problem.rule == "turns" and not replicated:
             flights = [
                 [each for each in stage.flights if each.limit <= limit]
                 for stage, limit in zip(program.problem.stages, limits, strict=True)
@@ -359,9 +381,10 @@ class CycleSearch:
             turning_s, lowest = least_turning(turns, n, below_s)
             least_s = max(least_s, turning_s)
             limits = tuple(each.limit for each in lowest or [mine[-1] for mine in flights])
-        elif search.relaxation.variant.flushes and not program.problem.devices.replicated:
-            least_s = max(least_s, filled_and_drained_s(pipeline))
-        else:
+        elif search.relaxation.variant.flushes:
+            if not replicated:
+                least_s = max(least_s, filled_and_drained_s(pipeline))
+        elif not replicated or program.problem.rule == "room":
             least_s = max(least_s, round_trip_s(pipeline))
         if least_s * SAME >= search.period_s:
             return float("inf")
@@ -369,7 +392,7 @@ class CycleSearch:
             done = search.try_some(choice, n, least_s, every_limit=True)
             return float("inf") if done else least_s
         search.look(choice, n, limits)
-        only = all(len(stage.flights) == 1 for stage in program.problem.stages)
+        only = all(len(stage.flights) == 1 for stage in program.problem.devices.every)
         if only or least_s * SAME >= search.period_s:
             return float("inf")
         if program.problem.rule == "turns":
@@ -403,6 +426,11 @@ def _all_alone(search: SearchState, branch: Branch) -> bool:
     return branch.stages is not None or search.most_stages <= _MOST_COUNTS
 
 
+def _replicated(search: SearchState, branch: Branch) -> bool:
+    """Whether those with replicas are looked at: large models have plans first."""
+    return not search.large and has_replicated_cycles(search.relaxation, branch)
+
+
 def _problem(search: SearchState, way: _Way) -> CycleProblem | None:
     problem = cycle_problem(
         search.relaxation,
@@ -410,6 +438,7 @@ def _problem(search: SearchState, way: _Way) -> CycleProblem | None:
         any_sequence=search.any_sequence,
         every_mode=way.every_mode,
         share=way.share,
+        replicated=way.replicated,
     )
     if problem is not None and way.lacks:
         devices = problem.devices.changed(

@@ -53,7 +53,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from math import lcm
 from typing import NamedTuple
 
@@ -78,6 +78,7 @@ from .cycle_tables import (
     Waits,
     any_class,
     others_s,
+    way_behind,
 )
 from .lattice import Lattice, Positions
 from .program import Program
@@ -332,7 +333,7 @@ class CriticalCycles(CycleTables):
         if self.problem.flushes:
             longest_s = self._flushed_s(timed, [step.place.stage for step in steps], nexts)
         else:
-            longest_s = self._turned_s(timed, [step.flight.units for step in steps], nexts)
+            longest_s = self._turned_s(timed, steps, nexts)
         return max(busy, *wires, longest_s)
 
     def _timed(self, steps: Sequence[CycleStep]) -> list[Timed]:
@@ -359,14 +360,21 @@ class CriticalCycles(CycleTables):
         return found
 
     def _turned_s(
-        self, timed: Sequence[Timed], units: Sequence[int], nexts: Sequence[Sequence[_Link]]
+        self,
+        timed: Sequence[Timed],
+        steps: Sequence[CycleStep],
+        nexts: Sequence[Sequence[_Link]],
     ) -> float:
         """The longest cycle where the pipeline never drains."""
+        units, replicas = zip(
+            *((x.flight.units, x.place.stage.replicas) for x in steps), strict=True
+        )
         n, longest, turns = self.problem.micro_batches, 0.0, self.problem.rule == "turns"
         rows: list[dict[int, float]] = [{} for _ in timed]
+        ways, latency_s = dict[int, dict[int, Vector]](), 2 * self.problem.latency_s
         for s in range(len(timed) - 1, -1, -1):
-            mine, own = rows[s], float(timed[s].own[0])
-            base = self._rows_from(s, rows, timed[s], nexts[s])
+            mine, own = rows[s], float(timed[s].own[0]) / replicas[s]
+            base = self._rows_from(s, rows, timed[s], nexts[s], n // replicas[s])
             extra = float(timed[s].update[0]) if n == 1 or not turns else 0.0
             for u, row_s in mine.items():
                 if turns:
@@ -376,17 +384,29 @@ class CriticalCycles(CycleTables):
                     longest = max(longest, whole_s / units[s])
             if not turns:
                 longest = max(longest, (n * own + extra) / units[s])
-            last = units[s] if turns else 0
+            elif self._replicated:
+
+                def behind(row: int, s: int = s) -> Vector:
+                    sent = (sum(both_s) + latency_s + ways[t][row] for t, *both_s in nexts[s])
+                    return reduce(np.maximum, sent, np.zeros(1))
+
+                needs, ways[s] = self.turned(timed[s], steps[s].place.stage, behind)
+                longest = max(longest, float(needs[0]))
+            last = units[s] + 1 - replicas[s] if turns else 0
             mine[last] = max(mine.get(last, 0.0), base)
         return longest
 
     def _rows_from(
-        self, s: int, rows: Sequence[dict[int, float]], timed: Timed, nexts: Sequence[_Link]
+        self,
+        s: int,
+        rows: Sequence[dict[int, float]],
+        timed: Timed,
+        nexts: Sequence[_Link],
+        n: int,
     ) -> float:
         """Enter rows of stages from one on, by what the last stage of a row has in flight, what the
-        longest row takes. Returns what the stage alone does."""
-        own, n = float(timed.own[0]), self.problem.micro_batches
-        base = own
+        longest row takes. Returns what the stage alone does. `n`: backwards in one."""
+        base = float(timed.own[0])
         if self.problem.rule != "turns":
             base = float(timed.forward[0] + n * timed.backward[0])
         for t, *wires_s in nexts:
@@ -513,19 +533,13 @@ class CriticalCycles(CycleTables):
         target *= 1 - FORGIVEN
         room, low = target * (1 + ROUNDING), 0 if last is None else last.step.above
         beyond_it = s + stage.replicas
-        stages, waits = table.stages.from_downset(low), table.waits[beyond_it][place.behind]
+        stages = table.by_wires[place.wires].from_downset(low)
+        waits = table.waits[beyond_it][place.behind]
         if self.problem.rule == "turns":
             # What is in flight takes that much less time; nothing else takes more.
-            share = min(target / table.target, 1.0)
-            waits = waits.times(share)
+            waits = waits.times(min(target / table.target, 1.0))
         stages = stages.those(np.flatnonzero(any_class(waits.linked)[stages.above]))
-        most, past = np.full((2, stages.count), math.inf)
-        if last is not None:
-            most, past = last.most[0][stages.kind], last.most[1][stages.kind]
-        waiting = () if last is None else last.users
-        for user, allowed in waiting:
-            has = self.lattice.column(user)[stages.above]
-            most = np.where(has, np.minimum(most, allowed), most)
+        most, past = _most_behind(self.lattice, stages, last)
         timed = self.timed(stages, stage)
         every = np.arange(stages.count)
         beyond, _ = self.beyond(stages, every, waits)
@@ -540,29 +554,35 @@ class CriticalCycles(CycleTables):
             if last is not None:
                 before = last.ways[0][stages.kind]
                 around = np.full(stages.count, last.ways[1])
-            rows = self.rows(stages, every, waits, beyond)
+            rows = self.rows(stages, every, waits, beyond, place.wires)
             fine &= self.drained(before, rows, timed, stage) <= room
             ways = self.onward(stages, np.maximum(before, timed.step) + timed.own, around)
         elif self.problem.rule == "turns":
             each, extra = room / n, timed.update if n == 1 else 0.0
             # No more in flight than what comes before it can wait for.
             ahead = np.minimum(rest / each * (1 + FORGIVEN), 1e9)
-            units = np.minimum(units, np.floor(ahead))
+            units = np.minimum(units, np.floor(ahead) + stage.replicas - 1)
             fine &= units >= stage.flights[0].units
             rest = np.minimum(rest, (units + 1) * each - timed.own - extra)
+            if self._replicated:
+                behind = partial(way_behind, stages, every, waits)
+                fine &= self.turned(timed, stage, behind)[0] <= room
         else:
-            rest = most - timed.forward - n * timed.backward
-            rest = np.minimum(rest, units * room - timed.update - n * timed.own)
+            mine = n // stage.replicas
+            rest = most - timed.forward - mine * timed.backward
+            rest = np.minimum(rest, units * room - timed.update - mine * timed.own)
         fine &= beyond <= rest * (1 + FORGIVEN) + _TINY
         fine &= np.where(stages.on_path, NEVER, passed) <= past * (1 + FORGIVEN) + _TINY
         nexts, around = self._allowed(stages, waits, rest, past)
         fine &= (nexts >= 0).any(axis=0)
-        value, far = self.behind(timed, beyond, np.zeros(1)), rest - self._way_s[stages.made]
+        value = self.behind(timed, beyond, np.zeros(1), stage)
+        far = rest - self._way_s[stages.made]
         for p in np.flatnonzero(fine).tolist():
             flight = stage.flights[int(top[p])]
             step = CycleStep(low, int(stages.above[p]), int(stages.mode[p]), flight, place)
             way = ways[0][:, p], float(ways[1][p])
             inside, made = self.lattice.masks[step.above], int(stages.made[p])
+            waiting = () if last is None else last.users
             users = tuple(each for each in waiting if not inside >> each[0] & 1)
             users += ((int(stages.user[p]), float(far[p])),) if made >= 0 else ()
             yield float(value[p]), _Move(step, beyond_it, (nexts[:, p], around[:, p]), way, users)
@@ -602,6 +622,17 @@ class CriticalCycles(CycleTables):
             over = held + flight.kept * stages.kept_bytes > stage.memory_bytes * FITS
             found -= over & (found == position)
         return found
+
+
+def _most_behind(lattice: Lattice, stages: Stages, last: _Move | None) -> tuple[Vector, Vector]:
+    """What the stages laid so far may wait for from some on, and past them, [p]."""
+    most, past = np.full((2, stages.count), math.inf)
+    if last is not None:
+        most, past = last.most[0][stages.kind], last.most[1][stages.kind]
+        for user, allowed in last.users:
+            has = lattice.column(user)[stages.above]
+            most = np.where(has, np.minimum(most, allowed), most)
+    return most, past
 
 
 def _nexts(links: _Links, stages: int) -> list[list[_Link]]:

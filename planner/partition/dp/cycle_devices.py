@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
+from math import lcm
 from typing import NamedTuple
 
 StageOf = Callable[[int, int], "CycleStage"]
@@ -49,6 +50,8 @@ class CycleStage:
         flights: by rising units, which are those of a replica.
         first: it is a plan's first stage.
         replicas: r.
+        after_update: with replicas that take turns, of a mini-batch's micro-batches those that run
+            forward after the update for the one before it.
     """
 
     speed: float
@@ -58,6 +61,7 @@ class CycleStage:
     flights: tuple[Flight, ...]
     first: bool = False
     replicas: int = 1
+    after_update: int = 0
 
     @property
     def rate(self) -> float:
@@ -74,6 +78,7 @@ class CyclePlace(NamedTuple):
         used: of this stage's states, those that this device and those behind come under.
         before: of the states of devices before the stage, those that go with it.
         speed_before: of the fastest devices that the stages before it may have, together.
+        wires: to the next stage, whose replicas and this one's take turns.
     """
 
     stage: CycleStage
@@ -82,6 +87,7 @@ class CyclePlace(NamedTuple):
     used: tuple[int, ...]
     before: tuple[int, ...]
     speed_before: float
+    wires: int = 1
 
 
 class CycleWay(NamedTuple):
@@ -250,36 +256,78 @@ def in_any_sequence(
     )
 
 
-def in_groups(devices: int, replicas: Sequence[int], stage_of: StageOf) -> CycleDevices:
+class _Group(NamedTuple):
+    """What is known of the stages from a device on.
+
+    Attributes:
+        replicas: of the first one, where that counts; else 0.
+        several: some of them has several.
+        stages: how many there are, where that counts; else 0.
+    """
+
+    replicas: int
+    several: bool
+    stages: int
+
+
+def in_groups(
+    devices: int,
+    replicas: Sequence[int],
+    stage_of: Callable[[int, int, int], CycleStage],
+    stages: int | None = None,
+    *,
+    counted: bool = False,
+) -> CycleDevices:
     """Equal devices of which stages take as many as they have replicas, at least one more than one;
     the first ones may be left out.
 
     Args:
-        stage_of: of the devices from a stage's first one on, and r.
+        stage_of: of the devices from a stage's first one on, of r, and of the stages behind it at
+            the most.
+        stages: how many there must be; None: any number.
+        counted: what is in flight depends on the stages behind; then wires between two stages are
+            as many as there may be.
     """
-    made = [
-        [stage_of(devices - p, r) for r in replicas if r <= devices - p] for p in range(devices)
-    ]
+    counts = counted or stages is not None
 
-    several = min(r for r in replicas if r > 1)
+    def with_stage(behind: _Group, r: int) -> _Group:
+        return _Group(0 if counted else r, behind.several or r > 1, behind.stages + counts)
+
+    # From the last device on: what may be known of the stages from there on.
+    known: list[list[_Group]] = [[_Group(0, several=False, stages=0)]]
+    for p in range(devices - 1, -1, -1):
+        fit = [r for r in replicas if r <= devices - p]
+        mine = {with_stage(group, r) for r in fit for group in known[r - 1]}
+        known.insert(0, sorted(g for g in mine if stages is None or g.stages <= stages))
+
+    def wires(p: int, r: int, behind: _Group) -> int:
+        most = [n for n in replicas if n <= devices - p - r] if counted else [behind.replicas or r]
+        return max((lcm(r, n) for n in most), default=r)
+
+    once = cache(stage_of)
 
     def places(p: int) -> Iterator[CyclePlace]:
-        # State 1: some stage from here on has several.
-        for stage in made[p]:
-            for behind in range(2 if p + stage.replicas + several <= devices else 1):
-                yield CyclePlace(
-                    stage=stage,
-                    device=p,
-                    behind=behind,
-                    used=(int(behind or stage.replicas > 1),),
-                    before=(0,),
-                    speed_before=stage.speed * p,
-                )
+        for r in (r for r in replicas if r <= devices - p):
+            for k, behind in enumerate(known[p + r]):
+                if (mine := with_stage(behind, r)) in known[p]:
+                    left = devices - p
+                    stage = once(left, r, behind.stages if counts else left - r)
+                    used, most = (known[p].index(mine),), wires(p, r, behind)
+                    yield CyclePlace(stage, p, k, used, (0,), stage.speed * p, most)
 
+    every = tuple(tuple(places(p)) for p in range(devices))
     return CycleDevices(
-        tuple(tuple(places(p)) for p in range(devices)),
-        tuple(tuple(CycleWay(stage, 0, (0,)) for stage in made[p]) for p in range(devices - 1)),
-        tuple((p, 1) for p in range(devices - several + 1)),
+        every,
+        tuple(
+            tuple(CycleWay(stage, 0, (0,)) for stage in dict.fromkeys(x.stage for x in mine))
+            for mine in every[:-1]
+        ),
+        tuple(
+            (p, state)
+            for p in range(devices)
+            for state, group in enumerate(known[p])
+            if group.several and group.stages == (stages or group.stages)
+        ),
     )
 
 

@@ -332,7 +332,7 @@ class StageTable:
         # Whichever stage behind it takes a tensor, some wire has it; but where devices have several
         # stages, that may be on the same.
         alone = np.zeros(size)
-        for message in crossing if problem.devices.places else ():
+        for message in crossing if problem.devices.replicas == (1,) else ():
             busy_s = max(n * message.wire_s, per_period * message.back_s)
             alone = np.maximum(alone, busy_s * ~lattice.column(message.maker))
         sent, wires, off = [], [], []

@@ -9,8 +9,9 @@ Index letters: S stages; N micro-batches; D downsets; K classes; p stages betwee
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,6 +31,9 @@ NEVER = -math.inf
 
 _NEAR, _LAST = 3, 4
 """Rows of stages that end so near, or so many stages before the last one, are looked at."""
+
+_WAY = -1
+"""Of rows of stages that take turns, that of one micro-batch; others have numbers below."""
 
 _NONE = np.zeros(0, dtype=np.intp)
 
@@ -70,7 +74,8 @@ class Waits(NamedTuple):
         passed: likewise, where its message passes them on the path.
         users: per layer, of the stage that has it, wherever that begins behind; of no layer 0,
             [n + 1].
-        rows: where the pipeline flushes, as `linked` up to and with some stages, by their place.
+        rows: where the pipeline flushes, as `linked` up to and with some stages, by their place;
+            with replicas that take turns those of `turned`.
     """
 
     linked: Vector
@@ -135,17 +140,22 @@ class CycleTable(NamedTuple):
     """What is known of all cuts under a target.
 
     Attributes:
-        stages: those that any stage may be, and others.
+        by_wires: those that any stage may be, and others, by the wires to the next one.
         timed: all of these, by the device.
         waits: per stage, and behind the last one, by the state of devices from there on.
         ways: per stage, by the state of devices before it; empty where the pipeline stays full.
     """
 
     target: float
-    stages: Stages
+    by_wires: dict[int, Stages]
     timed: dict[Hashable, Timed]
     waits: list[list[Waits]]
     ways: list[list[Ways]]
+
+    @property
+    def stages(self) -> Stages:
+        """The same, by the most wires."""
+        return self.by_wires[max(self.by_wires)]
 
 
 class _Known(NamedTuple):
@@ -182,6 +192,9 @@ class CycleTables:
         # Where the pipeline flushes, micro-batches in flight at each stage.
         self._units = [stage.flights[0].units for stage in problem.devices.stages]
         self._replicated = problem.devices.replicated
+        # Of how many micro-batches rows are known, where stages with replicas take turns.
+        several = (stage for stage in problem.devices.every if stage.replicas > 1)
+        self._after_updates = sorted({x.after_update for x in several if x.after_update})
         # Of each message a micro-batch's way there and back; and what more it takes until those of
         # all others have been on the wire. The last ones are of no message.
         n, messages, latency_s = problem.micro_batches, problem.messages, 2 * problem.latency_s
@@ -211,16 +224,16 @@ class CycleTables:
         """The same by what is known of the first stage; and what is known of it then."""
         devices, known = self.problem.devices, self.known(target, deadline)
         stages, count = known.stages, len(devices.places)
-        if not self._replicated:
-            # Else it may be on several wires.
-            stages = _on_time(stages, target)
+        wires = {place.wires for mine in devices.places for place in mine}
+        by_wires = {each: _on_time(stages, target * each) for each in wires}
+        stages = by_wires[max(wires)]
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
         ways = self.ways(stages, known.which, timed, target, deadline)
         every = [[_no_waits(self.all) for _ in range(devices.states(count))]]
         for waits in every[0]:
             # Behind the last stage there is nothing to wait for.
             waits.linked[0, -1], waits.passed[0, -1] = 0.0, NEVER
-        table, picks = CycleTable(target, stages, timed, every, ways), list[Positions]()
+        table, picks = CycleTable(target, by_wires, timed, every, ways), list[Positions]()
         first = list[int]()
         for s in range(count - 1, -1, -1):
             check_time(deadline)
@@ -253,7 +266,8 @@ class CycleTables:
         Args:
             waits: of the next stage, with the devices that are left behind this one.
         """
-        stages, timed, target = table.stages, table.timed[_like(place.stage)], table.target
+        stages, timed = table.by_wires[place.wires], table.timed[_like(place.stage)]
+        target = table.target
         # What is before it must be done by the devices before it.
         work, slack = self.all.work_s, FORGIVEN * self.all.work_s[-1]
         begins = work <= target * place.speed_before + slack
@@ -265,7 +279,7 @@ class CycleTables:
         some, beyond, nexts = some[fits], beyond[fits], nexts[fits]
         mine, needs, rows_s = timed.those(some), None, dict[int, Vector]()
         if table.ways:
-            rows = self.rows(stages, some, waits, beyond)
+            rows = self.rows(stages, some, waits, beyond, place.wires)
             ways = [self.before(stages, some, table.ways[s][state]) for state in place.before]
             needs = self.drained(np.minimum.reduce(ways), rows, mine, place.stage)
             if self.halves is not None:
@@ -273,6 +287,9 @@ class CycleTables:
                 needs = np.maximum(needs, self.halves.least(mine.forward, mine.backward, way_s))
             for t in () if self._replicated else _ends(len(self._units) - 1, s):
                 rows_s[t] = mine.own + (rows[t].beyond_s if t in rows else 0.0)
+        elif self._replicated and self.problem.rule == "turns":
+            way = partial(way_behind, stages, some, waits)
+            needs, rows_s = self.turned(mine, place.stage, way)
         value, flight = self.waited(stages, some, mine, place.stage, beyond, target, needs)
         fits = np.flatnonzero(np.isfinite(value))
         rows_s = {t: row_s[fits] for t, row_s in rows_s.items()}
@@ -377,17 +394,21 @@ class CycleTables:
         found: Vector = self._way_s[stages.made[which]] + waits.users[stages.user[which]]
         return found
 
-    def rows(self, stages: Stages, which: Positions, waits: Waits, least: Vector) -> dict[int, Row]:
+    def rows(
+        self, stages: Stages, which: Positions, waits: Waits, least: Vector, wires: int
+    ) -> dict[int, Row]:
         """What some stages wait for up to some places, where the pipeline flushes; the last one is
         there.
 
         Args:
             least: up to that, of one micro-batch, [p].
+            wires: to the next stage, each of which has its share of messages.
         """
-        found, n, latency_s = dict[int, Row](), self.problem.micro_batches, self.problem.latency_s
+        found, latency_s = dict[int, Row](), self.problem.latency_s
+        n = self.problem.micro_batches // wires
         last, above = len(self._units) - 1, stages.above[which]
         for t, linked_s in {**waits.rows, last: waits.linked}.items():
-            units = self._units[t]
+            units = 1 if self._replicated else self._units[t]
             beyond_s, filled_s = np.full((2, len(which)), math.inf)
             for k in range(self.all.classes):
                 row_s, sent_s = linked_s[k][above], stages.sent_s[k][which]
@@ -402,10 +423,39 @@ class CycleTables:
             if t == last:
                 beyond_s = least
                 far_s = self._far(stages, which, waits) + self._others_s[stages.made[which]]
-                # Replicas have several wires.
-                filled_s = least if self._replicated else np.maximum(filled_s, far_s)
-            found[t] = Row(units, np.maximum(beyond_s, 0.0), np.maximum(filled_s, 0.0))
+                # What replicas send past the next stage is on who knows how many wires.
+                filled_s = filled_s if self._replicated else np.maximum(filled_s, far_s)
+            found[t] = Row(self._units[t], np.maximum(beyond_s, 0.0), np.maximum(filled_s, 0.0))
         return found
+
+    def turned(
+        self, timed: Timed, stage: CycleStage, behind: Callable[[int], Vector]
+    ) -> tuple[Vector, dict[int, Vector]]:
+        """What stages with replicas that take turns need from update to update at the least, [p];
+        and the rows from them on, there and back, of one micro-batch, or of some.
+
+        Each of r replicas has u of its own N / r micro-batches in flight. With W behind the stage
+
+            T  ≥  k · (f + b + W) + (N / r - k·u) · (f + b) + update,  k = ⌊N / (r·u)⌋.
+
+        And M of a mini-batch's micro-batches run after the last update and before the next one,
+        whichever stage behind takes longest for them:
+
+            T  ≥  update + R + (⌈M / r(t)⌉ - 1) · (f + b)(t) + W(t).
+
+        Args:
+            behind: by a row's number, what is behind the stages, [p].
+        """
+        own, units, way_s = timed.own, stage.flights[0].units, behind(_WAY)
+        rounds, left = divmod(self.problem.micro_batches // stage.replicas, units // stage.replicas)
+        least, rows = (rounds + left) * own + rounds * way_s, {_WAY: own + way_s}
+        for some in self._after_updates:
+            rows[-some - 1] = np.maximum(
+                -(-some // stage.replicas) * own + way_s, own + behind(-some - 1)
+            )
+            if some <= stage.after_update:
+                least = np.maximum(least, rows[-some - 1])
+        return least + timed.update, rows
 
     def passed(self, stages: Stages, which: Positions, waits: Waits) -> Vector:
         """What is waited for where a message passes some stages, [p], by what comes behind them."""
@@ -427,33 +477,34 @@ class CycleTables:
 
         Args:
             timed, beyond: of those, [p].
-            needs: what a pipeline that flushes needs, [p].
+            needs: what they need besides, [p].
         """
-        n = self.problem.micro_batches
+        n, mine = self.problem.micro_batches, self.problem.micro_batches // stage.replicas
         units = np.array([flight.units for flight in stage.flights])
         fine, full = np.ones(len(which), dtype=np.bool_), None
         if needs is not None:
             fine = needs <= target * (1 + ROUNDING)
+        if self.problem.flushes:
             needed = np.zeros(len(which))
         elif self.problem.rule == "turns":
             extra = timed.update if n == 1 else 0.0
             needed = (timed.own + extra + beyond) / (target / n) - 1
         else:
-            stay = n * timed.own + beyond + timed.update
+            stay = mine * timed.own + beyond + timed.update
             needed = stay / target
-            full = self.least_kept(stay, timed.forward, target)
+            full = least_kept(stay, timed.forward, target, mine)
             if stage.first:
                 # The first stage always has forwards. So it never idles, and the period is its
                 # load, or it does as its limit is reached and all that it allows is kept.
                 busy = np.maximum(timed.busy, target * FORGIVEN) * (1 + FORGIVEN)
-                filled = n * np.ceil(needed * (1 - ROUNDING) - ROUNDING)
+                filled = mine * np.ceil(needed * (1 - ROUNDING) - ROUNDING)
                 full = np.maximum(
-                    full, np.minimum(filled, self.least_kept(stay, timed.forward, busy))
+                    full, np.minimum(filled, least_kept(stay, timed.forward, busy, mine))
                 )
         at = np.searchsorted(units, needed * (1 - ROUNDING) - ROUNDING)
         fine &= at < len(units)
         at = np.minimum(at, len(units) - 1)
-        value = self.behind(timed, beyond, units[at] * (target / n))
+        value = self.behind(timed, beyond, (units[at] + 1 - stage.replicas) * (target / n), stage)
         if math.isfinite(stage.memory_bytes):
             versions = np.array([flight.versions for flight in stage.flights])[at]
             versions = np.maximum(versions, self.problem.versions(self.first, units[at]))
@@ -464,28 +515,13 @@ class CycleTables:
             fine &= held + kept * stages.kept_bytes[which] <= stage.memory_bytes * FITS
         return np.where(fine, value, math.inf), at
 
-    def least_kept(self, stay: Vector, forward: Vector, period: float | Vector) -> Vector:
-        """Micro-batches that a stage keeps at some backward, at the least, [p].
-
-        With u of them kept from a mini-batch's first on at its backward, at the most, the next
-        forward is behind its update; and from that one the rest of its mini-batch's is to come
-        before the next mini-batch begins. So for u = (j - 1)·N + r
-
-            j · T  ≥  stay + (N - r)·f,  1 ≤ r ≤ N.
-        """
-        n = self.problem.micro_batches
-        trips = np.maximum(np.ceil(stay / period * (1 - FORGIVEN)), 1.0)
-        spare = np.maximum(trips * period * (1 + FORGIVEN) - stay, 0.0)
-        ahead = np.divide(spare, forward, out=np.full(len(stay), float(n)), where=forward > 0)
-        found: Vector = (trips - 1) * n + np.maximum(n - np.floor(ahead * (1 + FORGIVEN)), 1.0)
-        return found
-
-    def behind(self, timed: Timed, beyond: Vector, turns_s: Vector) -> Vector:
+    def behind(self, timed: Timed, beyond: Vector, turns_s: Vector, stage: CycleStage) -> Vector:
         """What a stage before these waits for. `turns_s`: of all that they have in flight."""
         if self.problem.rule == "turns":
             return timed.own + np.maximum(turns_s, beyond)
         if self.problem.rule == "room":
-            return timed.forward + self.problem.micro_batches * timed.backward + beyond
+            backwards = self.problem.micro_batches // stage.replicas
+            return timed.forward + backwards * timed.backward + beyond
         return timed.own + beyond
 
     def drained(
@@ -603,6 +639,37 @@ class CycleTables:
         on_path = ~self.all.off_path[:, above]
         linked = np.where(on_path & ~stages.on_path, np.maximum(linked, around), linked)
         return np.maximum(linked, 0.0), np.where(stages.on_path, passed, around)
+
+
+def way_behind(stages: Stages, which: Positions, waits: Waits, row: int = _WAY) -> Vector:
+    """What some stages wait for behind them by a row of `CycleTables.turned`, [p]; by default for a
+    micro-batch's way alone."""
+    found, above = np.full(len(which), math.inf), stages.above[which]
+    if row not in waits.rows:
+        return np.zeros(len(which))
+    for sent_s, row_s in zip(stages.sent_s, waits.rows[row], strict=True):
+        there = np.flatnonzero(np.isfinite(row_s[above]))
+        value_s = sent_s[which[there]] + row_s[above[there]]
+        found[there] = np.minimum(found[there], value_s)
+    least: Vector = np.maximum(found, 0.0)
+    return least
+
+
+def least_kept(stay: Vector, forward: Vector, period: float | Vector, n: int) -> Vector:
+    """Micro-batches that a stage keeps at some backward, at the least, [p], of N that it has of
+    each mini-batch.
+
+    With u of them kept from a mini-batch's first on at its backward, at the most, the next
+    forward is behind its update; and from that one the rest of its mini-batch's is to come
+    before the next mini-batch begins. So for u = (j - 1)·N + r
+
+        j · T  ≥  stay + (N - r)·f,  1 ≤ r ≤ N.
+    """
+    trips = np.maximum(np.ceil(stay / period * (1 - FORGIVEN)), 1.0)
+    spare = np.maximum(trips * period * (1 + FORGIVEN) - stay, 0.0)
+    ahead = np.divide(spare, forward, out=np.full(len(stay), float(n)), where=forward > 0)
+    found: Vector = (trips - 1) * n + np.maximum(n - np.floor(ahead * (1 + FORGIVEN)), 1.0)
+    return found
 
 
 def _on_time(stages: Stages, target: float) -> Stages:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
-from math import prod
+from itertools import product
+from math import lcm, prod
 from typing import Literal
 
 import msgspec
@@ -44,7 +45,13 @@ _RULES: dict[ScheduleRule, CycleRule] = {
 }
 """Which cycles count in a schedule, where each stage has a device of its own."""
 
-_REPLICATED: tuple[ScheduleRule, ...] = ("1f1b-flush", "gpipe")
+_REPLICATED: tuple[ScheduleRule, ...] = (
+    "1f1b-flush",
+    "1f1b-split",
+    "gpipe",
+    "1f1b-micro",
+    "nf1b",
+)
 """Of them, those where they count with replicas, too."""
 
 _REPEATS = 2
@@ -58,19 +65,23 @@ long."""
 
 def has_cycles(relaxation: Relaxation, branch: Branch) -> bool:
     """Whether the schedule of so many stages, each with a device of its own, says which cycles it
-    has; of any number of stages, that of those with replicas."""
+    has."""
     question, stages = relaxation.question, branch.stages
-    if stages is None:
-        alike = question.cluster.uniform and question.cluster.overlap
-        several = relaxation.replica_counts(branch.micro_batches) != [1]
-        known = relaxation.variant.schedule in _REPLICATED and question.update_every == 1
-        return known and alike and several
-    if relaxation.variant.schedule not in _RULES:
+    if relaxation.variant.schedule not in _RULES or stages is None:
         return False
     runs = relaxation.allows(stages, branch.micro_batches) and question.update_every == 1
     if prod(len(mine) + 1 for mine in kinds_of(question.cluster)) > _MOST_STATES:
         return False
     return runs and question.cluster.overlap
+
+
+def has_replicated_cycles(relaxation: Relaxation, branch: Branch) -> bool:
+    """The same where stages have replicas, of however many there are."""
+    cluster, n = relaxation.question.cluster, branch.micro_batches
+    if relaxation.variant.schedule not in _REPLICATED or branch.pins:
+        return False
+    alike = cluster.uniform and cluster.overlap and relaxation.question.update_every == 1
+    return alike and len(cluster.devices) > 1 and relaxation.replica_counts(n) != [1]
 
 
 def same_anywhere(cluster: Cluster, stages: int, *, any_sequence: bool) -> bool:
@@ -94,27 +105,29 @@ def cycle_problem(
     any_sequence: bool = False,
     every_mode: bool = False,
     share: float = 1.0,
+    replicated: bool = False,
 ) -> CycleProblem | None:
-    """The cycles of plans with so many micro-batches and stages, each with a device of its own; of
-    any number of stages, of those plans where some have replicas.
+    """The cycles of plans with so many micro-batches and stages, each with a device of its own.
 
     Args:
+        replicated: of those instead where some stages have replicas; of any number of stages, where
+            the branch has any.
         any_sequence: devices are taken in any, else as they are listed.
         every_mode: as of `CycleProblem`.
         share: of each device's memory, that a guess may use.
 
     None where there are none (`has_cycles`).
     """
-    variant, stages = relaxation.variant, branch.stages
-    if not has_cycles(relaxation, branch):
+    variant, stages, n = relaxation.variant, branch.stages, branch.micro_batches
+    known = has_replicated_cycles if replicated else has_cycles
+    if not known(relaxation, branch):
         return None
-    n, found = branch.micro_batches, stage_problem(relaxation, branch)
+    found = stage_problem(relaxation, branch, replicated=replicated)
     links, loads = relaxation.question.cluster.networks, found.loads
-    if stages is None:
-        devices = _groups(relaxation, n, share)
-        fixed_s = relaxation.seconds.serial(n, devices.replicas[-1])[1]
-        loads = replace(loads, serial_fixed_s=fixed_s)
+    if replicated:
+        devices = _groups(relaxation, branch, share)
     else:
+        assert stages is not None
         devices = _devices(relaxation, loads, n, stages, share, any_sequence=any_sequence)
     loads = replace(loads, tensors=(*loads.tensors, *_copies(relaxation, loads, devices)))
     return replace(
@@ -170,11 +183,21 @@ def _entered(variant: Variant) -> Literal["", "used", "stashed"]:
     return "stashed" if variant.stashes else "used"
 
 
-def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
+def stage_problem(
+    relaxation: Relaxation, branch: Branch, *, replicated: bool = False
+) -> CycleProblem:
     """What stages cost alone, in no sequence yet, with messages over the fastest link and without
-    latencies."""
+    latencies.
+
+    Args:
+        replicated: stages may have replicas: no more than with any number of them.
+    """
     variant, n, graph = relaxation.variant, branch.micro_batches, relaxation.graph
-    loads = relaxation.problem(branch, Assumptions(view="cycle", unreplicated=True))
+    wires = _most_wires(relaxation, n) if replicated else 1
+    loads = relaxation.problem(branch, Assumptions(view="cycle", unreplicated=not replicated))
+    # Of more replicas each computes less again at once.
+    most = max(option.replicas for option in loads.options)
+    loads = replace(loads, options=tuple(x for x in loads.options if x.replicas == most))
     size = relaxation.size(n, 1)
     costs = graph.costs(size)
     once = costs.input_s if variant.split_backward else costs.backward_s
@@ -184,7 +207,7 @@ def stage_problem(relaxation: Relaxation, branch: Branch) -> CycleProblem:
     ]
     path = graph.heaviest_path(costs.forward_s + costs.backward_s)
     # Of a whole mini-batch, where a backward takes it.
-    gradients = n if variant.backward_unit == "mini" else 1
+    gradients = max(n // wires, 1) if variant.backward_unit == "mini" else 1
     fastest = relaxation.question.cluster.fastest_bytes_per_s
     return CycleProblem(
         loads=replace(loads, modes=tuple(modes)),
@@ -272,10 +295,16 @@ def _devices(
     return in_sequence(speeds, stages, lambda s, d: stage_of(s, cluster.devices[d]))
 
 
-def _groups(relaxation: Relaxation, n: int, share: float) -> CycleDevices:
-    """What stages with replicas may have of a cluster's equal devices: each replica as much in
-    flight as its schedule says (`schedules`)."""
-    replicas = relaxation.replica_counts(n)
+def _most_wires(relaxation: Relaxation, n: int) -> int:
+    """Between the replicas of two stages."""
+    counts, devices = relaxation.replica_counts(n), len(relaxation.question.cluster.devices)
+    return max(lcm(a, b) for a, b in product(counts, counts) if a + b <= max(devices, 2))
+
+
+def _groups(relaxation: Relaxation, branch: Branch, share: float) -> CycleDevices:
+    """What stages with replicas may have of a cluster's equal devices."""
+    n = branch.micro_batches
+    replicas, devices = relaxation.replica_counts(n), len(relaxation.question.cluster.devices)
     place = PlaceMaker(
         relaxation.question,
         relaxation.freedom,
@@ -286,22 +315,41 @@ def _groups(relaxation: Relaxation, n: int, share: float) -> CycleDevices:
         every_device=False,
     ).places()
 
-    def stage_of(k: int, r: int) -> CycleStage:
-        found, mine = place(replicas.index(r), k), n // r
-        units = kept = min(-(-k // r), mine)
-        if relaxation.variant.forwards_first:
-            # Of its forwards some may run while those behind it have begun their backwards.
-            units, kept = mine + max(-(-(k - r) // r) - 1, 0), mine
+    in_turns = relaxation.variant.schedule == "1f1b-micro"
+
+    def stage_of(k: int, r: int, behind: int) -> CycleStage:
+        found = place(replicas.index(r), k)
         return CycleStage(
             speed=found.speed,
             memory_bytes=found.memory_bytes * share,
             copies=found.copies - 1.0,
             per_byte_s=found.sync_s_per_byte,
-            flights=(Flight(1, units, 1.0, float(kept)),),
+            flights=tuple(_group_flights(relaxation, n, k, r, behind)),
             replicas=r,
+            after_update=max(n - (-(-k // r) - 1) * r, 1) if in_turns else 0,
         )
 
-    return in_groups(len(relaxation.question.cluster.devices), replicas, stage_of)
+    counted = relaxation.variant.schedule == "nf1b"
+    return in_groups(devices, replicas, stage_of, branch.stages, counted=counted)
+
+
+def _group_flights(relaxation: Relaxation, n: int, k: int, r: int, behind: int) -> Iterator[Flight]:
+    """What r replicas may have in flight of N micro-batches, k devices being from the first of them
+    on, and so many stages behind them: of a pipeline that flushes each of them, else all
+    together."""
+    variant, mine = relaxation.variant, n // r
+    # As the schedule says (`schedules`).
+    each = min(-(-k // r), mine)
+    if variant.schedule == "nf1b":
+        low, high = relaxation.limit_ranges(1 + behind)[0]
+        yield from (Flight(limit, limit, 1.0, float(mine)) for limit in range(low, high + 1))
+    elif variant.forwards_first:
+        # Of its forwards some may run while those behind it have begun their backwards.
+        yield Flight(1, mine + max(-(-(k - r) // r) - 1, 0), 1.0, float(mine))
+    elif variant.flushes:
+        yield Flight(1, each, 1.0, float(each))
+    else:
+        yield Flight(2 if k > r else 1, each * r, 1.0, float(each))
 
 
 def _recomputed_s(

@@ -155,7 +155,7 @@ def replicated(drawn: Drawn) -> Part | None:
     """All of a question's plans, some stages of each of which have replicas, and the cycles of
     them; None where these aren't known."""
     relaxation, devices = Relaxation(drawn.question, drawn.freedom), drawn.question.cluster.devices
-    problem = cycle_problem(relaxation, Branch(drawn.asked))
+    problem = cycle_problem(relaxation, Branch(drawn.asked), replicated=True)
     if problem is None:
         return None
     program = CriticalCycles.of(problem, find_downsets(problem.loads, 10_000))

@@ -43,6 +43,13 @@ MINI_BATCHES = tuple(
 )
 """Systems of 1F1B over mini-batches."""
 
+REPLICATED = (
+    ("pipedream-flush", "gpipe", "zb-h1"),
+    ("pipedream-2bw",),
+    ("timeprest", "timeprest-stashed", "v-timeprest", "i-timeprest"),
+)
+"""Systems whose replicas take turns."""
+
 ONE_BY_ONE = (*MINI_BATCHES, "pipedream-2bw", "pipemare")
 
 seeds = st.integers(0, 10**5)
@@ -187,12 +194,13 @@ def test_devices_may_come_in_any_sequence(seed):
     check_falling(drawn, any_sequence=True)
 
 
+@pytest.mark.parametrize("systems", REPLICATED, ids="-".join)
 @settings(max_examples=examples(60))
-@given(seeds)
-def test_stages_may_have_replicas(seed):
-    """Where pipelines flush: no plan that fits is below the bound, and every cut of one below a
-    period is listed with its replicas."""
-    drawn = drawn_alone(seed, 600, ("pipedream-flush", "gpipe"), replicas=True)
+@given(seed=seeds)
+def test_stages_may_have_replicas(systems, seed):
+    """No plan that fits is below the bound, and every cut of one below a period is listed with its
+    replicas."""
+    drawn = drawn_alone(seed, 600, systems, replicas=True)
     part = replicated(drawn) if drawn is not None else None
     assume(part is not None and part.fitting)
     program, target = part.program, part.best_s * 1.3

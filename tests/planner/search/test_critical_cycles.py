@@ -407,7 +407,7 @@ def test_first_cuts_are_simulated_under_limits_that_may_fit():
         ({"pins": (("n3", 1),)}, True),
         ({"stages": 3, "pins": (("n3", 1), ("n9", 2))}, True),
         ({"replicas": True}, True),
-        ({"replicas": True, "stages": 3}, False),
+        ({"replicas": True, "stages": 3}, True),
         ({"replicas": True, "pins": (("n3", 1),)}, False),
     ],
 )
@@ -516,7 +516,7 @@ def test_plans_with_replicas_are_bounded_by_their_ways_and_sums_at_once(system):
     profile, cluster = chain(12, parameters=3000), uniform_cluster(4, None, 1e6)
     asked = SearchRequest(replicas=True, micro_batches=8)
     search = explore(Question(profile, cluster, system, 8, 0.0), asked, lambda *_: None)
-    bound_s = CycleSearch(search)._best(_Way(*search.branches), 0.0).bound_s
+    bound_s = CycleSearch(search)._best(_Way(*search.branches, replicated=True), 0.0).bound_s
     best = solve(profile, cluster, system, mini_batch=8, micro_batches=8, replicas=True)
     # All work in equal shares, without ways and without sums.
     best_s, work_s = best.predicted.period_s, 12 * 3e-3 * 8 / 4
