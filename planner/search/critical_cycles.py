@@ -372,10 +372,10 @@ class CycleSearch:
             return float("inf")
         least_s, below_s = least_period_s(pipeline), min(search.period_s, program.slow_s)
         replicated = program.problem.devices.replicated
-        if program.problem.rule == "turns" and not replicated:
+        if program.problem.rule == "turns" and not any(x.place.stage.turns > 1 for x in steps):
             flights = [
-                [each for each in stage.flights if each.limit <= limit]
-                for stage, limit in zip(program.problem.stages, limits, strict=True)
+                [each for each in step.place.stage.flights if each.limit <= limit]
+                for step, limit in zip(steps, limits, strict=True)
             ]
             turns = turns_of(pipeline, flights)
             turning_s, lowest = least_turning(turns, n, below_s)

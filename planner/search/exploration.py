@@ -79,8 +79,8 @@ _PROVING = 2
 """Times the effort, for a proof in the end."""
 
 _SHARP = 1.02
-"""Where cycles leave a wider gap, and devices aren't alike, other bounds and guesses at what is in
-flight are worth their time."""
+"""Where cycles leave a wider gap, and devices aren't alike, or stages may have replicas, other
+bounds and guesses at what is in flight are worth their time."""
 
 _FEW_TRIES, _TRIES = 6, 40
 """Times that a plan is improved from elsewhere without gain: before the proof, and after it."""
@@ -98,7 +98,8 @@ def run(search: SearchState) -> str | None:
         search.by_cycles = all(map(cycles.proves, search.promising()))
         _bound_along_path(search, cycles)
         vague = search.period_s > search.bound_s * _SHARP
-        if not search.by_cycles or (vague and not search.question.cluster.uniform):
+        alike = search.question.cluster.uniform and not search.relaxation.freedom.replicas
+        if not search.by_cycles or (vague and not alike):
             with budget.part(_NEARLY):
                 _bound_all(search)
                 if not search.any_sequence:

@@ -366,15 +366,13 @@ class CriticalCycles(CycleTables):
         nexts: Sequence[Sequence[_Link]],
     ) -> float:
         """The longest cycle where the pipeline never drains."""
-        units, replicas = zip(
-            *((x.flight.units, x.place.stage.replicas) for x in steps), strict=True
-        )
+        units, turning = zip(*((x.flight.units, x.place.stage.turns) for x in steps), strict=True)
         n, longest, turns = self.problem.micro_batches, 0.0, self.problem.rule == "turns"
         rows: list[dict[int, float]] = [{} for _ in timed]
         ways, latency_s = dict[int, dict[int, Vector]](), 2 * self.problem.latency_s
         for s in range(len(timed) - 1, -1, -1):
-            mine, own = rows[s], float(timed[s].own[0]) / replicas[s]
-            base = self._rows_from(s, rows, timed[s], nexts[s], n // replicas[s])
+            mine, own = rows[s], float(timed[s].own[0]) / turning[s]
+            base = self._rows_from(s, rows, timed[s], nexts[s], n // turning[s])
             extra = float(timed[s].update[0]) if n == 1 or not turns else 0.0
             for u, row_s in mine.items():
                 if turns:
@@ -384,7 +382,7 @@ class CriticalCycles(CycleTables):
                     longest = max(longest, whole_s / units[s])
             if not turns:
                 longest = max(longest, (n * own + extra) / units[s])
-            elif self._replicated:
+            elif self._after_updates:
 
                 def behind(row: int, s: int = s) -> Vector:
                     sent = (sum(both_s) + latency_s + ways[t][row] for t, *both_s in nexts[s])
@@ -392,7 +390,7 @@ class CriticalCycles(CycleTables):
 
                 needs, ways[s] = self.turned(timed[s], steps[s].place.stage, behind)
                 longest = max(longest, float(needs[0]))
-            last = units[s] + 1 - replicas[s] if turns else 0
+            last = units[s] + 1 - turning[s] if turns else 0
             mine[last] = max(mine.get(last, 0.0), base)
         return longest
 
@@ -546,7 +544,7 @@ class CriticalCycles(CycleTables):
         passed = self.passed(stages, every, waits)
         top = self._most_in_flight(stages, stage)
         units = np.array([flight.units for flight in stage.flights])[top]
-        fine = (timed.busy <= room) & (top >= 0) & (past >= 0)
+        fine = (timed.busy <= room) & (top >= 0) & (past >= 0) & self.suits(stages, every, stage)
         ways = np.zeros((self.all.classes, stages.count)), np.full(stages.count, NEVER)
         rest = most - timed.own
         if self.problem.flushes:
@@ -561,14 +559,14 @@ class CriticalCycles(CycleTables):
             each, extra = room / n, timed.update if n == 1 else 0.0
             # No more in flight than what comes before it can wait for.
             ahead = np.minimum(rest / each * (1 + FORGIVEN), 1e9)
-            units = np.minimum(units, np.floor(ahead) + stage.replicas - 1)
+            units = np.minimum(units, np.floor(ahead) + stage.turns - 1)
             fine &= units >= stage.flights[0].units
             rest = np.minimum(rest, (units + 1) * each - timed.own - extra)
-            if self._replicated:
+            if self._after_updates:
                 behind = partial(way_behind, stages, every, waits)
                 fine &= self.turned(timed, stage, behind)[0] <= room
         else:
-            mine = n // stage.replicas
+            mine = n // stage.turns
             rest = most - timed.forward - mine * timed.backward
             rest = np.minimum(rest, units * room - timed.update - mine * timed.own)
         fine &= beyond <= rest * (1 + FORGIVEN) + _TINY

@@ -50,6 +50,7 @@ class CycleStage:
         flights: by rising units, which are those of a replica.
         first: it is a plan's first stage.
         replicas: r.
+        whole: they share each micro-batch, else they take turns.
         after_update: with replicas that take turns, of a mini-batch's micro-batches those that run
             forward after the update for the one before it.
     """
@@ -61,7 +62,13 @@ class CycleStage:
     flights: tuple[Flight, ...]
     first: bool = False
     replicas: int = 1
+    whole: bool = False
     after_update: int = 0
+
+    @property
+    def turns(self) -> int:
+        """Replicas that take turns."""
+        return 1 if self.whole else self.replicas
 
     @property
     def rate(self) -> float:
@@ -277,6 +284,7 @@ def in_groups(
     stages: int | None = None,
     *,
     counted: bool = False,
+    wired: bool = True,
 ) -> CycleDevices:
     """Equal devices of which stages take as many as they have replicas, at least one more than one;
     the first ones may be left out.
@@ -285,13 +293,13 @@ def in_groups(
         stage_of: of the devices from a stage's first one on, of r, and of the stages behind it at
             the most.
         stages: how many there must be; None: any number.
-        counted: what is in flight depends on the stages behind; then wires between two stages are
-            as many as there may be.
+        counted: what is in flight depends on the stages behind.
+        wired: it is told how many wires there are between two stages; else as many as there may be.
     """
     counts = counted or stages is not None
 
     def with_stage(behind: _Group, r: int) -> _Group:
-        return _Group(0 if counted else r, behind.several or r > 1, behind.stages + counts)
+        return _Group(r if wired else 0, behind.several or r > 1, behind.stages + counts)
 
     # From the last device on: what may be known of the stages from there on.
     known: list[list[_Group]] = [[_Group(0, several=False, stages=0)]]
@@ -301,7 +309,9 @@ def in_groups(
         known.insert(0, sorted(g for g in mine if stages is None or g.stages <= stages))
 
     def wires(p: int, r: int, behind: _Group) -> int:
-        most = [n for n in replicas if n <= devices - p - r] if counted else [behind.replicas or r]
+        most = [behind.replicas or r]
+        if not wired:
+            most = [n for n in replicas if n <= devices - p - r]
         return max((lcm(r, n) for n in most), default=r)
 
     once = cache(stage_of)

@@ -81,6 +81,7 @@ class CycleProblem:
             are known from below, so that they may be needed.
         exchanges: bit masks of layers that share parameters, each with what an all-reduce over
             copies takes at the least, where several stages have some of them.
+        shares: per mode, which replicas it is of, where they share micro-batches; empty: of any.
         entered: forwards take the version that the first stage had: a stage with fewer in flight
             holds older ones until they are used; or, "stashed", until its backward.
     """
@@ -99,6 +100,7 @@ class CycleProblem:
     every_mode: bool = False
     exchanges: tuple[tuple[int, float], ...] = ()
     entered: Literal["", "used", "stashed"] = ""
+    shares: tuple[int, ...] = ()
 
     @property
     def stages(self) -> tuple[CycleStage, ...]:
@@ -483,7 +485,20 @@ class StageTable:
         self, own: Vector, once: Vector, kept: Vector, parameters: Vector
     ) -> tuple[Positions, Positions]:
         """Of stages in all modes, [M, B], mode and number of those that fit some place, and are
-        faster than in any mode in which they fit every place."""
+        faster than in any mode in which they fit every place; of those of as many replicas."""
+        found = list[tuple[Positions, Positions]]()
+        shares = np.array(self.problem.shares or (1,) * len(own))
+        for share in np.unique(shares):
+            mine = np.flatnonzero(shares == share)
+            mode, number = self._worth_it_beside(own[mine], once[mine], kept[mine], parameters)
+            found.append((mine[mode], number))
+        modes, numbers = zip(*found, strict=True)
+        return np.concatenate(modes), np.concatenate(numbers)
+
+    def _worth_it_beside(
+        self, own: Vector, once: Vector, kept: Vector, parameters: Vector
+    ) -> tuple[Positions, Positions]:
+        """The same where all replace one another."""
         if not self._costs.limited:
             some = own if self.problem.every_mode else own[:1]
             mode, number = np.nonzero(np.isfinite(some))

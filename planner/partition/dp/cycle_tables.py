@@ -193,13 +193,16 @@ class CycleTables:
         self._units = [stage.flights[0].units for stage in problem.devices.stages]
         self._replicated = problem.devices.replicated
         # Of how many micro-batches rows are known, where stages with replicas take turns.
-        several = (stage for stage in problem.devices.every if stage.replicas > 1)
+        several = (stage for stage in problem.devices.every if stage.turns > 1)
         self._after_updates = sorted({x.after_update for x in several if x.after_update})
         # Of each message a micro-batch's way there and back; and what more it takes until those of
         # all others have been on the wire. The last ones are of no message.
         n, messages, latency_s = problem.micro_batches, problem.messages, 2 * problem.latency_s
         wires, last = [(m.wire_s, m.back_s) for m in messages], self._units[-1]
-        self._way_s = np.array([sum(both) + latency_s for both in wires] + [NEVER])
+        # Replicas that share micro-batches have several wires for each.
+        most = max(place.wires for mine in problem.devices.places for place in mine)
+        most = most if problem.shares else 1
+        self._way_s = np.array([sum(both) / most + latency_s for both in wires] + [NEVER])
         self._others_s = np.array([others_s(n, max(b), min(b), last) for b in wires] + [0.0])
         self._makers = np.array([m.maker for m in messages] + [problem.loads.layers])
         places = range(len(problem.stages) + 1)
@@ -225,7 +228,7 @@ class CycleTables:
         devices, known = self.problem.devices, self.known(target, deadline)
         stages, count = known.stages, len(devices.places)
         wires = {place.wires for mine in devices.places for place in mine}
-        by_wires = {each: _on_time(stages, target * each) for each in wires}
+        by_wires = {each: self._on_wires(_on_time(stages, target * each), each) for each in wires}
         stages = by_wires[max(wires)]
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
         ways = self.ways(stages, known.which, timed, target, deadline)
@@ -273,6 +276,7 @@ class CycleTables:
         begins = work <= target * place.speed_before + slack
         some = which[any_class(waits.linked)[stages.above[which]] & begins[stages.below[which]]]
         some = some[timed.busy[some] <= target * (1 + ROUNDING)]
+        some = some[self.suits(stages, some, place.stage)]
         self.entries += len(some) * self.all.classes
         beyond, nexts = self.beyond(stages, some, waits)
         fits = np.flatnonzero(np.isfinite(beyond))
@@ -287,7 +291,7 @@ class CycleTables:
                 needs = np.maximum(needs, self.halves.least(mine.forward, mine.backward, way_s))
             for t in () if self._replicated else _ends(len(self._units) - 1, s):
                 rows_s[t] = mine.own + (rows[t].beyond_s if t in rows else 0.0)
-        elif self._replicated and self.problem.rule == "turns":
+        elif self._after_updates:
             way = partial(way_behind, stages, some, waits)
             needs, rows_s = self.turned(mine, place.stage, way)
         value, flight = self.waited(stages, some, mine, place.stage, beyond, target, needs)
@@ -346,6 +350,21 @@ class CycleTables:
         fastest = max(stage.rate for stage in self.problem.devices.every)
         return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
 
+    def _on_wires(self, stages: Stages, wires: int) -> Stages:
+        """Where each message is on so many wires, a part on each."""
+        if not self.problem.shares or wires == 1:
+            return stages
+        latency_s = 2 * self.problem.latency_s
+        return replace(stages, sent_s=(stages.sent_s - latency_s) / wires + latency_s)
+
+    def suits(self, stages: Stages, which: Positions, stage: CycleStage) -> Flags:
+        """Which of some stages are of as many replicas, [p]."""
+        if not self.problem.shares:
+            return np.ones(len(which), dtype=np.bool_)
+        shares = np.array(self.problem.shares)
+        found: Flags = shares[stages.mode[which]] == stage.replicas
+        return found
+
     def timed(self, stages: Stages, stage: CycleStage) -> Timed:
         forward, backward = stages.forward_s / stage.speed, stages.backward_s / stage.speed
         own, weight = forward + backward, np.zeros(stages.count)
@@ -356,7 +375,7 @@ class CycleTables:
             # keeps so many micro-batches that each one's is done before it takes a new one.
             backward, own, weight = backward + weight, own + weight, np.zeros(stages.count)
         serial = np.full(stages.count, stage.first or not self.problem.split)
-        whole, mine = self.problem.micro_batches, self.problem.micro_batches // stage.replicas
+        whole, mine = self.problem.micro_batches, self.problem.micro_batches // stage.turns
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
         busy += stages.summing_s - (whole - mine) * (stages.whole_s / stage.speed)
         update = np.maximum(busy - mine * own, 0.0)
@@ -479,7 +498,7 @@ class CycleTables:
             timed, beyond: of those, [p].
             needs: what they need besides, [p].
         """
-        n, mine = self.problem.micro_batches, self.problem.micro_batches // stage.replicas
+        n, mine = self.problem.micro_batches, self.problem.micro_batches // stage.turns
         units = np.array([flight.units for flight in stage.flights])
         fine, full = np.ones(len(which), dtype=np.bool_), None
         if needs is not None:
@@ -504,7 +523,7 @@ class CycleTables:
         at = np.searchsorted(units, needed * (1 - ROUNDING) - ROUNDING)
         fine &= at < len(units)
         at = np.minimum(at, len(units) - 1)
-        value = self.behind(timed, beyond, (units[at] + 1 - stage.replicas) * (target / n), stage)
+        value = self.behind(timed, beyond, (units[at] + 1 - stage.turns) * (target / n), stage)
         if math.isfinite(stage.memory_bytes):
             versions = np.array([flight.versions for flight in stage.flights])[at]
             versions = np.maximum(versions, self.problem.versions(self.first, units[at]))
@@ -520,7 +539,7 @@ class CycleTables:
         if self.problem.rule == "turns":
             return timed.own + np.maximum(turns_s, beyond)
         if self.problem.rule == "room":
-            backwards = self.problem.micro_batches // stage.replicas
+            backwards = self.problem.micro_batches // stage.turns
             return timed.forward + backwards * timed.backward + beyond
         return timed.own + beyond
 
@@ -601,7 +620,10 @@ class CycleTables:
                     continue
                 ways, timed = found[s][before], every_timed[_like(stage)]
                 there = np.isfinite(self.before(stages, each, ways))
-                some = each[there & (timed.busy[each] <= target * (1 + ROUNDING))]
+                there &= (timed.busy[each] <= target * (1 + ROUNDING)) & self.suits(
+                    stages, each, stage
+                )
+                some = each[there]
                 self.entries += len(some) * classes
                 if not len(some):
                     continue

@@ -78,6 +78,10 @@ _MOST_STARTS, _NEAR = 4, 0.1
 _SPREAD = 0.1
 """Those of them are descended from whose period is within so much of the best plan's."""
 
+_SPREAD_WITH_REPLICAS = 0.25
+"""The same of plans with other replicas: of as many there is seldom more than one that was
+improved."""
+
 _MOST_OTHERS = 4
 """Plans of other kinds that are improved besides the best one."""
 
@@ -715,12 +719,13 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
     """Improve plans with other micro-batches, stages or replicas than the best one has, that come
     near to it: what a search for those alone would have improved. Raises OutOfBudget when the
     budget is used up."""
+    spread = _SPREAD_WITH_REPLICAS if search.relaxation.freedom.replicas else _SPREAD
     near = [
         found
         for found in search.by_kind.values()
         if found is not search.best
         and not found.pipeline.placement
-        and found.prediction.period_s <= search.period_s * (1 + _SPREAD)
+        and found.prediction.period_s <= search.period_s * (1 + spread)
     ]
     for found in sorted(near, key=lambda each: each.prediction.period_s)[:_MOST_OTHERS]:
         if search.period_s <= search.bound_s * SAME:

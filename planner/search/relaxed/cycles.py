@@ -51,6 +51,7 @@ _REPLICATED: tuple[ScheduleRule, ...] = (
     "gpipe",
     "1f1b-micro",
     "nf1b",
+    "1f1b",
 )
 """Of them, those where they count with replicas, too."""
 
@@ -139,7 +140,7 @@ def cycle_problem(
         every_mode=every_mode,
         latency_s=min((link.latency_s for link in links), default=0.0),
         split=variant.split_backward,
-        entered=_entered(variant),
+        entered="" if replicated else _entered(variant),
     )
 
 
@@ -195,31 +196,41 @@ def stage_problem(
     variant, n, graph = relaxation.variant, branch.micro_batches, relaxation.graph
     wires = _most_wires(relaxation, n) if replicated else 1
     loads = relaxation.problem(branch, Assumptions(view="cycle", unreplicated=not replicated))
-    # Of more replicas each computes less again at once.
-    most = max(option.replicas for option in loads.options)
-    loads = replace(loads, options=tuple(x for x in loads.options if x.replicas == most))
+    whole = replicated and variant.whole_mini_batches
+    if not whole:
+        # Of more replicas each computes less again at once.
+        most = max(option.replicas for option in loads.options)
+        loads = replace(loads, options=tuple(x for x in loads.options if x.replicas == most))
+    shares = [option.replicas if whole else 1 for option in loads.options]
+    sized_costs = [graph.costs(relaxation.size(n, share)) for share in shares]
+    modes = [
+        replace(mode, compute_s=mode.compute_s / share)
+        for share, mode in zip(shares, (loads.modes[x.mode] for x in loads.options), strict=True)
+    ]
+    backward = [
+        (costs.input_s if variant.split_backward else costs.backward_s)
+        + _recomputed_s(mode, costs.recompute_s, costs.forward_s, relaxation)
+        for mode, costs in zip(modes, sized_costs, strict=True)
+    ]
     size = relaxation.size(n, 1)
     costs = graph.costs(size)
-    once = costs.input_s if variant.split_backward else costs.backward_s
-    modes = [loads.modes[option.mode] for option in loads.options]
-    backward = [
-        once + _recomputed_s(mode, costs.recompute_s, costs.forward_s, relaxation) for mode in modes
-    ]
     path = graph.heaviest_path(costs.forward_s + costs.backward_s)
     # Of a whole mini-batch, where a backward takes it.
     gradients = max(n // wires, 1) if variant.backward_unit == "mini" else 1
     fastest = relaxation.question.cluster.fastest_bytes_per_s
+    sent = [nbytes / (wires if whole else 1) for nbytes in graph.sent_along(path, size)]
     return CycleProblem(
         loads=replace(loads, modes=tuple(modes)),
         rule="room" if variant.backward_unit == "mini" else "turns",
         micro_batches=n,
         devices=CycleDevices((), (), ()),
-        forward_s=np.array([costs.forward_s for _ in modes]),
+        forward_s=np.array([costs.forward_s for costs in sized_costs]),
         backward_s=np.array(backward),
         messages=_messages(relaxation, gradients, size),
         path=tuple(path),
-        path_s=tuple((1 + gradients) * nbytes / fastest for nbytes in graph.sent_along(path, size)),
+        path_s=tuple((1 + gradients) * nbytes / fastest for nbytes in sent),
         latency_s=0.0,
+        shares=tuple(shares) if whole else (),
     )
 
 
@@ -326,11 +337,20 @@ def _groups(relaxation: Relaxation, branch: Branch, share: float) -> CycleDevice
             per_byte_s=found.sync_s_per_byte,
             flights=tuple(_group_flights(relaxation, n, k, r, behind)),
             replicas=r,
+            whole=relaxation.variant.whole_mini_batches,
             after_update=max(n - (-(-k // r) - 1) * r, 1) if in_turns else 0,
         )
 
-    counted = relaxation.variant.schedule == "nf1b"
-    return in_groups(devices, replicas, stage_of, branch.stages, counted=counted)
+    rule = relaxation.variant.schedule
+    return in_groups(
+        devices,
+        replicas,
+        stage_of,
+        branch.stages,
+        counted=rule in ("nf1b", "1f1b"),
+        # With micro-batches there are more branches, and so less time for each.
+        wired=rule not in ("nf1b", "1f1b"),
+    )
 
 
 def _group_flights(relaxation: Relaxation, n: int, k: int, r: int, behind: int) -> Iterator[Flight]:
@@ -340,7 +360,10 @@ def _group_flights(relaxation: Relaxation, n: int, k: int, r: int, behind: int) 
     variant, mine = relaxation.variant, n // r
     # As the schedule says (`schedules`).
     each = min(-(-k // r), mine)
-    if variant.schedule == "nf1b":
+    if variant.schedule == "1f1b":
+        limits = relaxation.limit_ranges(1 + behind)[0]
+        yield from _flights(variant, 1 + behind, 0, n, limits)
+    elif variant.schedule == "nf1b":
         low, high = relaxation.limit_ranges(1 + behind)[0]
         yield from (Flight(limit, limit, 1.0, float(mine)) for limit in range(low, high + 1))
     elif variant.forwards_first:

@@ -47,8 +47,9 @@ REPLICATED = (
     ("pipedream-flush", "gpipe", "zb-h1"),
     ("pipedream-2bw",),
     ("timeprest", "timeprest-stashed", "v-timeprest", "i-timeprest"),
+    MINI_BATCHES,
 )
-"""Systems whose replicas take turns."""
+"""Systems whose replicas take turns, or share each mini-batch."""
 
 ONE_BY_ONE = (*MINI_BATCHES, "pipedream-2bw", "pipemare")
 
