@@ -168,11 +168,14 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
 
 def _bound_by_cycles(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
     """Bounds by critical cycles, and those plans of the cuts that they are from improved that
-    fit; where none does, that one which lacks least."""
+    fit, with and without replicas; where none does, that one which lacks least."""
     plans = [*cycles.guesses(), *cycles.bound()]
     found = [x for each in plans if (x := local.look(local.near.point_of(each)))]
     found.sort(key=lambda s: (s.over, s.period_s))
-    for standing in [s for s in found if not s.over][:_DESCENDED] or found[:1]:
+    fitting = [s for s in found if not s.over]
+    alone = [s for s in fitting if max(map(len, s.point.devices)) == 1]
+    others = [s for s in fitting if s not in alone]
+    for standing in [*others[:_DESCENDED], *alone[:_DESCENDED]] or found[:1]:
         local.descend(standing)
 
 

@@ -78,6 +78,7 @@ from .cycle_tables import (
     Waits,
     any_class,
     others_s,
+    suits,
     way_behind,
 )
 from .lattice import Lattice, Positions
@@ -544,7 +545,12 @@ class CriticalCycles(CycleTables):
         passed = self.passed(stages, every, waits)
         top = self._most_in_flight(stages, stage)
         units = np.array([flight.units for flight in stage.flights])[top]
-        fine = (timed.busy <= room) & (top >= 0) & (past >= 0) & self.suits(stages, every, stage)
+        fine = (
+            (timed.busy <= room)
+            & (top >= 0)
+            & (past >= 0)
+            & suits(self.problem, stages, every, stage)
+        )
         ways = np.zeros((self.all.classes, stages.count)), np.full(stages.count, NEVER)
         rest = most - timed.own
         if self.problem.flushes:

@@ -228,7 +228,9 @@ class CycleTables:
         devices, known = self.problem.devices, self.known(target, deadline)
         stages, count = known.stages, len(devices.places)
         wires = {place.wires for mine in devices.places for place in mine}
-        by_wires = {each: self._on_wires(_on_time(stages, target * each), each) for each in wires}
+        by_wires = {
+            each: _on_wires(self.problem, _on_time(stages, target * each), each) for each in wires
+        }
         stages = by_wires[max(wires)]
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
         ways = self.ways(stages, known.which, timed, target, deadline)
@@ -276,7 +278,7 @@ class CycleTables:
         begins = work <= target * place.speed_before + slack
         some = which[any_class(waits.linked)[stages.above[which]] & begins[stages.below[which]]]
         some = some[timed.busy[some] <= target * (1 + ROUNDING)]
-        some = some[self.suits(stages, some, place.stage)]
+        some = some[suits(self.problem, stages, some, place.stage)]
         self.entries += len(some) * self.all.classes
         beyond, nexts = self.beyond(stages, some, waits)
         fits = np.flatnonzero(np.isfinite(beyond))
@@ -349,21 +351,6 @@ class CycleTables:
         """Stages that are busy for no longer than that on the fastest device."""
         fastest = max(stage.rate for stage in self.problem.devices.every)
         return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
-
-    def _on_wires(self, stages: Stages, wires: int) -> Stages:
-        """Where each message is on so many wires, a part on each."""
-        if not self.problem.shares or wires == 1:
-            return stages
-        latency_s = 2 * self.problem.latency_s
-        return replace(stages, sent_s=(stages.sent_s - latency_s) / wires + latency_s)
-
-    def suits(self, stages: Stages, which: Positions, stage: CycleStage) -> Flags:
-        """Which of some stages are of as many replicas, [p]."""
-        if not self.problem.shares:
-            return np.ones(len(which), dtype=np.bool_)
-        shares = np.array(self.problem.shares)
-        found: Flags = shares[stages.mode[which]] == stage.replicas
-        return found
 
     def timed(self, stages: Stages, stage: CycleStage) -> Timed:
         forward, backward = stages.forward_s / stage.speed, stages.backward_s / stage.speed
@@ -620,8 +607,8 @@ class CycleTables:
                     continue
                 ways, timed = found[s][before], every_timed[_like(stage)]
                 there = np.isfinite(self.before(stages, each, ways))
-                there &= (timed.busy[each] <= target * (1 + ROUNDING)) & self.suits(
-                    stages, each, stage
+                there &= (timed.busy[each] <= target * (1 + ROUNDING)) & suits(
+                    self.problem, stages, each, stage
                 )
                 some = each[there]
                 self.entries += len(some) * classes
@@ -698,6 +685,23 @@ def _on_time(stages: Stages, target: float) -> Stages:
     """Where a message would keep a wire busy for longer than that, it takes for ever."""
     late = stages.wire_s > target * (1 + ROUNDING)
     return replace(stages, sent_s=np.where(late, math.inf, stages.sent_s)) if late.any() else stages
+
+
+def _on_wires(problem: CycleProblem, stages: Stages, wires: int) -> Stages:
+    """Where each message is on so many wires, a part on each."""
+    if not problem.shares or wires == 1:
+        return stages
+    latency_s = 2 * problem.latency_s
+    return replace(stages, sent_s=(stages.sent_s - latency_s) / wires + latency_s)
+
+
+def suits(problem: CycleProblem, stages: Stages, which: Positions, stage: CycleStage) -> Flags:
+    """Which of some stages are of as many replicas, [p]."""
+    if not problem.shares:
+        return np.ones(len(which), dtype=np.bool_)
+    shares = np.array(problem.shares)
+    found: Flags = shares[stages.mode[which]] == stage.replicas
+    return found
 
 
 def _like(stage: CycleStage) -> Hashable:
