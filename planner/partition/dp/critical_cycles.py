@@ -528,12 +528,10 @@ class CriticalCycles(CycleTables):
         self, table: CycleTable, last: _Move | None, s: int, place: CyclePlace, below_s: float
     ) -> Iterator[tuple[float, _Move]]:
         """Of stages on one device, with what is waited for."""
-        stage, n, target = place.stage, self.problem.micro_batches, below_s
-        target *= 1 - FORGIVEN
+        stage, n, target = place.stage, self.problem.micro_batches, below_s * (1 - FORGIVEN)
         room, low = target * (1 + ROUNDING), 0 if last is None else last.step.above
-        beyond_it = s + stage.replicas
         stages = table.by_wires[place.wires].from_downset(low)
-        waits = table.waits[beyond_it][place.behind]
+        waits = table.waits[s + stage.replicas][place.behind]
         if self.problem.rule == "turns":
             # What is in flight takes that much less time; nothing else takes more.
             waits = waits.times(min(target / table.target, 1.0))
@@ -554,27 +552,23 @@ class CriticalCycles(CycleTables):
         ways = np.zeros((self.all.classes, stages.count)), np.full(stages.count, NEVER)
         rest = most - timed.own
         if self.problem.flushes:
-            before, around = np.zeros(stages.count), np.full(stages.count, NEVER)
-            if last is not None:
-                before = last.ways[0][stages.kind]
-                around = np.full(stages.count, last.ways[1])
+            before, around = _ways_to(stages, last)
             rows = self.rows(stages, every, waits, beyond, place.wires)
             fine &= self.drained(before, rows, timed, stage) <= room
             ways = self.onward(stages, np.maximum(before, timed.step) + timed.own, around)
         elif self.problem.rule == "turns":
             each, extra = room / n, timed.update if n == 1 else 0.0
             # No more in flight than what comes before it can wait for.
-            ahead = np.minimum(rest / each * (1 + FORGIVEN), 1e9)
-            units = np.minimum(units, np.floor(ahead) + stage.turns - 1)
+            ahead = np.floor(np.minimum(rest / each * (1 + FORGIVEN), 1e9))
+            units = np.minimum(units, ahead + stage.turns - 1)
             fine &= units >= stage.flights[0].units
             rest = np.minimum(rest, (units + 1) * each - timed.own - extra)
             if self._after_updates:
                 behind = partial(way_behind, stages, every, waits)
                 fine &= self.turned(timed, stage, behind)[0] <= room
         else:
-            mine = n // stage.turns
-            rest = most - timed.forward - mine * timed.backward
-            rest = np.minimum(rest, units * room - timed.update - mine * timed.own)
+            rest = most - timed.forward - n // stage.turns * timed.backward
+            rest = np.minimum(rest, units * room - timed.update - n // stage.turns * timed.own)
         fine &= beyond <= rest * (1 + FORGIVEN) + _TINY
         fine &= np.where(stages.on_path, NEVER, passed) <= past * (1 + FORGIVEN) + _TINY
         nexts, around = self._allowed(stages, waits, rest, past)
@@ -585,11 +579,12 @@ class CriticalCycles(CycleTables):
             flight = stage.flights[int(top[p])]
             step = CycleStep(low, int(stages.above[p]), int(stages.mode[p]), flight, place)
             way = ways[0][:, p], float(ways[1][p])
-            inside, made = self.lattice.masks[step.above], int(stages.made[p])
-            waiting = () if last is None else last.users
+            inside, waiting = self.lattice.masks[step.above], () if last is None else last.users
             users = tuple(each for each in waiting if not inside >> each[0] & 1)
-            users += ((int(stages.user[p]), float(far[p])),) if made >= 0 else ()
-            yield float(value[p]), _Move(step, beyond_it, (nexts[:, p], around[:, p]), way, users)
+            if stages.made[p] >= 0:
+                users += ((int(stages.user[p]), float(far[p])),)
+            waited = nexts[:, p], around[:, p]
+            yield float(value[p]), _Move(step, s + stage.replicas, waited, way, users)
 
     def _allowed(
         self, stages: Stages, waits: Waits, rest: Vector, past: Vector
@@ -637,6 +632,13 @@ def _most_behind(lattice: Lattice, stages: Stages, last: _Move | None) -> tuple[
             has = lattice.column(user)[stages.above]
             most = np.where(has, np.minimum(most, allowed), most)
     return most, past
+
+
+def _ways_to(stages: Stages, last: _Move | None) -> tuple[Vector, Vector]:
+    """What the ways to some stages take from the last one laid, and past it, [p]."""
+    if last is None:
+        return np.zeros(stages.count), np.full(stages.count, NEVER)
+    return last.ways[0][stages.kind], np.full(stages.count, last.ways[1])
 
 
 def _nexts(links: _Links, stages: int) -> list[list[_Link]]:
