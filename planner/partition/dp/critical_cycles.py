@@ -195,8 +195,8 @@ class CriticalCycles(CycleTables):
     @cached_property
     def least_s(self) -> float:
         """No cut has a shorter period: all work, shared out evenly."""
-        _, speeds = self.problem.devices.speeds[0]
-        return float(self.all.work_s[-1]) / speeds * (1 - FORGIVEN)
+        every, _ = self.problem.devices.speeds[-1]
+        return float(self.all.work_s[-1]) / every * (1 - FORGIVEN)
 
     @cached_property
     def slow_s(self) -> float:
@@ -207,7 +207,7 @@ class CriticalCycles(CycleTables):
         rules = max(stage.per_byte_s for stage in every) * self.all.parameter_bytes
         sent = sum(m.wire_s + m.back_s for m in problem.messages)
         sent = max(sent, max(problem.path_s, default=0.0)) + 2 * problem.latency_s
-        return len(problem.stages) * (self.all.most_s / slowest + rules + sent * n) * 2
+        return len(problem.devices.places) * (self.all.most_s / slowest + rules + sent * n) * 2
 
     # The best cut ------------------------------------------------------------------------------
 

@@ -115,7 +115,8 @@ class CycleDevices:
     """What may be chosen.
 
     Attributes:
-        places: per stage, [S]; by its first device's number, [D], where there are replicas.
+        places: per stage, [S]; by its first device's number, [D], where there are replicas: there
+            may be none at some.
         ways: per stage but the last.
         starts: of the first stage's states, those that cuts may have, each with its number.
     """
@@ -137,7 +138,7 @@ class CycleDevices:
     @property
     def stages(self) -> tuple[CycleStage, ...]:
         """One of each stage's, [S]: what may be in flight is the same on all of its devices."""
-        return tuple(mine[0].stage for mine in self.places)
+        return tuple(mine[0].stage for mine in self.places if mine)
 
     @property
     def every(self) -> tuple[CycleStage, ...]:
@@ -161,8 +162,8 @@ class CycleDevices:
                 for used in place.used:
                     mine[used] = max(mine[used], place.stage.rate + behind[place.behind])
             from_on.insert(0, mine)
-        before = [max(place.speed_before for place in mine) for mine in self.places]
-        before.append(max(from_on[0]))
+        before = [max((place.speed_before for place in mine), default=0.0) for mine in self.places]
+        before.append(max(map(max, from_on)))
         return tuple((b, max(mine)) for b, mine in zip(before, from_on, strict=True))
 
     def changed(self, change: Callable[[int, CycleStage], CycleStage]) -> CycleDevices:
@@ -183,12 +184,15 @@ class CycleDevices:
     def states(self, s: int) -> int:
         """Of devices of stage s and those behind, how many."""
         if s == len(self.places):
-            return 1 + max(place.behind for place in self.places[-1])
-        return 1 + max(max(place.used) for place in self.places[s])
+            ends = (
+                x for t, mine in enumerate(self.places) for x in mine if t + x.stage.replicas == s
+            )
+            return 1 + max(place.behind for place in ends)
+        return 1 + max((max(place.used) for place in self.places[s]), default=0)
 
     def states_before(self, s: int) -> int:
         """Of devices before stage s, how many."""
-        return 1 + max(max(place.before) for place in self.places[s])
+        return 1 + max((max(place.before) for place in self.places[s]), default=0)
 
 
 def in_sequence(speeds: Sequence[float], stages: int, stage_of: StageOf) -> CycleDevices:

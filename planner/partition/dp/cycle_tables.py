@@ -190,7 +190,10 @@ class CycleTables:
         self._firsts = list[tuple[float, int]]()
         self.first = 1
         # Where the pipeline flushes, micro-batches in flight at each stage.
-        self._units = [stage.flights[0].units for stage in problem.devices.stages]
+        most = problem.micro_batches if problem.rule == "forwards-first" else 1
+        self._units = [
+            mine[0].stage.flights[0].units if mine else most for mine in problem.devices.places
+        ]
         self._replicated = problem.devices.replicated
         # Of how many micro-batches rows are known, where stages with replicas take turns.
         several = (stage for stage in problem.devices.every if stage.turns > 1)
@@ -200,12 +203,12 @@ class CycleTables:
         n, messages, latency_s = problem.micro_batches, problem.messages, 2 * problem.latency_s
         wires, last = [(m.wire_s, m.back_s) for m in messages], self._units[-1]
         # Replicas that share micro-batches have several wires for each.
-        most = max(place.wires for mine in problem.devices.places for place in mine)
-        most = most if problem.shares else 1
-        self._way_s = np.array([sum(both) / most + latency_s for both in wires] + [NEVER])
+        shared = max(place.wires for mine in problem.devices.places for place in mine)
+        shared = shared if problem.shares else 1
+        self._way_s = np.array([sum(both) / shared + latency_s for both in wires] + [NEVER])
         self._others_s = np.array([others_s(n, max(b), min(b), last) for b in wires] + [0.0])
         self._makers = np.array([m.maker for m in messages] + [problem.loads.layers])
-        places = range(len(problem.stages) + 1)
+        places = range(len(problem.devices.places) + 1)
         self._begins = [_by_pins(problem, self.lattice, s) for s in places]
 
     # Tables ------------------------------------------------------------------------------------
@@ -543,7 +546,8 @@ class CycleTables:
         whole = rows[len(self._units) - 1]
         shorter = np.minimum(timed.forward, timed.backward)
         # Before its last forward but so many weight parts are done as may be kept.
-        all_s = n * own + max(n - self._units[0], 0) * timed.weight
+        kept = max(self._units) if self._replicated else self._units[0]
+        all_s = n * own + max(n - kept, 0) * timed.weight
         # In rounds they may be beside waiting, and so may be all backwards that none waits for.
         turn_s = np.where(timed.serial | (before > 0), own, timed.forward)
         before = np.maximum(before, timed.step)

@@ -81,6 +81,8 @@ def has_replicated_cycles(relaxation: Relaxation, branch: Branch) -> bool:
     cluster, n = relaxation.question.cluster, branch.micro_batches
     if relaxation.variant.schedule not in _REPLICATED or branch.pins:
         return False
+    if branch.stages is not None and branch.stages >= len(cluster.devices):
+        return False
     alike = cluster.uniform and cluster.overlap and relaxation.question.update_every == 1
     return alike and len(cluster.devices) > 1 and relaxation.replica_counts(n) != [1]
 

@@ -151,17 +151,19 @@ def parts(drawn: Drawn, *, any_sequence: bool = False) -> Iterator[Part]:
         yield Part(stages, program, plans, fitting, kind_of)
 
 
-def replicated(drawn: Drawn) -> Part | None:
-    """All of a question's plans, some stages of each of which have replicas, and the cycles of
-    them; None where these aren't known."""
+def replicated(drawn: Drawn, stages: int | None = None) -> Part | None:
+    """All of a question's plans with so many stages, or any number, of which some have replicas,
+    and the cycles of them; None where these aren't known."""
     relaxation, devices = Relaxation(drawn.question, drawn.freedom), drawn.question.cluster.devices
-    problem = cycle_problem(relaxation, Branch(drawn.asked), replicated=True)
+    problem = cycle_problem(relaxation, Branch(drawn.asked, stages), replicated=True)
     if problem is None:
         return None
     program = CriticalCycles.of(problem, find_downsets(problem.loads, 10_000))
-    plans = [found for _, found in drawn.plans]
+    plans = [
+        found for _, found in drawn.plans if len(found.stages) == (stages or len(found.stages))
+    ]
     fitting = [found for found in plans if not found.over_limit(drawn.question.cluster)]
-    return Part(0, program, plans, fitting, [0] * len(devices))
+    return Part(stages or 0, program, plans, fitting, [0] * len(devices))
 
 
 def borders(problem: StageProblem, masks: Sequence[int], found: Evaluation) -> tuple[int, ...]:

@@ -197,12 +197,12 @@ def test_devices_may_come_in_any_sequence(seed):
 
 @pytest.mark.parametrize("systems", REPLICATED, ids="-".join)
 @settings(max_examples=examples(60))
-@given(seed=seeds)
-def test_stages_may_have_replicas(systems, seed):
+@given(seed=seeds, stages=st.sampled_from([None, None, 1, 2, 3]))
+def test_stages_may_have_replicas(systems, seed, stages):
     """No plan that fits is below the bound, and every cut of one below a period is listed with its
     replicas."""
     drawn = drawn_alone(seed, 600, systems, replicas=True)
-    part = replicated(drawn) if drawn is not None else None
+    part = replicated(drawn, stages) if drawn is not None else None
     assume(part is not None and part.fitting)
     program, target = part.program, part.best_s * 1.3
     assert not above(program.best(0.0, INF).bound_s, part.best_s)
