@@ -127,13 +127,11 @@ class CycleSearch:
 
     def covers(self, branch: Branch) -> bool:
         """Whether all plans of a branch are bounded."""
-        relaxation = self.search.relaxation
+        search, relaxation = self.search, self.search.relaxation
         alone = relaxation.replica_counts(branch.micro_batches) == [1]
-        return (
-            (alone or _replicated(self.search, branch))
-            and self.reaches(branch)
-            and _all_alone(self.search, branch)
-        )
+        alone |= (branch.stages or 0) >= len(search.question.cluster.devices)
+        known = alone or _replicated(search, branch)
+        return known and self.reaches(branch) and _all_alone(search, branch)
 
     def proves(self, branch: Branch) -> bool:
         """Whether all plans of a branch can be tried."""
@@ -427,8 +425,10 @@ def _all_alone(search: SearchState, branch: Branch) -> bool:
 
 
 def _replicated(search: SearchState, branch: Branch) -> bool:
-    """Whether those with replicas are looked at: large models have plans first."""
-    return not search.large and has_replicated_cycles(search.relaxation, branch)
+    """Whether those with replicas are looked at: large models have plans first, and with many
+    devices tables take too long."""
+    few = len(search.question.cluster.devices) <= _MOST_COUNTS and not search.large
+    return few and has_replicated_cycles(search.relaxation, branch)
 
 
 def _problem(search: SearchState, way: _Way) -> CycleProblem | None:

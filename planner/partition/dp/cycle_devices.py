@@ -85,7 +85,7 @@ class CyclePlace(NamedTuple):
         used: of this stage's states, those that this device and those behind come under.
         before: of the states of devices before the stage, those that go with it.
         speed_before: of the fastest devices that the stages before it may have, together.
-        wires: to the next stage, whose replicas and this one's take turns.
+        wires: how many there are to the next stage, by the replicas of both.
     """
 
     stage: CycleStage

@@ -538,11 +538,8 @@ class CycleTables:
     ) -> Vector:
         """Of a pipeline that flushes, what its stages need at the least, [p]. Of each replica that
         is as of a stage with its own micro-batches alone."""
-        n, own, units = (
-            self.problem.micro_batches // stage.replicas,
-            timed.own,
-            stage.flights[0].units,
-        )
+        n, own = self.problem.micro_batches // stage.turns, timed.own
+        units = stage.flights[0].units
         whole = rows[len(self._units) - 1]
         shorter = np.minimum(timed.forward, timed.backward)
         # Before its last forward but so many weight parts are done as may be kept.
