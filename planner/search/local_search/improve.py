@@ -79,8 +79,8 @@ _SPREAD = 0.1
 """Those of them are descended from whose period is within so much of the best plan's."""
 
 _SPREAD_WITH_REPLICAS = 0.25
-"""The same of plans with other replicas: of as many there is seldom more than one that was
-improved."""
+"""The same where stages may have replicas: there is seldom more than one plan of each kind, and
+what a plan that is even gains is more."""
 
 _MOST_OTHERS = 4
 """Plans of other kinds that are improved besides the best one."""
@@ -683,7 +683,7 @@ def start(
         found += local.starts(branch)
     found.sort(key=lambda s: (s.over, s.period_s))
     for standing in found[:_MOST_STARTS]:
-        if standing.over or standing.period_s <= search.period_s * (1 + _SPREAD):
+        if standing.over or standing.period_s <= search.period_s * (1 + _spread(search)):
             local.descend(standing)
 
 
@@ -719,13 +719,12 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
     """Improve plans with other micro-batches, stages or replicas than the best one has, that come
     near to it: what a search for those alone would have improved. Raises OutOfBudget when the
     budget is used up."""
-    spread = _SPREAD_WITH_REPLICAS if search.relaxation.freedom.replicas else _SPREAD
     near = [
         found
         for found in search.by_kind.values()
         if found is not search.best
         and not found.pipeline.placement
-        and found.prediction.period_s <= search.period_s * (1 + spread)
+        and found.prediction.period_s <= search.period_s * (1 + _spread(search))
     ]
     for found in sorted(near, key=lambda each: each.prediction.period_s)[:_MOST_OTHERS]:
         if search.period_s <= search.bound_s * SAME:
@@ -733,6 +732,10 @@ def improve_others(search: SearchState, local: LocalSearch, tries: int) -> None:
         begun = local.look(local.near.point_of(found))
         if begun is not None:
             improve(search, local, tries, begun)
+
+
+def _spread(search: SearchState) -> float:
+    return _SPREAD_WITH_REPLICAS if search.relaxation.freedom.replicas else _SPREAD
 
 
 def climbing_effort(search: SearchState, effort: int) -> int:

@@ -420,7 +420,8 @@ def test_pins_and_replicas_leave_cycles_to_look_at(asked, covered):
     cycles, known = CycleSearch(search), dict(search.bounds)
     found = cycles.bound()
     assert found
-    assert all(cycles.covers(branch) == covered for branch in search.branches)
+    # As many stages as devices have no replicas.
+    assert all(cycles.covers(b) == (covered or b.stages == 4) for b in search.branches)
     alone = explore(
         question, SearchRequest(micro_batches=4, **{**asked, "replicas": False}), lambda *_: None
     )
@@ -430,7 +431,8 @@ def test_pins_and_replicas_leave_cycles_to_look_at(asked, covered):
     known_s = [min(bound_s, search.period_s) for bound_s in alone.bounds.values()]
     assert [cycles.alone_s[b] for b in search.branches] == pytest.approx(known_s)
     assert search.period_s <= alone.period_s
-    assert (search.bounds == known) != covered
+    raised = {branch for branch, bound_s in search.bounds.items() if bound_s > known[branch]}
+    assert raised == {branch for branch in search.branches if cycles.covers(branch)}
 
 
 def bound_by_cycles(profile, cluster, system, tied="together"):
