@@ -49,6 +49,10 @@ from .state import OutOfBudget, SearchState
 _MOST_COUNTS = 16
 """Where any number of stages was asked for, all are looked at up to so many; with more some."""
 
+_MOST_WITH_REPLICAS = 12
+"""Devices that plans with replicas are looked at for: of 16, tables took so much of the time that
+plans were up to 16 % longer, however much closer their bounds were."""
+
 _PER_OPERATION = 200
 """Entries of tables that take as long as a simulated operation, about."""
 
@@ -427,7 +431,7 @@ def _all_alone(search: SearchState, branch: Branch) -> bool:
 def _replicated(search: SearchState, branch: Branch) -> bool:
     """Whether those with replicas are looked at: large models have plans first, and with many
     devices tables take too long."""
-    few = len(search.question.cluster.devices) <= _MOST_COUNTS and not search.large
+    few = len(search.question.cluster.devices) <= _MOST_WITH_REPLICAS and not search.large
     return few and has_replicated_cycles(search.relaxation, branch)
 
 
