@@ -95,7 +95,7 @@ class _Way(NamedTuple):
         filled: what is in flight at the most, and the pace, as of `filled_up`; None: what cycles
             leave.
         lacks: per stage, bytes that it needs besides what is known of it; empty: none.
-        replicated: those where some stages have replicas.
+        replicated: plans where some stages have replicas, instead of those where none has.
     """
 
     branch: Branch
@@ -312,12 +312,10 @@ class CycleSearch:
             at = self._best(way, at.period_s, _COARSE * _COARSER).cut
 
     def _plan(self, way: _Way, cut: CycleCut) -> Evaluation | None:
-        program, relaxation, count = self._program(way), self.search.relaxation, len(cut.steps)
-        if not relaxation.allows(count, way.branch.micro_batches):
+        program = self._program(way)
+        if not self.search.relaxation.allows(len(cut.steps), way.branch.micro_batches):
             return None
-        # With replicas it isn't known how many stages there are behind one.
-        most = [high for _, high in relaxation.limit_ranges(count)]
-        limits = [min(step.flight.limit, high) for step, high in zip(cut.steps, most, strict=True)]
+        limits = [step.flight.limit for step in cut.steps]
         limits = [*accumulate(reversed(limits), max)][::-1]
         choice = self._choice(program, cut.steps)
         return self.search.look(choice, way.branch.micro_batches, tuple(limits))

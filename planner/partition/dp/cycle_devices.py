@@ -298,7 +298,7 @@ def in_groups(
             the most.
         stages: how many there must be; None: any number.
         counted: what is in flight depends on the stages behind.
-        wired: it is told how many wires there are between two stages; else as many as there may be.
+        wired: states tell how many wires lie between two stages; else the most that there may be.
     """
     counts = counted or stages is not None
 
