@@ -49,9 +49,8 @@ from .state import OutOfBudget, SearchState
 _MOST_COUNTS = 16
 """Where any number of stages was asked for, all are looked at up to so many; with more some."""
 
-_MOST_WITH_REPLICAS = 12
-"""Devices that plans with replicas are looked at for: of 16, tables took so much of the time that
-plans were up to 16 % longer, however much closer their bounds were."""
+_MOST_WITH_REPLICAS = 16
+"""Devices that plans with replicas are looked at for: of more, tables take too long."""
 
 _PER_OPERATION = 200
 """Entries of tables that take as long as a simulated operation, about."""
@@ -113,6 +112,7 @@ class CycleSearch:
     Attributes:
         tables: of stages, by how they are looked at, the largest numbers of stages alone.
         alone_s: per branch, what none of its plans without replicas is below.
+        found: plans of the cuts that bounds and guesses are from.
     """
 
     def __init__(self, search: SearchState) -> None:
@@ -120,6 +120,7 @@ class CycleSearch:
         self._programs: dict[_Way, CriticalCycles] = {}
         self.tables: dict[_Way, StageTable] = {}
         self.alone_s: dict[Branch, float] = {}
+        self.found = list[Evaluation]()
 
     def reaches(self, branch: Branch) -> bool:
         """Whether some plans of a branch are looked at."""
@@ -190,32 +191,28 @@ class CycleSearch:
 
     # Bounds and first plans --------------------------------------------------------------------
 
-    def bound(self) -> list[Evaluation]:
+    def bound(self) -> None:
         """Bound all branches that this can be done for; plans from their best cuts.
 
         Raises OutOfBudget when the budget is used up.
         """
-        search, found = self.search, list[Evaluation]()
+        search = self.search
         branches = [branch for branch in search.branches if self.reaches(branch)]
         branches.sort(key=partial(_hoped_s, search))
         for branch in filter(self.covers, branches):
             trip_s = search.relaxation.seconds.way_and_back_s(branch.micro_batches)
             search.bounds[branch] = max(search.bounds[branch], trip_s)
         with suppress(OutOfBudget), search.budget.part(_THINNED_SHARE):
-            self._bound_each(branches, found, thinned=True)
-        self._bound_each(branches, found, thinned=False)
-        return found
+            self._bound_each(branches, thinned=True)
+        self._bound_each(branches, thinned=False)
 
-    def _bound_each(
-        self, branches: Iterable[Branch], found: list[Evaluation], *, thinned: bool
-    ) -> None:
+    def _bound_each(self, branches: Iterable[Branch], *, thinned: bool) -> None:
         search, todo = self.search, list(branches)
         for done, branch in enumerate(todo):
             search.say(f"{search.standing}; critical cycles", done, len(todo))
             bounds_s = dict[_Way, float]()
             for way in self._ways(_Way(branch, thinned=thinned)):
-                bounds_s[way], plans = self._bounded(way)
-                found += plans
+                bounds_s[way] = self._bounded(way)
             if not thinned and _all_alone(search, branch):
                 alone_s = min(bound_s for way, bound_s in bounds_s.items() if not way.replicated)
                 self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), alone_s)
@@ -223,10 +220,10 @@ class CycleSearch:
                     least_s = min(bounds_s.values())
                     search.bounds[branch] = max(search.bounds[branch], least_s)
 
-    def guesses(self) -> list[Evaluation]:
+    def guess(self) -> None:
         """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
         best, as many as there is effort for."""
-        search, found = self.search, list[Evaluation]()
+        search = self.search
         branches = [branch for branch in search.branches if self.reaches(branch)]
         if not has_pattern(search.relaxation.variant):
             with suppress(OutOfBudget), search.budget.part(_GUESSED_SHARE):
@@ -234,10 +231,9 @@ class CycleSearch:
                     search.say(f"{search.standing}; guesses")
                     for part in reversed([*self._parts(branch)]):
                         if not _is_large(self.search, _Way(part)):
-                            self._guess(part, found)
-        return found
+                            self._guess(part)
 
-    def _guess(self, part: Branch, found: list[Evaluation]) -> None:
+    def _guess(self, part: Branch) -> None:
         """Add plans with so many stages: with less and less in flight, where memory is limited, and
         with some memory left free where it is too small for what was guessed."""
         search, relaxation, tried = self.search, self.search.relaxation, set[CycleCut]()
@@ -252,17 +248,17 @@ class CycleSearch:
                     break
                 tried.add(cut)
                 plan = self._plan(way, cut)
-                found += [] if plan is None else [plan]
+                self.found += [] if plan is None else [plan]
                 if plan is None or not plan.over_limit(search.question.cluster):
                     break
 
-    def _bounded(self, way: _Way) -> tuple[float, list[Evaluation]]:
-        """What no plan is below, and plans of the cut that comes to that, where there is any that
-        is better than the best plan."""
+    def _bounded(self, way: _Way) -> float:
+        """What no plan is below; plans of the cut that comes to that, where there is any that is
+        better than the best plan."""
         search, n = self.search, way.branch.micro_batches
         large = _is_large(self.search, way)
         if way.thinned and large:
-            return 0.0, []
+            return 0.0
         within = _COARSE * (_COARSER if way.thinned or large else 1)
         answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
         whole = [*self._ways(way)] == [way]
@@ -270,13 +266,14 @@ class CycleSearch:
             # Whatever comes of its plans.
             search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
-            return answer.bound_s, []
-        found = list(self._plans(way, answer.cut))
+            return answer.bound_s
+        for plan in self._plans(way, answer.cut):
+            self.found.append(plan)
         if not way.thinned and search.period_s < answer.bound_s * (_WORTH_IT + within):
             answer = self._best(way, answer.bound_s, _COARSE if large else 0.0)
             if answer.cut is not None and (plan := self._plan(way, answer.cut)) is not None:
-                found.append(plan)
-        return answer.bound_s, found
+                self.found.append(plan)
+        return answer.bound_s
 
     def _best(self, way: _Way, low_s: float, within: float = 0.0) -> CycleAnswer:
         """The best cut below the best plan's period, and what no plan is below."""

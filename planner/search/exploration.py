@@ -68,8 +68,14 @@ _STARTING_SHARE = 0.3
 """Of effort and time, for first plans, before there are bounds, and for improving the best plan
 after that."""
 
+_BOUNDING = 0.8
+"""Of what there is for bounds by critical cycles and the plans of their cuts, for the bounds."""
+
 _DESCENDED = 3
 """Of plans of the branches' best cuts by critical cycles, those that are improved at once."""
+
+_MANY = 8
+"""Devices: with more, and replicas, bounds by critical cycles take as long as plans."""
 
 _CLOSE, _NEARLY, _FAR = 1.1, 0.5, 0.15
 """How far the best plan may be above the bound, for so much of what is left to be spent on a proof;
@@ -149,7 +155,9 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
     freedom."""
     covered, budget = any(map(cycles.covers, search.branches)), search.budget
     # Bounds of large models take long, and less where there is a plan.
-    first = covered and search.large
+    replicas = search.relaxation.freedom.replicas
+    many = replicas and len(search.question.cluster.devices) > _MANY
+    first = covered and (search.large or many)
     if first:
         _start(search, local)
     if covered:
@@ -169,8 +177,10 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
 def _bound_by_cycles(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
     """Bounds by critical cycles, and those plans of the cuts that they are from improved that
     fit, with and without replicas; where none does, that one which lacks least."""
-    plans = [*cycles.guesses(), *cycles.bound()]
-    found = [x for each in plans if (x := local.look(local.near.point_of(each)))]
+    with suppress(OutOfBudget), search.budget.part(_BOUNDING):
+        cycles.guess()
+        cycles.bound()
+    found = [x for each in cycles.found if (x := local.look(local.near.point_of(each)))]
     found.sort(key=lambda s: (s.over, s.period_s))
     fitting = [s for s in found if not s.over]
     alone = [s for s in fitting if max(map(len, s.point.devices)) == 1]
