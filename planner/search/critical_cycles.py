@@ -267,8 +267,8 @@ class CycleSearch:
             search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
             return answer.bound_s
-        for plan in self._plans(way, answer.cut):
-            self.found.append(plan)
+        for each in self._plans(way, answer.cut):
+            self.found.append(each)
         if not way.thinned and search.period_s < answer.bound_s * (_WORTH_IT + within):
             answer = self._best(way, answer.bound_s, _COARSE if large else 0.0)
             if answer.cut is not None and (plan := self._plan(way, answer.cut)) is not None:

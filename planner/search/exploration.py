@@ -69,13 +69,18 @@ _STARTING_SHARE = 0.3
 after that."""
 
 _BOUNDING = 0.8
-"""Of what there is for bounds by critical cycles and the plans of their cuts, for the bounds."""
+"""Of the time for bounds by critical cycles and plans of their cuts, for the bounds."""
 
 _DESCENDED = 3
 """Of plans of the branches' best cuts by critical cycles, those that are improved at once."""
 
-_MANY = 8
-"""Devices: with more, and replicas, bounds by critical cycles take as long as plans."""
+_MANY = 12
+"""Devices: with more, and replicas, bounds by critical cycles come after first plans, as those of
+large models do: they take as long."""
+
+_GUESSING = 0.3
+"""Of the time that there is for bounds, and is left, for guesses at what is in flight: those of
+many devices may take long."""
 
 _CLOSE, _NEARLY, _FAR = 1.1, 0.5, 0.15
 """How far the best plan may be above the bound, for so much of what is left to be spent on a proof;
@@ -109,7 +114,8 @@ def run(search: SearchState) -> str | None:
             with budget.part(_NEARLY):
                 _bound_all(search)
                 if not search.any_sequence:
-                    _try_guesses(search)
+                    with suppress(OutOfBudget), budget.time_part(_GUESSING):
+                        _try_guesses(search)
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             improve(search, local, _FEW_TRIES)
         close = search.period_s <= search.bound_s * _CLOSE
@@ -177,7 +183,7 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
 def _bound_by_cycles(search: SearchState, local: LocalSearch, cycles: CycleSearch) -> None:
     """Bounds by critical cycles, and those plans of the cuts that they are from improved that
     fit, with and without replicas; where none does, that one which lacks least."""
-    with suppress(OutOfBudget), search.budget.part(_BOUNDING):
+    with suppress(OutOfBudget), search.budget.time_part(_BOUNDING):
         cycles.guess()
         cycles.bound()
     found = [x for each in cycles.found if (x := local.look(local.near.point_of(each)))]

@@ -72,8 +72,8 @@ def _all_cuts(
     speeds: Sequence[float],
     drops: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
-    yield _even(work_s, speeds)
-    yield _even([1.0] * len(work_s), speeds)
+    yield even(work_s, speeds)
+    yield even([1.0] * len(work_s), speeds)
     if len(speeds) == 1:
         return
     done, sent_s = np.array([0.0, *accumulate(work_s)]), np.append(messages_s, 0.0)
@@ -90,7 +90,7 @@ def _all_cuts(
             yield cut
 
 
-def _even(weights: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
+def even(weights: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
     """As much weight for each stage as its devices have speed for."""
     done, shares, ends = [0.0, *accumulate(weights)], [*accumulate(speeds)], [0]
     for s in range(1, len(speeds)):

@@ -333,7 +333,9 @@ class LocalSearch:
         operations = operations_of(
             self.relaxation.variant, points[0].stages, points[0].micro_batches
         )
-        if operations * _MOST_STARTS * _FEW > self.search.budget.effort:
+        few = operations * _MOST_STARTS * _FEW > self.search.budget.effort
+        if few or self.relaxation.freedom.replicas:
+            # With replicas there are several ways to have so many stages, each with its own.
             most = 1
         ranked = sorted(zip(expected, range(len(seen)), strict=True))
         near = ranked[0][0] * (1 + _NEAR)

@@ -25,7 +25,7 @@ from ...systems.placement import numbered_devices
 from ..choices import Branch, Choice, PlacedBranch, capped, caps, unforeseen
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .first_cuts import first_cuts
+from .first_cuts import even, first_cuts
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -274,13 +274,15 @@ class Neighbours:
 
     def replica_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
         """More replicas for one stage, from another one or none; on devices as listed, unless these
-        may move."""
+        may move. With borders as they are, and with as much for each replica as before."""
         devices = len(self.question.cluster.devices)
         counts = self.relaxation.replica_counts(point.micro_batches)
         if counts == [1] or numbered_devices(point.devices):
             return
+        before = [len(mine) for mine in point.devices]
+        work_s = self._work_s(point)
         for gains, loses in product(busiest, [None, *reversed(busiest)]):
-            each = [len(mine) for mine in point.devices]
+            each = list(before)
             more = next((r for r in counts if r > each[gains]), None)
             if more is None or gains == loses:
                 continue
@@ -289,15 +291,40 @@ class Neighbours:
                 each[loses] -= by
             if sum(each) > devices or not all(r in counts for r in each):
                 continue
-            if not self.moves_devices:
-                yield replace(point, devices=_in_a_row(each, self.question.cluster))
-                continue
-            for spare in _spare(point, loses, by, self.search.device_kinds):
-                mine = list(point.devices)
-                mine[gains] += spare
-                if loses is not None:
-                    mine[loses] = mine[loses][: each[loses]]
-                yield replace(point, devices=tuple(mine))
+            wanted_s = [s * r / was for s, r, was in zip(work_s, each, before, strict=True)]
+            cuts = dict.fromkeys((point.downsets, self._in_proportion(point, wanted_s)))
+            for cut, lying in product(cuts, self._with_replicas(point, each, gains, loses)):
+                yield replace(point, downsets=cut, devices=lying)
+
+    def _with_replicas(
+        self, point: Point, each: Sequence[int], gains: int, loses: int | None
+    ) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Devices of stages, where one has more of them, from another one or none."""
+        if not self.moves_devices:
+            yield _in_a_row(each, self.question.cluster)
+            return
+        by = each[gains] - len(point.devices[gains])
+        for spare in _spare(point, loses, by, self.search.device_kinds):
+            mine = list(point.devices)
+            mine[gains] += spare
+            if loses is not None:
+                mine[loses] = mine[loses][: each[loses]]
+            yield tuple(mine)
+
+    def _work_s(self, point: Point) -> list[float]:
+        """Per stage, the forwards and backwards of its layers for a micro-batch."""
+        seconds = self.seconds(point.micro_batches)
+        return [sum(seconds[j] for j in members(b & ~a)) for a, b in pairwise(point.downsets)]
+
+    def _in_proportion(self, point: Point, wanted_s: Sequence[float]) -> tuple[int, ...]:
+        """Downsets of stages whose work is about in this proportion, layers in the sequence in
+        which the point's stages have them."""
+        inside = [members(b & ~a) for a, b in pairwise(point.downsets)]
+        sequence = [g for mine in inside for g in sorted({self._group_of[j] for j in mine})]
+        groups, seconds = [self._groups[g] for g in sequence], self.seconds(point.micro_batches)
+        work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
+        masks = [0, *accumulate(groups, int.__or__)]
+        return (0, *(masks[end] for end in even(work_s, wanted_s)))
 
     def device_moves(self, point: Point) -> Iterator[Point]:
         """Two devices in each other's place, or one moved to before or behind another."""
@@ -324,8 +351,9 @@ class Neighbours:
                     yield replace(point, devices=devices)
 
     def stage_moves(self, point: Point) -> Iterator[Point]:
-        """A stage in two, the other one with a device that does nothing; or two stages in one."""
-        most = self.search.most_stages
+        """A stage in two, the other one with a device that does nothing, or with some of its
+        replicas; or two stages in one, on the devices of one of them or of both."""
+        most, counts = self.search.most_stages, self.relaxation.replica_counts(point.micro_batches)
         open_count = any(b.stages is None for b in self.search.branches)
         if not open_count or numbered_devices(point.devices):
             return
@@ -333,22 +361,37 @@ class Neighbours:
         used = {d for mine in point.devices for d in mine}
         alike = {(homes[d], kinds[d]): d for d in range(len(homes)) if d not in used}
         groups, sets = self._groups, point.downsets
-        for s in range(point.stages):
+        for s in range(point.stages if point.stages < most else 0):
             inside = sets[s + 1] & ~sets[s]
-            mine = sorted({self._group_of[layer] for layer in members(inside)})
-            middle = sets[s] | sum(groups[g] for g in mine[: len(mine) // 2])
-            for d in alike.values() if len(mine) > 1 and point.stages < most else ():
-                for at in (s, s + 1):
-                    devices = (*point.devices[:at], (d,), *point.devices[at:])
-                    cut = (*sets[: s + 1], middle, *sets[s + 1 :])
-                    again = (*point.again[: s + 1], *point.again[s:])
-                    yield self._with_stages(point, cut, devices, again)
-        for s in range(point.stages - 1):
-            for gone in (s, s + 1):
-                devices = (*point.devices[:gone], *point.devices[gone + 1 :])
-                cut = (*sets[: s + 1], *sets[s + 2 :])
-                again = (*point.again[:gone], *point.again[gone + 1 :])
+            within = sorted({self._group_of[layer] for layer in members(inside)})
+            if len(within) < 2:
+                continue
+            again = (*point.again[: s + 1], *point.again[s:])
+            middle = sets[s] | sum(groups[g] for g in within[: len(within) // 2])
+            for d, at in product(alike.values(), (s, s + 1)):
+                devices = (*point.devices[:at], (d,), *point.devices[at:])
+                cut = (*sets[: s + 1], middle, *sets[s + 1 :])
                 yield self._with_stages(point, cut, devices, again)
+            yield from self._parted(point, s, again, counts)
+        for s in range(point.stages - 1):
+            cut, (one, other) = (*sets[: s + 1], *sets[s + 2 :]), point.devices[s : s + 2]
+            for mine, like in ((other, s + 1), (one, s), (one + other, s)):
+                if len(mine) in counts:
+                    devices = (*point.devices[:s], mine, *point.devices[s + 2 :])
+                    again = (*point.again[:s], point.again[like], *point.again[s + 2 :])
+                    yield self._with_stages(point, cut, devices, again)
+
+    def _parted(
+        self, point: Point, s: int, again: tuple[Selection, ...], counts: Sequence[int]
+    ) -> Iterator[Point]:
+        """A stage in two that have its replicas, and each of them as much to do as before."""
+        mine, work_s = point.devices[s], self._work_s(point)
+        for first in sorted({1, len(mine) // 2, len(mine) - 1}):
+            if first in counts and len(mine) - first in counts:
+                devices = (*point.devices[:s], mine[:first], mine[first:], *point.devices[s + 1 :])
+                part_s = work_s[s] * first / len(mine)
+                wanted_s = (*work_s[:s], part_s, work_s[s] - part_s, *work_s[s + 1 :])
+                yield self._with_stages(point, self._in_proportion(point, wanted_s), devices, again)
 
     def _with_stages(
         self,
