@@ -359,7 +359,9 @@ def test_a_cut_is_looked_for_anew_where_its_plan_needs_more_than_is_known_of_it(
     question = Question(profile, devices, "pipedream-2bw", 4, 1.0)
     search = explore(question, SearchRequest(stages=4, micro_batches=4), lambda *_: None)
     search.forget_bounds()
-    looked = CycleSearch(search).bound()
+    cycles = CycleSearch(search)
+    cycles.bound()
+    looked = cycles.found
     assert looked[0].over_limit(question.cluster)
     assert search.best is not None
     assert not looked[1].over_limit(question.cluster)
@@ -418,8 +420,8 @@ def test_pins_and_replicas_leave_cycles_to_look_at(asked, covered):
     search = explore(question, SearchRequest(micro_batches=4, **asked), lambda *_: None)
     search.forget_bounds()
     cycles, known = CycleSearch(search), dict(search.bounds)
-    found = cycles.bound()
-    assert found
+    cycles.bound()
+    assert cycles.found
     # As many stages as devices have no replicas.
     assert all(cycles.covers(b) == (covered or b.stages == 4) for b in search.branches)
     alone = explore(
@@ -486,7 +488,9 @@ def test_what_passes_stages_has_as_much_in_flight_as_its_way_takes(monkeypatch):
         request = SearchRequest(micro_batches=1, stages=7, time_limit_s=None)
         search = explore(question, request, lambda *_: None)
         search.forget_bounds()
-        return min(found.prediction.period_s for found in CycleSearch(search).bound())
+        cycles = CycleSearch(search)
+        cycles.bound()
+        return min(found.prediction.period_s for found in cycles.found)
 
     assert first_period_s() == pytest.approx(5e-3)
     monkeypatch.setattr(dp, "_with_enough", lambda program, *known: known)
@@ -524,3 +528,24 @@ def test_plans_with_replicas_are_bounded_by_their_ways_and_sums_at_once(system):
     best_s, work_s = best.predicted.period_s, 12 * 3e-3 * 8 / 4
     assert max(len(stage.devices) for stage in best.stages) > 1
     assert work_s + 0.9 * (best_s - work_s) < bound_s <= best_s * SAME
+
+
+def test_what_bounds_came_upon_is_improved_though_their_time_is_over(monkeypatch):
+    question = Question(chain(12), uniform_cluster(4, "4kB", "1MB/s"), "pipedream-flush", 4, 0.0)
+    search = explore(question, SearchRequest(stages=4), lambda *_: None)
+    search.forget_bounds()
+    cycles, local = CycleSearch(search), LocalSearch(search)
+    bounded, descended, calls = CycleSearch._bounded, [], []
+
+    def until_late(self, way):
+        calls.append(way)
+        if len(calls) > 1:
+            raise search.budget.over()
+        return bounded(self, way)
+
+    monkeypatch.setattr(CycleSearch, "_bounded", until_late)
+    monkeypatch.setattr(local, "descend", descended.append)
+    exploration._bound_by_cycles(search, local, cycles)
+    assert len(calls) > 1
+    assert descended
+    assert all(standing.found in cycles.found for standing in descended)

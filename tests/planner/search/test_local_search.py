@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import inf
 
 import pytest
@@ -11,6 +11,7 @@ from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import evaluate
+from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import state
 from timeprest.planner.search.local_search import improve
@@ -84,3 +85,60 @@ def test_climbs_end_where_they_gain_nothing_or_the_effort_is_used_up(monkeypatch
     with pytest.raises(OutOfBudget, match="effort"):
         climb_on(again, LocalSearch(again), again.branches)
     assert again.period_s >= found
+
+
+def point_with(search, borders, replicas):
+    """A plan of `chain`, on devices as they are listed."""
+    nodes = [layer.name for layer in search.question.profile.layers]
+    parts = [tuple(nodes[a:b]) for a, b in pairwise([0, *borders, len(nodes)])]
+    firsts = [*accumulate(replicas, initial=0)]
+    stages = [
+        PlanStage(nodes=part, devices=tuple(range(a, b)), in_flight=1, recompute=False)
+        for part, (a, b) in zip(parts, pairwise(firsts), strict=True)
+    ]
+    return evaluate(search.question, stages, 4)
+
+
+def shapes(points):
+    """Layers and replicas of each stage."""
+    return {
+        (
+            tuple((b & ~a).bit_count() for a, b in pairwise(point.downsets)),
+            tuple(map(len, point.devices)),
+        )
+        for point in points
+    }
+
+
+@pytest.mark.parametrize("sequence", ["listed", "any"])
+def test_a_replica_is_moved_with_as_much_work_as_it_had(sequence):
+    cluster = uniform_cluster(6)
+    search = search_for(chain(12), cluster, "gpipe", replicas=True, micro_batches=4)
+    near = LocalSearch(search, moves_devices=sequence == "any").near
+    point = near.point_of(point_with(search, [4, 8], [2, 2, 2]))
+    # Three replicas can't share four micro-batches, and two more would be all that a stage has.
+    assert shapes(near.replica_moves(point, range(3))) == set()
+    point = near.point_of(point_with(search, [4, 8], [2, 2, 1]))
+    assert shapes(near.replica_moves(point, range(3))) == {
+        ((4, 4, 4), (2, 2, 2)),
+        # Two replicas of the last stage have twice as much to do as its one had.
+        ((3, 3, 6), (2, 2, 2)),
+        ((4, 4, 4), (1, 2, 2)),
+        ((2, 3, 7), (1, 2, 2)),
+        ((4, 4, 4), (2, 1, 2)),
+        ((3, 2, 7), (2, 1, 2)),
+    }
+
+
+def test_a_stage_is_split_by_its_replicas_and_stages_are_joined_with_all_of_theirs():
+    search = search_for(chain(12), uniform_cluster(6), "gpipe", replicas=True, micro_batches=4)
+    near = LocalSearch(search).near
+    point = near.point_of(point_with(search, [8], [4, 2]))
+    found = shapes(near.stage_moves(point))
+    split = {each for each in found if len(each[0]) == 3}
+    assert split == {((4, 4, 4), (2, 2, 2)), ((8, 2, 2), (4, 1, 1))}
+    joined = {each for each in found if len(each[0]) == 1}
+    # Six replicas can't share four micro-batches.
+    assert joined == {((12,), (4,)), ((12,), (2,))}
+    point = near.point_of(point_with(search, [8], [2, 2]))
+    assert ((12,), (4,)) in shapes(near.stage_moves(point))
