@@ -28,7 +28,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import write_bytes
 from ...profiles.units import format_bytes
 from ..communication import cuda_ipc
-from ..communication.channel import PeerError, ProcessChannels
+from ..communication.channel import Channels, PeerError
 from ..communication.shared_memory import connect
 from ..communication.signed_store import SignedStore
 from ..communication.transport import IPC, IPC_AND_NCCL
@@ -265,7 +265,7 @@ def _by_ipc(
     device: torch.device,
     store: SignedStore,
     processes: int,
-) -> ProcessChannels | None:
+) -> Channels | None:
     """Channels as stages of one host have; None: these can't have them, on some process."""
     peers = [pair + (pair == rank) for pair in by_size if rank in (pair, pair + 1)]
     why_not = cuda_ipc.why_not(rank, peers, device, store, TIMEOUT_S)

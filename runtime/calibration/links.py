@@ -22,7 +22,7 @@ from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError, UserError
 from ...profiles.files import write_bytes
 from ...profiles.tracing.shapes import ValueSpec
-from ..communication.channel import PeerError, ProcessChannels, why_lost
+from ..communication.channel import Channels, PeerError, why_lost
 from ..prepare.devices import gpu_count
 from ..prepare.messages import MessageRoute
 from ..prepare.workers import Replica
@@ -220,7 +220,7 @@ class Process:
         device: torch.device,
         timeout_s: float,
         by_size: Mapping[int, Mapping[int, MessageRoute]] | None = None,
-        channels: ProcessChannels | None = None,
+        channels: Channels | None = None,
     ) -> None:
         """
         Args:

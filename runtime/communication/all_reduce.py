@@ -22,7 +22,7 @@ from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Replica
 from ..records.status import Status
 from .channel import PeerError, lost, wait_until
-from .pinned_memory import Copier
+from .pinned_memory import CudaCopier
 
 ALL_WORKERS = "all stages"
 """The group of all workers."""
@@ -144,7 +144,8 @@ class Pool:
                     for mine in self.groups[key[0]]
                 ]
                 offers.sums = [_sum(same) for same in zip(*workers, strict=True)]
-            offers.pending = (self.others or _Alone()).start(key[0], offers.sums)
+            others = self.others
+            offers.pending = others.start(key[0], offers.sums) if others else Pending()
 
     def missing(self, key: tuple[str, int]) -> list[int]:
         """Numbers of those in this process that haven't started it."""
@@ -172,11 +173,6 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     for other in tensors[1:]:
         total += other
     return total
-
-
-class _Alone(AllReducer):
-    def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
-        return Pending()
 
 
 class LocalAllReduce(AllReducer):
@@ -225,7 +221,7 @@ class ProcessAllReduce(AllReducer):
         timeout_s: float,
         status: Status | None = None,
         *,
-        copier: Copier | None = None,
+        copier: CudaCopier | None = None,
         nccl: torch.device | None = None,
     ) -> None:
         """

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...profiles.errors import RunError
 from ..prepare.messages import MessageRoute, MessageSeries
-from ..records.operation_log import OperationLog
 from ..records.status import Status
 from .posts import Post, Posts, no_posts
 
@@ -72,6 +71,7 @@ class Channels(Protocol):
         Args:
             posts: when each is posted, for those that go by that.
         """
+        return
 
     def advance(self) -> None:
         """This worker has handed in the next one of its operations."""
@@ -92,24 +92,22 @@ class Channels(Protocol):
         Training is held back by its in-flight limits; a pass of forwards alone by this.
         Raises PeerError.
         """
+        return
 
     def close(self) -> None:
         """Wait, within the bound, until all that was sent has gone. Raises PeerError."""
         self.throttle(0)
+
+    def end(self) -> None:
+        """End their threads and close their sockets, after the last `close`."""
+        return
 
     @property
     def held_bytes(self) -> int:
         """Bytes of posted receive buffers and of messages still being sent."""
 
 
-class ProcessChannels(Channels, Protocol):
-    """Channels between processes."""
-
-    def end(self) -> None:
-        """End their threads and close their sockets, after the last `close`."""
-
-
-class PeerChannels(ProcessChannels):
+class PeerChannels(Channels):
     """Base of those that say whom they wait for, and who is lost where a message fails."""
 
     def __init__(
@@ -201,16 +199,13 @@ class Mailbox:
         self.waiting_bytes: dict[int, int] = {}
 
 
-class LocalChannels(ProcessChannels):
+class LocalChannels(Channels):
     """Queues within one process: between the workers of an inline run, and between the stages of
     a worker. One object for each worker."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self.rank = rank
         self._mailbox = mailbox
-
-    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
-        """Nothing to prepare."""
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand it over to a stage of the same worker, which copies what it changes in place.
@@ -236,12 +231,6 @@ class LocalChannels(ProcessChannels):
         self._count(self.rank, -counted)
         return tensor
 
-    def throttle(self, most: int) -> None:
-        """Nothing is on its way."""
-
-    def end(self) -> None:
-        """It has neither threads nor sockets."""
-
     def _count(self, rank: int, change: int) -> None:
         counts = self._mailbox.waiting_bytes
         counts[rank] = counts.get(rank, 0) + change
@@ -252,14 +241,26 @@ class LocalChannels(ProcessChannels):
         return self._mailbox.waiting_bytes.get(self.rank, 0)
 
 
-class _TwoKinds(ProcessChannels):
-    """Base of channels that send by others of two kinds, by a message's route."""
+class TwoKindsOfChannels(Channels):
+    """Channels of one kind for messages of some routes (within a worker, within a host), and of
+    another for those of all others."""
 
-    def __init__(self, near: ProcessChannels, others: ProcessChannels) -> None:
+    def __init__(self, near: Channels, others: Channels, routes: Iterable[MessageRoute]) -> None:
+        """`routes`: those of `near`."""
         self._near, self._others = near, others
+        self._numbers = {route.number for route in routes}
 
-    def _of(self, route: MessageRoute) -> ProcessChannels:
-        raise NotImplementedError
+    def _of(self, route: MessageRoute) -> Channels:
+        return self._near if route.number in self._numbers else self._others
+
+    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
+        """A tensor may come by both kinds: each knows the routes of its own."""
+
+        def far(rank: int) -> list[Post]:
+            return [post for post in posts(rank) if post.route.number not in self._numbers]
+
+        self._near.open(series)
+        self._others.open([c for c in series if not c.routes[0].handed_over], far)
 
     def advance(self) -> None:
         self._others.advance()
@@ -282,76 +283,3 @@ class _TwoKinds(ProcessChannels):
     def held_bytes(self) -> int:
         """Of both kinds."""
         return self._near.held_bytes + self._others.held_bytes
-
-
-class SeveralStagesChannels(_TwoKinds):
-    """Channels of a worker that runs several stages: between these nothing is sent."""
-
-    def __init__(self, rank: int, others: ProcessChannels) -> None:
-        """`others`: to and from other workers."""
-        super().__init__(LocalChannels(rank, Mailbox()), others)
-
-    def _of(self, route: MessageRoute) -> ProcessChannels:
-        return self._near if route.handed_over else self._others
-
-    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
-        """Announce what comes from others."""
-        self._others.open([c for c in series if not c.routes[0].handed_over], posts)
-
-
-class SeveralHostsChannels(_TwoKinds):
-    """Channels of one kind to workers of the same host, of another to those of others."""
-
-    def __init__(
-        self, near: Iterable[MessageRoute], here: ProcessChannels, others: ProcessChannels
-    ) -> None:
-        """`near`: routes between workers of one host."""
-        super().__init__(here, others)
-        self._here = {route.number for route in near}
-
-    def _of(self, route: MessageRoute) -> ProcessChannels:
-        return self._near if route.number in self._here else self._others
-
-    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
-        """A tensor may come from both: each knows the routes of its own."""
-
-        def far(rank: int) -> list[Post]:
-            return [post for post in posts(rank) if post.route.number not in self._here]
-
-        self._near.open(series)
-        self._others.open([], far)
-
-
-class LoggedChannels(Channels):
-    """Channels that note their messages in the log of operations."""
-
-    def __init__(self, channels: Channels, log: OperationLog) -> None:
-        self._channels = channels
-        self._log = log
-
-    def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
-        self._channels.open(series, posts)
-
-    def advance(self) -> None:
-        self._channels.advance()
-
-    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Send, and note the message when it is under way."""
-        self._channels.send(route, kind, tensor, kept=kept)
-        if self._log.on and not route.handed_over:
-            self._log.sent(route.between(kind)[1].number, route.spec.name, tensor)
-
-    def receive(self, route: MessageRoute, kind: str) -> Tensor:
-        """Receive, and note the message when it is here."""
-        tensor = self._channels.receive(route, kind)
-        if self._log.on and not route.handed_over:
-            self._log.received(route.between(kind)[0].number, route.spec.name, tensor)
-        return tensor
-
-    def throttle(self, most: int) -> None:
-        self._channels.throttle(most)
-
-    @property
-    def held_bytes(self) -> int:
-        """What the channels hold."""
-        return self._channels.held_bytes

@@ -172,10 +172,6 @@ class ReceivingSlots(_DeviceSlots):
         super().__init__(layout, device)
         self.address = self.driver.allocate(layout[-1].end)
 
-    def handle(self) -> bytes:
-        """Of the memory, for the sender."""
-        return self.driver.handle(self.address)
-
     def take(self, k: int, slot: int) -> Tensor:
         """The message; what is computed from now on comes behind its copy."""
         box, stream = self.layout[k], torch.cuda.current_stream(self.device)
@@ -202,10 +198,6 @@ class SendingSlots(_DeviceSlots):
         super().__init__(layout, device)
         self._used: set[tuple[int, int]] = set()
         self._stream = torch.cuda.Stream(device)
-
-    def open(self, handle: bytes) -> None:
-        """Reach the receiver's memory."""
-        self.address = self.driver.open(handle)
 
     def put(self, k: int, slot: int, part: Part) -> None:
         """Copy a message there, behind what makes it, and what was there has been taken."""
@@ -248,13 +240,13 @@ class GpuMemory(SlotEnds[SendingSlots]):
         """Tell of the memory, and of the events that say that slots are empty."""
         slots = ReceivingSlots(layout, self._device)
         slots.know(_received(connection, _events_bytes(layout)))
-        connection.sendall(slots.handle() + slots.told())
+        connection.sendall(slots.driver.handle(slots.address) + slots.told())
         return slots
 
     def adopt(self, connection: socket.socket, begun: SendingSlots) -> SendingSlots:
         """Reach the memory."""
         told = _received(connection, HANDLE_BYTES + _events_bytes(begun.layout))
-        begun.open(told[:HANDLE_BYTES])
+        begun.address = begun.driver.open(told[:HANDLE_BYTES])
         begun.know(told[HANDLE_BYTES:])
         return begun
 

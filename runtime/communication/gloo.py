@@ -43,7 +43,7 @@ class GlooChannels(PeerChannels):
             varying: messages have shapes of their own, and each comes behind one that says it.
         """
         super().__init__(names, timeout_s, status)
-        self._room = room or _room
+        self._room = room or (lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
         self._varying = varying
         self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
         self._to_post: dict[tuple[int, str], Iterator[MessageRoute]] = {}
@@ -145,10 +145,6 @@ def _wait_for(works: Sequence[tuple[dist.Work | None, Tensor]], timeout: timedel
     for work, _ in works:
         assert work is not None
         work.wait(timeout)
-
-
-def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

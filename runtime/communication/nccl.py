@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,36 +46,12 @@ def directions(routes: Iterable[MessageRoute]) -> list[Direction]:
     return sorted(found, key=lambda pair: (pair[0].number, pair[1].number))
 
 
-# What is posted ---------------------------------------------------------------------------------
-# The channels know no NCCL: `Poster` says what is needed of it, so that the same code runs in tests
-# over a device that stands still wherever one could.
-
-
-class Posted(Protocol):
-    """A send or a receive under way."""
-
-    def is_completed(self) -> bool:
-        """Whether it is through. Raises RuntimeError where it failed."""
-
-    def wait(self) -> object:
-        """Have what is computed from now on come behind it, which is through."""
-
-
-class Poster(Protocol):
-    """Posts sends and receives, which wait for one another on the device."""
-
-    def ready(self, tensor: Tensor) -> Any:
-        """The moment at which work handed in so far is done, for `send`."""
-
-    def send(self, tensor: Tensor, ready: Any, direction: Direction) -> Posted:
-        """Send a tensor, which is kept meanwhile, when it is ready."""
-
-    def receive(self, buffer: Tensor, direction: Direction) -> Posted:
-        """Receive into a tensor."""
-
-
 class NcclPoster:
-    """Posts to NCCL; made by all workers at the same time."""
+    """Posts sends and receives to NCCL, which wait for one another on the device; made by all
+    workers at the same time.
+
+    Nothing else here knows NCCL: tests have a device that stands still wherever one could.
+    """
 
     def __init__(
         self, routes: Iterable[MessageRoute], device: torch.device, timeout_s: float
@@ -92,20 +68,21 @@ class NcclPoster:
             )
 
     def ready(self, tensor: Tensor) -> torch.cuda.Event:
-        """An event of the stream that computes."""
+        """The moment at which work handed in so far is done, for `send`."""
         event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
         return event
 
-    def send(self, tensor: Tensor, ready: Any, direction: Direction) -> Posted:
-        """Behind what makes the tensor, and nothing that was handed in since."""
+    def send(self, tensor: Tensor, ready: torch.cuda.Event, direction: Direction) -> dist.Work:
+        """Send a tensor, which is kept meanwhile, when it is ready: behind nothing that was handed
+        in since."""
         self._behind.wait_event(ready)
         with torch.cuda.stream(self._behind):
             work = dist.isend(tensor, direction[1].rank, group=self._groups[direction])
         assert work is not None
         return work
 
-    def receive(self, buffer: Tensor, direction: Direction) -> Posted:
-        """Behind what has been handed in, which may have used the buffer's memory."""
+    def receive(self, buffer: Tensor, direction: Direction) -> dist.Work:
+        """Receive into a tensor, behind what has been handed in, which may have used its memory."""
         work = dist.irecv(buffer, direction[0].rank, group=self._groups[direction])
         assert work is not None
         return work
@@ -125,7 +102,7 @@ class NcclChannels(PeerChannels):
         device: torch.device,
         timeout_s: float,
         status: Status | None = None,
-        poster: Poster | None = None,
+        poster: NcclPoster | None = None,
     ) -> None:
         """
         Args:
@@ -142,9 +119,9 @@ class NcclChannels(PeerChannels):
         self._handed_in = 0
         self._due: deque[Post] = deque()
         self._ready: dict[tuple[int, str], deque[tuple[Tensor, Any, int]]] = {}
-        self._posted: dict[Direction, deque[tuple[MessageRoute, str, Posted, Tensor]]] = {}
+        self._posted: dict[Direction, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
         self._there: dict[tuple[int, str], deque[Tensor]] = {}
-        self._going: dict[int, deque[tuple[Posted, Tensor, int]]] = {}
+        self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
         for pair in directions(routes):
             if rank in (end.rank for end in pair):
                 self._greet(pair)
@@ -177,23 +154,17 @@ class NcclChannels(PeerChannels):
         while self._due and self._due[0].after <= self._handed_in:
             _, route, kind = self._due.popleft()
             source, target = route.ends(kind)
+            direction = route.between(kind)
             if source == self.rank:
-                self._post_send(route, kind, target)
-            else:
-                self._post_receive(route, kind, source)
-
-    def _post_send(self, route: MessageRoute, kind: str, peer: int) -> None:
-        tensor, ready, nbytes = self._ready[route.number, kind].popleft()
-        with self.talking_to(peer):
-            posted = self._poster.send(tensor, ready, route.between(kind))
-        self._going.setdefault(peer, deque()).append((posted, tensor, nbytes))
-
-    def _post_receive(self, route: MessageRoute, kind: str, peer: int) -> None:
-        buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
-        direction = route.between(kind)
-        with self.talking_to(peer):
-            posted = self._poster.receive(buffer, direction)
-        self._posted.setdefault(direction, deque()).append((route, kind, posted, buffer))
+                tensor, ready, nbytes = self._ready[route.number, kind].popleft()
+                with self.talking_to(target):
+                    posted = self._poster.send(tensor, ready, direction)
+                self._going.setdefault(target, deque()).append((posted, tensor, nbytes))
+                continue
+            buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
+            with self.talking_to(source):
+                posted = self._poster.receive(buffer, direction)
+            self._posted.setdefault(direction, deque()).append((route, kind, posted, buffer))
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Keep the message until it is due, which it mostly is when its operation is handed in."""
@@ -232,9 +203,6 @@ class NcclChannels(PeerChannels):
             with self.talking_to(peer):
                 wait_until(few, self.timeout)
             self.status.go_on()
-
-    def end(self) -> None:
-        """There are no threads."""
 
     @property
     def held_bytes(self) -> int:

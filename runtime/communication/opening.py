@@ -21,16 +21,10 @@ from .all_reduce import (
     rank_groups,
     reduce_groups,
 )
-from .channel import (
-    LocalChannels,
-    Mailbox,
-    ProcessChannels,
-    SeveralHostsChannels,
-    SeveralStagesChannels,
-)
+from .channel import Channels, LocalChannels, Mailbox, TwoKindsOfChannels
 from .gloo import GlooChannels
 from .nccl import NcclChannels
-from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
+from .pinned_memory import CudaCopier, PinnedMemoryChannels
 from .shared_memory import connect
 from .transport import (
     GLOO,
@@ -62,7 +56,7 @@ class WorkerTransport(NamedTuple):
     """
 
     transport: str
-    channels: ProcessChannels
+    channels: Channels
     sums: ProcessAllReduce
     shared: tuple[AllReducer, ...]
     why_not: str
@@ -76,7 +70,7 @@ def open_transport(
     device: torch.device,
     status: Status,
     store: SignedStore,
-    copier: Copier | None = None,
+    copier: CudaCopier | None = None,
 ) -> WorkerTransport:
     """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.
 
@@ -94,12 +88,8 @@ def open_transport(
     names = [other.name for other in prepared.workers]
     every = _groups(prepared)
     groups = rank_groups(prepared.replicas, every)
-    distribution = prepared.distribution
-    routes = [
-        route
-        for route in (*distribution.routes, *distribution.evaluation_routes)
-        if not route.handed_over
-    ]
+    every_route = (*prepared.distribution.routes, *prepared.distribution.evaluation_routes)
+    routes = [route for route in every_route if not route.handed_over]
     near, why_not = routes, ""
     own_gpus = transport_of(place.computes_on for place in places) == NCCL
     if transport in (IPC, IPC_AND_NCCL):
@@ -121,7 +111,9 @@ def open_transport(
     here = [replica.number for replica in worker.replicas]
     pool = Pool(every, sums, here)
     shared = tuple(LocalAllReduce(number, pool) for number in here)
-    several = SeveralStagesChannels(rank, channels)
+    # Between the stages of a worker nothing is sent.
+    handed_over = [route for route in every_route if route.handed_over]
+    several = TwoKindsOfChannels(LocalChannels(rank, Mailbox()), channels, handed_over)
     return WorkerTransport(transport, several, sums, shared, why_not)
 
 
@@ -148,14 +140,14 @@ def _channels(
     made: Connection,
     near: Sequence[MessageRoute],
     store: SignedStore,
-    copier: Copier | None,
+    copier: CudaCopier | None,
     asked: str,
-) -> ProcessChannels:
+) -> Channels:
     """A worker's channels. `near`: routes on its host; `asked`: the setting."""
     rank, names, routes, device, timeout_s, status, varying = made
     connected = partial(connect, rank, names, store=store, timeout_s=timeout_s, status=status)
     if asked not in TRANSPORTS:
-        own: ProcessChannels = plugins.load("transports", asked)(made)
+        own: Channels = plugins.load("transports", asked)(made)
         return own
     if transport == PINNED:
         assert copier is not None
@@ -172,7 +164,7 @@ def _channels(
         return channels
     far = [route for route in routes if route not in near]
     others = NcclChannels(rank, names, far, device, timeout_s, status)
-    return SeveralHostsChannels(near, channels, others)
+    return TwoKindsOfChannels(channels, others, near)
 
 
 def _groups(prepared: Prepared) -> Groups:

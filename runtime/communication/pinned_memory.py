@@ -9,54 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...profiles.errors import TimeprestError
 from ..prepare.messages import MessageRoute, MessageSeries
-from .channel import PeerError, ProcessChannels, SendingThread
+from .channel import Channels, PeerError, SendingThread
 from .posts import Posts, no_posts
 
 # Copies between a GPU and pinned host memory, on streams of their own ---------------------------
-# The channels know no GPU: `Copier` says what is needed of one, so that the same code runs in
-# tests with copies from the CPU to the CPU.
-
-
-class Landing(Protocol):
-    """A copy under way."""
-
-    def synchronize(self) -> None:
-        """Wait for it; of all threads, the one that asks waits alone."""
-
-
-class Copier(Protocol):
-    """Copies a worker's tensors down to host memory and back up."""
-
-    def far(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in device memory."""
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory for a message, from which copies up are quick."""
-
-    def down(self, tensor: Tensor) -> tuple[Tensor, Landing]:
-        """Start a copy to host memory, of what the tensor holds when work handed in so far is done.
-
-        The tensor must be kept, and not be changed, until the copy has landed.
-        """
-
-    def up(self, host: Tensor) -> Tensor:
-        """Start a copy to the device; work handed in from now on waits for it, this thread doesn't.
-
-        The host tensor may be let go at once.
-        """
 
 
 class CudaCopier:
-    """Copies from and to one GPU, on a stream for each direction beside the one that computes.
+    """Copies a worker's tensors down to pinned host memory and back up: from and to one GPU, on a
+    stream for each direction beside the one that computes.
 
     Torch's allocator of pinned memory gives no block away while a copy from or to it is under way.
+    Nothing else here knows a GPU: tests have copies from the CPU to the CPU in its place.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,15 +35,19 @@ class CudaCopier:
         self._up = torch.cuda.Stream(device)
 
     def far(self, tensor: Tensor) -> bool:
-        """Whether it is on a GPU."""
+        """Whether a tensor is in device memory."""
         return tensor.is_cuda
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Pinned."""
+        """Host memory for a message, from which copies up are quick."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def down(self, tensor: Tensor) -> tuple[Tensor, Landing]:
-        """Behind what the current stream has to do, and beside what it gets to do next."""
+    def down(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Start a copy to host memory, of what the tensor holds when work handed in so far is done;
+        beside it runs what the current stream gets to do next.
+
+        The tensor must be kept, and not be changed, until the copy has landed: its event says when.
+        """
         host = self.room(tensor.shape, tensor.dtype)
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._down):
@@ -81,7 +55,10 @@ class CudaCopier:
             return host, self._down.record_event()
 
     def up(self, host: Tensor) -> Tensor:
-        """The current stream waits for the copy, and the host for nothing."""
+        """Start a copy to the device; work handed in from now on waits for it, this thread doesn't.
+
+        The host tensor may be let go at once.
+        """
         with torch.cuda.stream(self._up):
             there = host.to(self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
@@ -98,10 +75,10 @@ AT_ONCE_BYTES = 4 * 2**20
 operation is handed to the GPU, Python may let the thread wait for longer than that."""
 
 
-class PinnedMemoryChannels(ProcessChannels):
+class PinnedMemoryChannels(Channels):
     """Channels for tensors in device memory, over channels for those in host memory."""
 
-    def __init__(self, host: ProcessChannels, copier: Copier, timeout_s: float) -> None:
+    def __init__(self, host: Channels, copier: CudaCopier, timeout_s: float) -> None:
         """
         Args:
             host: sends and receives in host memory; what it receives into comes from `copier`.
@@ -130,10 +107,10 @@ class PinnedMemoryChannels(ProcessChannels):
         self._copies.put(send, 0 if kept else tensor.nbytes)
 
     def _send_landed(
-        self, route: MessageRoute, kind: str, tensor: Tensor, host: Tensor, landing: Landing
+        self, route: MessageRoute, kind: str, tensor: Tensor, host: Tensor, landed: torch.cuda.Event
     ) -> None:
         """`tensor`: is kept until it has landed."""
-        landing.synchronize()
+        landed.synchronize()
         self._host.send(route, kind, host)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:

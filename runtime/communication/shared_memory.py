@@ -130,7 +130,8 @@ class Inbox:
         """Whether a message is there. Raises GoneError."""
         if self._come[self._index[key]]:
             return True
-        self._look()
+        for k, slot in _records(self._connection) or ():
+            self._come[k].append(slot)
         return bool(self._come[self._index[key]])
 
     def wait(self, key: Key, timeout_s: float) -> None:
@@ -171,10 +172,6 @@ class Inbox:
         # The message is here; that its sender has gone will show when the next one doesn't come.
         with contextlib.suppress(GoneError):
             _notify(self._connection, k, slot)
-
-    def _look(self) -> None:
-        for k, slot in _records(self._connection) or ():
-            self._come[k].append(slot)
 
     def close(self) -> None:
         """Close the socket; where its memory is the sender's too, when that has done so."""

@@ -25,6 +25,7 @@ from ..prepare.messages import (
 )
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
+from ..records.operation_log import OperationLog
 from ..weights.in_place import ChangedInPlace
 from .micro_batch import OutputGradients
 
@@ -38,9 +39,16 @@ class StageMessages:
         sent_bytes: to other workers, so far.
     """
 
-    def __init__(self, prepared: Prepared, replica: Replica, channels: Channels) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        replica: Replica,
+        channels: Channels,
+        log: OperationLog | None = None,
+    ) -> None:
+        """`log`: notes messages of training between workers."""
         distribution, variant = prepared.distribution, prepared.pipeline.variant
-        self.channels = channels
+        self.channels, self._log = channels, log
         self.transport = self.not_by_ipc = ""
         self.sent_bytes = 0
         self._replica = replica
@@ -111,7 +119,7 @@ class StageMessages:
         run."""
         found = {}
         for routes in self._taken[micro_batch]:
-            received = [(c, self.channels.receive(c, FORWARD)) for c in routes]
+            received = [(c, self._receive(c, FORWARD)) for c in routes]
             found[routes[0].spec.name] = join(received)
         found.update(self._known)
         return found
@@ -148,7 +156,7 @@ class StageMessages:
         for c in self._outgoing:
             if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                 name = c.spec.name
-                message = self.channels.receive(c, BACKWARD)
+                message = self._receive(c, BACKWARD)
                 if c.handed_over and name in self._summed:
                     # Others may have the same memory, and this is going to be added to.
                     message = message.clone()
@@ -165,7 +173,17 @@ class StageMessages:
 
     def _send(self, c: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         self.channels.send(c, kind, tensor, kept=kept)
-        self.sent_bytes += 0 if c.handed_over else tensor.nbytes
+        if c.handed_over:
+            return
+        self.sent_bytes += tensor.nbytes
+        if self._log is not None and self._log.on:
+            self._log.sent(c.between(kind)[1].number, c.spec.name, tensor)
+
+    def _receive(self, c: MessageRoute, kind: str) -> Tensor:
+        tensor = self.channels.receive(c, kind)
+        if self._log is not None and self._log.on and not c.handed_over:
+            self._log.received(c.between(kind)[0].number, c.spec.name, tensor)
+        return tensor
 
     # Evaluation ------------------------------------------------------------------------------
 

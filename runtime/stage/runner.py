@@ -12,7 +12,7 @@ from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op, Schedul
 from ...planner.systems.prediction import Distances, prediction_distances
 from ...planner.systems.versions import entry_versions
 from ..communication.all_reduce import AllReducer
-from ..communication.channel import Channels, LoggedChannels
+from ..communication.channel import Channels
 from ..prepare.clock import Spans
 from ..prepare.data import NO_EVALUATION, Segment, real_part
 from ..prepare.devices import CPU, forward_context
@@ -68,16 +68,16 @@ class StageRunner:
         self.prepared = prepared
         self.replica = replica = prepared.replicas[number]
         self.number = replica.stage
-        self.channels = channels if log is None else LoggedChannels(channels, log)
+        self.channels = channels
         self.all_reduce = all_reduce
         self.epoch_file = epochs
         self.on_mini_batch: OnMiniBatch | None = None
         self.device = device
         self.stage = stage = Stage(prepared, replica, device)
         self.data = StageData(prepared, replica, stage.piece.inputs, device)
-        self.messages = StageMessages(prepared, replica, self.channels)
+        self.messages = StageMessages(prepared, replica, channels, log)
         account = stage.account
-        self.notes = OperationNotes(prepared, replica, account, self.channels, device, log)
+        self.notes = OperationNotes(prepared, replica, account, channels, device, log)
         self.gradients = StageGradients(prepared, replica, stage, all_reduce, self.notes)
         self._losses = losses_of(prepared, stage, all_reduce, self.gradients.not_finite)
         self.segment: Segment | None = None

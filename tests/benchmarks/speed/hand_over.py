@@ -20,7 +20,7 @@ import torch.distributed as dist
 from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.tracing.shapes import ValueSpec
 from timeprest.runtime.communication import cuda_ipc
-from timeprest.runtime.communication.channel import ProcessChannels
+from timeprest.runtime.communication.channel import Channels
 from timeprest.runtime.communication.gloo import GlooChannels
 from timeprest.runtime.communication.pinned_memory import CudaCopier, PinnedMemoryChannels
 from timeprest.runtime.communication.shared_memory import connect
@@ -41,7 +41,7 @@ def route(nbytes: int) -> MessageRoute:
     return MessageRoute(SIZES.index(nbytes), spec, Replica(0, 0, 0), Replica(1, 1, 1), (0,), 1)
 
 
-def channels(way: str, c: MessageRoute, rank: int, store: SignedStore) -> ProcessChannels:
+def channels(way: str, c: MessageRoute, rank: int, store: SignedStore) -> Channels:
     """Of this worker."""
     names, device = ("stage 0", "stage 1"), torch.device("cuda", 0)
     if way == "ipc":
