@@ -80,9 +80,8 @@ class WeightPolicy:
         self._decay = partial(DECAYS[settings.decay], settings.decay_rate)
         self._ahead = making(variant.forward_weights)
         self._back = making(variant.backward_weights)
-        self._forward = _FORWARD.get(variant.forward_weights, WeightPolicy._forward_ahead)
-        self._backward = _BACKWARD.get(variant.backward_weights, WeightPolicy._backward_made)
-        makes = self._backward is WeightPolicy._backward_made and self._back is not None
+        self._variant = variant
+        makes = variant.backward_weights not in _BACKWARDS and self._back is not None
         self.by_forward = variant.stashes or makes
 
     def begin(self, entries: Sequence[int], distances: Distances) -> None:
@@ -96,7 +95,9 @@ class WeightPolicy:
 
     def forward(self, op: Op, version: int) -> list[Tensor] | None:
         """Weights of a forward, which the walk has just taken."""
-        return self._forward(self, op, version)
+        if self._variant.forward_weights in _VERSIONS:
+            return self.weights.at(version)
+        return self._aimed(self._ahead, self.distances.of_forward(op, self.walk.micro_batches))
 
     def used(self, op: Op, micro_batch: int) -> int:
         """The version that the forward of a micro-batch ran on; 0 where that doesn't matter to its
@@ -109,19 +110,23 @@ class WeightPolicy:
         Args:
             last: the forward's weights aren't asked for again.
         """
-        return self._backward(self, op, used, mine, last)
+        kind, latest = self._variant.backward_weights, self.walk.latest
+        if kind == "forward":
+            return BackwardPass(mine, used, self.weights.at(used))
+        if kind == "predicted":
+            updates = self.distances.of_backward(op, self.walk.micro_batches)
+            return BackwardPass(mine, latest, self._aimed(self._back, updates))
+        if kind == "latest" or used == latest:
+            return BackwardPass(mine, latest, None)
+        if kind == "intermediate":
+            reuse = last and self.walk.last_use(op, used)
+            tensors = self.weights.between(used, self._decay(latest - used), reuse=reuse)
+            return BackwardPass(mine, latest, tensors)
+        return BackwardPass(mine, latest, self._corrected(latest - used))
 
     def recompute(self, op: Op, micro_batch: int) -> list[Tensor] | None:
         """Weights of a recomputation: those that the micro-batch's forward used."""
         return self.weights.at(self.walk.version_of(op.mini_batch, micro_batch))
-
-    # One rule each ---------------------------------------------------------------------------
-
-    def _at_version(self, op: Op, version: int) -> list[Tensor] | None:
-        return self.weights.at(version)
-
-    def _forward_ahead(self, op: Op, version: int) -> list[Tensor] | None:
-        return self._aimed(self._ahead, self.distances.of_forward(op, self.walk.micro_batches))
 
     def _aimed(self, maker: StageHooks | None, updates: int) -> list[Tensor] | None:
         """Weights so many updates ahead of the latest."""
@@ -130,62 +135,26 @@ class WeightPolicy:
         maker.forward_weights(updates, self._scratch())
         return self.weights.scratch()
 
-    def _scratch(self) -> dict[nn.Parameter, Tensor]:
-        return dict(zip(self.weights.parameters, self.weights.scratch(), strict=True))
-
-    def _latest_backward(
-        self, op: Op, used: int, mine: tuple[int, ...], last: bool
-    ) -> BackwardPass:
-        return BackwardPass(mine, self.walk.latest, None)
-
-    def _stashed_backward(
-        self, op: Op, used: int, mine: tuple[int, ...], last: bool
-    ) -> BackwardPass:
-        return BackwardPass(mine, used, self.weights.at(used))
-
-    def _predicted_backward(
-        self, op: Op, used: int, mine: tuple[int, ...], last: bool
-    ) -> BackwardPass:
-        updates = self.distances.of_backward(op, self.walk.micro_batches)
-        return BackwardPass(mine, self.walk.latest, self._aimed(self._back, updates))
-
-    def _intermediate_backward(
-        self, op: Op, used: int, mine: tuple[int, ...], last: bool
-    ) -> BackwardPass:
-        latest = self.walk.latest
-        if used == latest:
-            return BackwardPass(mine, latest, None)
-        share = self._decay(latest - used)
-        reuse = last and self.walk.last_use(op, used)
-        tensors = self.weights.between(used, share, reuse=reuse)
-        return BackwardPass(mine, latest, tensors)
-
-    def _backward_made(self, op: Op, used: int, mine: tuple[int, ...], last: bool) -> BackwardPass:
-        latest = self.walk.latest
-        if self._back is None or used == latest:
-            return BackwardPass(mine, latest, None)
-        wanted, there = (latest, latest - used), self.weights.corrected
+    def _corrected(self, updates: int) -> list[Tensor] | None:
+        """Weights that hooks make of the latest, so many updates after the forward."""
+        if self._back is None:
+            return None
+        wanted, there = (self.walk.latest, updates), self.weights.corrected
         into = self._scratch()
         # The other micro-batches of a mini-batch mostly need the same.
         if there != wanted:
-            self._back.backward_weights(latest - used, into)
+            self._back.backward_weights(updates, into)
         self.weights.corrected = wanted
-        return BackwardPass(mine, latest, list(into.values()))
+        return list(into.values())
+
+    def _scratch(self) -> dict[nn.Parameter, Tensor]:
+        return dict(zip(self.weights.parameters, self.weights.scratch(), strict=True))
 
 
-_FORWARD: dict[str, Callable[[WeightPolicy, Op, int], list[Tensor] | None]] = {
-    "latest": WeightPolicy._at_version,
-    "micro-batch-entry": WeightPolicy._at_version,
-    "mini-batch-entry": WeightPolicy._at_version,
-}
+_VERSIONS = ("latest", "micro-batch-entry", "mini-batch-entry")
 """Forwards that run on a version, by the row's word for it; others aim ahead of the latest."""
 
-_BACKWARD: dict[str, Callable[[WeightPolicy, Op, int, tuple[int, ...], bool], BackwardPass]] = {
-    "latest": WeightPolicy._latest_backward,
-    "forward": WeightPolicy._stashed_backward,
-    "predicted": WeightPolicy._predicted_backward,
-    "intermediate": WeightPolicy._intermediate_backward,
-}
+_BACKWARDS = ("latest", "forward", "predicted", "intermediate")
 """Backwards by the row's word for their weights; others are made from the latest by hooks."""
 
 
