@@ -51,7 +51,7 @@ from .records.metrics import RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, read_epochs
 from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
-from .stage.optimizer import check_updates, warn_of_hooks
+from .stage.optimizer import check_updates, hook_warnings
 from .training.inline import run_inline
 from .training.worker import status_for, train_worker
 from .weights.delays import check_delays
@@ -176,7 +176,7 @@ def _run(
             # Each host may have one of its own.
             where.join(plan, settings)
         if reports:
-            warn_of_hooks(prepared)
+            _warn(hook_warnings(prepared))
             _warn(_cautions(prepared, rendezvous, inline=inline))
             observer.begin(_begun(prepared, where))
         begin = time.perf_counter()

@@ -24,13 +24,7 @@ from ..records.operation_log import read_stage_epochs, record_named
 from ..records.progress import read_progress
 from ..records.run_dir import RunDir, load_weights, read_tensors
 from ..settings import RunSettings
-from ..stage.optimizer import (
-    check_choice,
-    looked_at,
-    make_scheduler,
-    optimizer_of,
-    system_optimizer,
-)
+from ..stage.optimizer import StageUpdates, check_choice, looked_at
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .checkpoint import (
@@ -106,9 +100,7 @@ def check_rates(prepared: Prepared, where: RunDir) -> list[str]:
                 continue
             state, scheduler = saved.worker_state(f"stage{s}"), None
             with suppress(UserError):
-                made = optimizer_of(prepared, s)
-                optimizer = None if made is None else system_optimizer(prepared, s, made)
-                scheduler = make_scheduler(prepared.task, settings, optimizer, prepared.length)
+                scheduler = StageUpdates(prepared, s).scheduler
             if scheduler is None or state.scheduler is None:
                 continue
             with suppress(KeyError, ValueError, AttributeError):

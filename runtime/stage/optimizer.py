@@ -6,7 +6,6 @@ Gradient clipping and what a system makes of the optimizer are here, too.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import fuse, made_without_compiler
-from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
+from ...profiles.errors import RunError, TargetError, UserError
 from ...profiles.tasks.hooks import (
     RunLength,
     call_hook,
@@ -475,13 +474,9 @@ def check_updates(prepared: Prepared) -> None:
     """
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
-    settings = prepared.settings
     with looked_at(prepared):
         for s in range(len(prepared.model.pieces)):
-            optimizer = optimizer_of(prepared, s)
-            if optimizer is not None:
-                optimizer = system_optimizer(prepared, s, optimizer)
-            make_scheduler(prepared.task, settings, optimizer, prepared.length)
+            StageUpdates(prepared, s)
 
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
@@ -573,9 +568,3 @@ def _gradient_hooks(prepared: Prepared) -> str | None:
         f"{of}, on its share of the mini-batch's gradient: one that isn't linear (a clamp) or that "
         "takes a step does something else than in training without a pipeline (docs/tasks.md)"
     )
-
-
-def warn_of_hooks(prepared: Prepared) -> None:
-    """Warn of hooks that may be meant otherwise, before a run."""
-    for line in hook_warnings(prepared):
-        warnings.warn(line, TaskWarning, stacklevel=2)

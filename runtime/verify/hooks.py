@@ -25,7 +25,7 @@ from ..communication.transport import free_bytes
 from ..prepare.devices import CPU, device_kind, own_device
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.progress import Observer
-from ..stage.optimizer import make_scheduler, optimizer_of, step_optimizer, system_optimizer
+from ..stage.optimizer import StageUpdates, step_optimizer
 from ..stage.runner import StageRunner
 from ..training.loop import Course, introduce
 
@@ -97,16 +97,14 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
             on_gpu = device_kind(prepared.plan, settings) != "cpu"
             if s not in only or on_gpu or needed > free_bytes(CPU):
                 continue
-            optimizer = optimizer_of(prepared, s)
-            if optimizer is None:
+            updates = StageUpdates(prepared, s)
+            if updates.optimizer is None:
                 continue
-            optimizer = system_optimizer(prepared, s, optimizer)
-            scheduler = make_scheduler(task, settings, optimizer, prepared.length)
             for p in parameters:
                 p.grad = torch.zeros_like(p)
-            step_optimizer(optimizer)
-            if scheduler is not None:
-                scheduler.after_update(ends_epoch=True)
+            step_optimizer(updates.optimizer)
+            if updates.scheduler is not None:
+                updates.scheduler.after_update(ends_epoch=True)
             for p in parameters:
                 p.grad = None
     return lines
