@@ -155,10 +155,6 @@ class PreparedModel:
         """Of those, the ones that are trained."""
         return [(name, p) for name, p in self.owned_by(stage) if p.requires_grad]
 
-    def frozen_on(self, stage: int) -> list[nn.Parameter]:
-        """And those that aren't."""
-        return [p for _, p in self.owned_by(stage) if not p.requires_grad]
-
 
 @dataclass(frozen=True)
 class Prepared:

@@ -124,11 +124,6 @@ class MicroBatchInSlot(MicroBatch):
     weight: float = 1.0
     found: set[Leaf] = field(default_factory=set)
 
-    def take_back(self, leaves: set[Leaf]) -> None:
-        """The backward was replayed, and came to these: the inlets get their gradients."""
-        for name in leaves & self.slot.back.keys():
-            self.inlets[str(name)].grad = self.slot.back[str(name)].clone()
-
 
 class Graphs:
     """A stage's graphs; without any, all passes run as ever.
@@ -477,7 +472,8 @@ class Graphs:
             found |= slot.leads[name]
         if BACKWARD in slot.graphs:
             slot.graphs[BACKWARD].replay()
-        micro.take_back(found)
+        for name in map(str, found & slot.back.keys()):
+            micro.inlets[name].grad = slot.back[name].clone()
         micro.found = found
         return found
 

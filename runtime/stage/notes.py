@@ -132,15 +132,11 @@ class OperationNotes:
             ours = isinstance(error, TimeprestError)
             if given_up or is_ctrl_c(error) or (ours and str(error).startswith("stage ")):
                 raise
-            self._check_memory(error)
+            held = self._account.held(self._channels.held_bytes)
+            line = out_of_memory(error, self._plan, self._replica, self._device, held)
+            if line is not None:
+                raise RunError(f"{self._replica.name}, at {self.last_op}: {line}") from error
             who = f"{self._replica.name}, at {at or self.last_op}"
             if isinstance(error, TimeprestError):
                 raise type(error)(f"{who}: {error}") from error
             raise RunError(f"{who}: {describe_error(error)}") from error
-
-    def _check_memory(self, error: BaseException) -> None:
-        """Raise RunError where it is memory that isn't there."""
-        held = self._account.held(self._channels.held_bytes)
-        line = out_of_memory(error, self._plan, self._replica, self._device, held)
-        if line is not None:
-            raise RunError(f"{self._replica.name}, at {self.last_op}: {line}") from error

@@ -133,7 +133,7 @@ class StagePiece:
         """Forward without gradients while `evaluating`: outputs by name, and the result."""
         assert self.evaluated is not None
         values = self.evaluation_handed_over.safe(values)
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), forward_context(self.autocast, self.device.type):
             arguments = [self._admit(name, values, MicroBatch()) for name in self.inputs]
             self.evaluation_handed_over.watch(self.inputs, arguments)
             out = self.evaluated.module(*arguments)
@@ -164,7 +164,7 @@ class StagePiece:
         micro = MicroBatch(remade=remade)
         weights = self.weights.forward(tensors, counts=counts, substitutes=remade)
         selected = NOTHING if remade is None else running(remade)
-        with weights, self._precision(), selected:
+        with weights, forward_context(self.autocast, self.device.type), selected:
             arguments = [self._admit(name, values, micro) for name in self.inputs]
             watched = self.handed_over.watch(self.inputs, arguments)
             out = self.compute(*arguments)
@@ -188,11 +188,6 @@ class StagePiece:
             saved = self.weights.saved.items()
             micro.saved_bytes = sum([nbytes for key, nbytes in saved if key not in elsewhere])
         return micro, outputs, loss
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return NOTHING
-        return forward_context(self.autocast, self.device.type)
 
     def _admit(self, name: str, values: Mapping[str, Tensor], micro: MicroBatch) -> Any:
         tensor = values[name]
@@ -280,7 +275,7 @@ class PartlyRecomputedPiece(StagePiece):
         """The micro-batch with what those layers saved."""
         assert micro.remade is not None
         weights = self.weights.forward(tensors, substitutes=micro.remade)
-        with weights, self._precision(), context:
+        with weights, forward_context(self.autocast, self.device.type), context:
             micro.saved_bytes += micro.remade.recompute()
         return micro
 

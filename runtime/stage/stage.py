@@ -70,13 +70,14 @@ class Stage:
         # Before anything looks at the parameters, which moving may replace.
         move(own.modules, device)
         self._borrowed = model.owned_elsewhere(s)
-        self.updated = [p for _, p in model.owned_by(s) if p.requires_grad]
+        owned = [p for _, p in model.owned_by(s)]
+        self.updated = [p for p in owned if p.requires_grad]
         if not variant.flushes:
             give_own_memory(self.updated)
         # Where losses have weights of their own, each mini-batch's gradients are divided by its.
         together = 1 if model.loss.weighted else plan.update_every
-        owned = model.ties.owned_by(s)
-        ties = [TiedWeights(one.stages, one.of(module), together) for one in owned]
+        shared = model.ties.owned_by(s)
+        ties = [TiedWeights(one.stages, one.of(module), together) for one in shared]
         self.ties = StageTies(s, ties)
         tied = set(map(id, self.ties.parameters))
         frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -105,7 +106,7 @@ class Stage:
         )
         self.policy = WeightPolicies(self._policy_of(self.weights, self.hooks.making))
         self._use(self.ties.updated, self)
-        alike = [*module.buffers(), *model.frozen_on(s)]
+        alike = [*module.buffers(), *(p for p in owned if not p.requires_grad)]
         self.account = MemoryAccount(self.weights, alike, self.hooks, self.updates.optimizer)
         self._flying: dict[tuple[int, int], MicroBatch] = {}
 

@@ -96,7 +96,6 @@ class LossWeights(StageHooks):
         self.weights: dict[int, float] = {}
 
     def begin(self, first: int, mini_batches: int) -> None:
-        """Get ready for a segment."""
         self._first, self._mini_batches, self._settled = first, mini_batches, 0
 
     def note(self, mini_batch: int, loss: Loss | None) -> None:

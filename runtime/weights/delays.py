@@ -57,7 +57,6 @@ class Rescheduling(StageHooks):
         self.delay, self.updates = delay, updates
 
     def rate(self, update: int) -> float:
-        """Factor on the rate of an update, counted from 0."""
         if self.delay < 2 or update >= self.updates:
             return 1.0
         return float(self.delay ** (update / self.updates - 1))

@@ -166,5 +166,4 @@ class PaddingAlone(StageHooks):
         self._module = stage.module
 
     def forward(self, run: ForwardRun) -> AbstractContextManager[None] | None:
-        """The context of a forward."""
         return None if run.real else unchanged(self._module)

@@ -51,7 +51,6 @@ class OutsideRules(StageHooks):
         return self.own.kept
 
     def rate(self, update: int) -> float:
-        """Factor on the learning rate of an update."""
         return call_plugin(self._plugin, lambda: float(self.own.rate(update)), "rate")
 
     def _called(self, hook: str, *arguments: Any) -> Any:

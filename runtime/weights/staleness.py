@@ -121,7 +121,6 @@ class StalenessMeter(StageHooks):
         self._overwritten: dict[int, Tensor] = {}
 
     def begin(self, first: int, mini_batches: int) -> None:
-        """A segment begins."""
         self.seen = Staleness()
 
     def forward(self, run: ForwardRun) -> None:
@@ -144,7 +143,6 @@ class StalenessMeter(StageHooks):
             self.seen.note(run.difference, self._distance(run))
 
     def after_backward(self, op: Op) -> None:
-        """Count the versions."""
         self._hold()
 
     def before_update(self) -> None:

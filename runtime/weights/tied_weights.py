@@ -49,11 +49,6 @@ class TiedWeights:
         self._aside: dict[int, list[Tensor | None]] = {}
         self._weights_bytes = sum(map(dense_bytes, self.parameters))
 
-    @property
-    def owner(self) -> int:
-        """The stage that updates."""
-        return self.stages[0]
-
     def begin(self) -> None:
         """A segment begins for one of the stages; for all of them before one goes on."""
         self.walk = SharedWalk({s: policy.walk for s, policy in self.policies.items()})
@@ -115,7 +110,6 @@ class StageTies(StageHooks):
         tied.policies[self.stage] = policy
 
     def begin(self, first: int, mini_batches: int) -> None:
-        """A segment begins; the stage's policies have."""
         for tied in self.used:
             tied.begin()
 
@@ -125,7 +119,6 @@ class StageTies(StageHooks):
             tied.take_up(op.mini_batch)
 
     def after_backward(self, op: Op) -> None:
-        """They were made."""
         for tied in self.used:
             tied.put_aside(op.mini_batch)
 
@@ -135,12 +128,10 @@ class StageTies(StageHooks):
             tied.gather(mini_batch)
 
     def before_update(self) -> None:
-        """The stage is about to update."""
         for tied in self.updated:
             keep_needed(tied.versions, tied.walk)
 
     def after_update(self) -> None:
-        """It has."""
         for tied in self.updated:
             advance(tied.versions, tied.walk)
 
