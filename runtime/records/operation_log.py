@@ -104,12 +104,9 @@ class Use(NamedTuple):
     times: OperationTimes
 
 
-class Messages:
-    """Those of an operation: each a replica's number, the tensor, its bytes, and a mark."""
-
-    def __init__(self) -> None:
-        self.received: list[tuple[int, str, int, Mark]] = []
-        self.sent: list[tuple[int, str, int, Mark]] = []
+Messages = dict[str, list[tuple[int, str, int, Mark]]]
+"""Those of an operation, "received" and "sent": each a replica's number, the tensor, its bytes, and
+a mark."""
 
 
 class OperationLog(GrowingFile):
@@ -136,7 +133,7 @@ class OperationLog(GrowingFile):
         self._first: Op | None = None
         self._last: Op | None = None
         self._encoder = msgspec.json.Encoder()
-        self.messages = Messages()
+        self.messages: Messages = {}
 
     def choose(self, segment: Segment, ops: Sequence[Op], end: int) -> None:
         """A segment begins: see which of its operations are to be recorded.
@@ -153,19 +150,20 @@ class OperationLog(GrowingFile):
         if op == self._first:
             self.on = True
 
-    def received(self, number: int, tensor: str, message: Tensor) -> None:
-        """The operation at hand got a message. `number`: of the replica that sent it."""
-        self.messages.received.append((number, tensor, message.nbytes, self.clock.mark()))
+    def message(self, way: str, number: int, tensor: str, message: Tensor) -> None:
+        """The operation at hand got a message ("received"), or sent one ("sent").
 
-    def sent(self, number: int, tensor: str, message: Tensor) -> None:
-        """It sent one. `number`: of the replica that it is for."""
-        self.messages.sent.append((number, tensor, message.nbytes, self.clock.mark()))
+        Args:
+            number: of the replica that sent it, or that it is for.
+        """
+        noted = number, tensor, message.nbytes, self.clock.mark()
+        self.messages.setdefault(way, []).append(noted)
 
     def end(self, op: Op) -> Messages:
         """The operation at hand has been handed to the device. Returns its messages."""
         if op == self._last:
             self.on = False
-        found, self.messages = self.messages, Messages()
+        found, self.messages = self.messages, {}
         return found
 
     def write(
@@ -194,9 +192,8 @@ class OperationLog(GrowingFile):
         }
         if use.forward_version is not None:
             line["forward_version"] = use.forward_version
-        for kind, noted in (("received", messages.received), ("sent", messages.sent)):
-            if noted:
-                line[kind] = [(*what, self.clock.time_s(mark)) for *what, mark in noted]
+        for way, noted in messages.items():
+            line[way] = [(*what, self.clock.time_s(mark)) for *what, mark in noted]
         self.append(self._encoder.encode(line) + b"\n")
         if op == self._last:
             self.flush()

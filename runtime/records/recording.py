@@ -181,19 +181,12 @@ def counterpart(plan: Plan, found: Recording, of_epoch: int | None = None) -> Re
 def mini_batches_of(recording: Recording) -> tuple[int, int]:
     """The first mini-batch that a recording is of, and the one after the last. Others have
     operations in it that ran between."""
-    return (
-        min((span.mini_batch for span in _ends(recording, first=True)), default=0),
-        1 + max((span.mini_batch for span in _ends(recording, first=False)), default=0),
-    )
-
-
-def _ends(recording: Recording, *, first: bool) -> Iterator[Span]:
-    """The first span of each lane, or the last."""
-    found: dict[int, Span] = {}
+    # By lane.
+    first, last = dict[int, int](), dict[int, int]()
     for span in recording.spans:
-        if not first or span.lane not in found:
-            found[span.lane] = span
-    return iter(found.values())
+        first.setdefault(span.lane, span.mini_batch)
+        last[span.lane] = span.mini_batch
+    return min(first.values(), default=0), 1 + max(last.values(), default=0)
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -242,23 +235,16 @@ def _is_old(line: bytes) -> bool:
 
 def _steady(logs: _Logs, count: int) -> tuple[int, int]:
     """So many mini-batches of those that all workers have run, warm ones if possible."""
-    done = [
-        {each.op.mini_batch for each in own if each.op.kind == UPDATE}
-        for lines in logs.values()
-        for own in _by_stage(lines)
-    ]
-    every = sorted(set.intersection(*done)) if done else []
+    done: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for rank, lines in logs.items():
+        for each in lines:
+            updated = {each.op.mini_batch} if each.op.kind == UPDATE else set()
+            done[rank, each.replica.stage] |= updated
+    every = sorted(set.intersection(*done.values())) if done else []
     if not every:
         return 0, 0
     first = next((b for b in every if b >= WARM and b + count - 1 in every), every[0])
     return first, min(first + count, every[-1] + 1)
-
-
-def _by_stage(lines: Iterable[_Logged]) -> Iterable[Sequence[_Logged]]:
-    found: dict[int, list[_Logged]] = {}
-    for each in lines:
-        found.setdefault(each.replica.stage, []).append(each)
-    return found.values()
 
 
 def _cut(lines: Sequence[_Logged], begin: int, end: int) -> Sequence[_Logged]:

@@ -177,12 +177,12 @@ class StageMessages:
             return
         self.sent_bytes += tensor.nbytes
         if self._log is not None and self._log.on:
-            self._log.sent(c.between(kind)[1].number, c.spec.name, tensor)
+            self._log.message("sent", c.between(kind)[1].number, c.spec.name, tensor)
 
     def _receive(self, c: MessageRoute, kind: str) -> Tensor:
         tensor = self.channels.receive(c, kind)
         if self._log is not None and self._log.on and not c.handed_over:
-            self._log.received(c.between(kind)[0].number, c.spec.name, tensor)
+            self._log.message("received", c.between(kind)[0].number, c.spec.name, tensor)
         return tensor
 
     # Evaluation ------------------------------------------------------------------------------
