@@ -120,16 +120,6 @@ def link_routes(
 _TINY_BYTES = 4
 
 
-def check_request(processes: int, device: str) -> None:
-    """Raise UserError where such a measurement can't be made on this machine."""
-    if not 2 <= processes <= MAX_PROCESSES:
-        raise UserError(f"processes: give 2 to {MAX_PROCESSES}, not {processes}")
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"device: links are measured on cpu or cuda, not {device!r}")
-    if device == "cuda":
-        check_gpus(processes)
-
-
 def check_gpus(processes: int) -> None:
     """Raise UserError unless this machine has a GPU for each."""
     found = gpu_count()
@@ -165,7 +155,12 @@ def measure_links(
         RunError: a worker died, got stuck, or failed; all have ended.
         KeyboardInterrupt: stopped by the user; all workers have ended.
     """
-    check_request(processes, device)
+    if not 2 <= processes <= MAX_PROCESSES:
+        raise UserError(f"processes: give 2 to {MAX_PROCESSES}, not {processes}")
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"device: links are measured on cpu or cuda, not {device!r}")
+    if device == "cuda":
+        check_gpus(processes)
     settings = LinkSettings(
         device=device, message_bytes=tuple(message_bytes), cap_s=cap_s, timeout_s=timeout_s
     )
@@ -173,29 +168,19 @@ def measure_links(
         where = LinkDir(folder)
         write_bytes(where.settings, msgspec.json.encode(settings))
         labels = [f"process {rank}" for rank in range(processes)]
-        poll = _Progress(where.progress, progress)
+        position = 0
+
+        def poll() -> None:
+            nonlocal position
+            lines, position = new_lines(where.progress, position)
+            if lines and progress is not None:
+                progress(*msgspec.json.decode(lines[-1], type=tuple[str, int, int]))
+
         run_workers(f"{__package__}.link_worker", where, labels, poll, logs_kept=False)
         try:
             return msgspec.json.decode(where.times.read_bytes(), type=LinkTimes)
         except (OSError, msgspec.DecodeError) as error:
             raise RunError(f"the workers ended without a result: {error}") from None
-
-
-class _Progress:
-    """Passes on the last line of a progress file that grows."""
-
-    def __init__(self, path: Path, progress: Progress | None) -> None:
-        self.path = path
-        self.progress = progress
-        self._position = 0
-
-    def __call__(self) -> None:
-        if self.progress is None:
-            return
-        lines, self._position = new_lines(self.path, self._position)
-        if lines:
-            what, done, of = msgspec.json.decode(lines[-1], type=tuple[str, int, int])
-            self.progress(what, done, of)
 
 
 # Bursts: the same operation of the same size a few times over, timed one by one -----------------

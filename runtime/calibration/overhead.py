@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from statistics import fmean, median
 from typing import Any
 
@@ -110,17 +111,11 @@ def _chain(weights: WeightVersions | None) -> tuple[float, float]:
     """Seconds of a forward and a backward that keep many small tensors."""
     x = torch.ones(8, requires_grad=True)
     begin = time.perf_counter()
-    if weights is None:
+    with nullcontext() if weights is None else weights.forward(None):
         end = _multiplied(x)
-    else:
-        with weights.forward(None):
-            end = _multiplied(x)
     middle = time.perf_counter()
-    if weights is None:
+    with nullcontext() if weights is None else weights.backward(None):
         end.backward()
-    else:
-        with weights.backward(None):
-            end.backward()
     return middle - begin, time.perf_counter() - middle
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -187,19 +186,13 @@ def _write_dcp(weights: Weights, folder: Path, most: int | None) -> int:
     named = {name: tensor.contiguous() for name, tensor in weights.named.items()}
     total = sum(tensor.nbytes for tensor in named.values())
     files = min(math.ceil(total / most), len(named)) if most else 1
-    with _silently():
+    with in_one_line("torch.distributed.checkpoint", FileError), warnings.catch_warnings():
+        # Of there being one process alone.
+        warnings.simplefilter("ignore")
         # It has a file for each of its threads.
         writer = FileSystemWriter(folder, thread_count=max(files, 1))
         save(named, storage_writer=writer, no_dist=True)
     return len(list(folder.glob("*.distcp")))
-
-
-@contextmanager
-def _silently() -> Iterator[None]:
-    """Without torch's warning that there is one process, and with its errors as ours."""
-    with in_one_line("torch.distributed.checkpoint", FileError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 Writer = Callable[[Weights, Path, int | None], int]

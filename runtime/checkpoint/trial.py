@@ -186,7 +186,8 @@ def _try_stage(prepared: Prepared, s: int) -> list[str]:
             f"the task's optimizer, a {kind}, doesn't take what checkpoints keep of it, so that a "
             f"run which is resumed will fail: {error}"
         ]
-    if all(_same(p, second[1][name]) for name, p in named.items()):
+    pairs = ((p.nan_to_num(), second[1][name].nan_to_num()) for name, p in named.items())
+    if all(torch.equal(*pair) for pair in pairs):
         return []
     return [
         f"the task's optimizer, a {kind}, keeps more than is in its state: a run that is resumed "
@@ -225,7 +226,3 @@ def _step(optimizer: Optimizer, named: dict[str, nn.Parameter], seed: int) -> No
     for p in named.values():
         p.grad = torch.randn_like(p)
     step_optimizer(optimizer)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -136,19 +136,15 @@ def loopback() -> str:
     return "lo" if Path("/sys/class/net/lo").exists() else "lo0"
 
 
-def use_loopback() -> None:
-    """Let gloo and NCCL listen on the loopback device alone."""
-    os.environ[VARIABLE] = loopback()
-    os.environ[NCCL_VARIABLE] = f"={loopback()}"
-
-
 def use_interface(launched: Launched) -> str:
-    """Let gloo and NCCL listen on the interface from which the address where all meet is reached.
+    """Let gloo and NCCL listen on the interface from which the address where all meet is reached;
+    on the loopback device alone, where all are on one host.
 
     Returns its address. Raises UserError when there is none, or no other host can reach it.
     """
     if launched.one_host:
-        use_loopback()
+        os.environ[VARIABLE] = loopback()
+        os.environ[NCCL_VARIABLE] = f"={loopback()}"
         return LOOPBACK
     address = own_address(launched.address, launched.port)
     if VARIABLE in os.environ:
