@@ -45,10 +45,6 @@ class TiedParameters:
         named = dict(module.named_parameters())
         return [named[name] for name in self.names[stage]]
 
-    def counts_in(self, stage: int) -> bool:
-        """Whether it is here that they count, where something is summed over the model."""
-        return stage == self.stages[0]
-
 
 @dataclass(frozen=True)
 class OnOneDevice:
@@ -88,10 +84,6 @@ class Ties:
     shared: tuple[OnOneDevice, ...] = ()
     frozen: tuple[OnOneDevice, ...] = ()
 
-    def copied_on(self, stage: int) -> list[TiedParameters]:
-        """Of which a stage updates copies."""
-        return [tied for tied in self.copied if stage in tied.stages]
-
     def owned_by(self, stage: int) -> list[OnOneDevice]:
         """Of those that are trained, which a stage updates for others, too."""
         return [shared for shared in self.shared if stage == shared.owner]
@@ -113,7 +105,7 @@ def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] 
     holders: dict[int, list[int]] = {}
     shared: dict[int, nn.Parameter] = {}
     for s, modules in enumerate(stages):
-        for p in _parameters(modules):
+        for p in {id(p): p for module in modules for p in module.parameters()}.values():
             holders.setdefault(id(p), []).append(s)
             shared[id(p)] = p
     tied = {key: held for key, held in holders.items() if len(held) > 1}
@@ -126,7 +118,10 @@ def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] 
         for s in held:
             on_device.setdefault(placement[s], []).append(s)
         owners = [mine[0] for mine in on_device.values()]
-        name_in = {s: _name_in(stages[s][0], key) for s in owners}
+        name_in = {
+            s: next(name for name, p in stages[s][0].named_parameters() if id(p) == key)
+            for s in owners
+        }
         trained = shared[key].requires_grad
         if len(owners) > 1 and trained:
             by_stage = copied.setdefault(tuple(owners), {s: [] for s in owners})
@@ -234,11 +229,6 @@ def check_stages(ties: Ties, plan: Plan) -> None:
             )
 
 
-def _name_in(module: nn.Module, key: int) -> str:
-    """A parameter's name, by its id."""
-    return next(name for name, p in module.named_parameters() if id(p) == key)
-
-
 def first_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter, the first name that the model has for it."""
     first: dict[int, str] = {}
@@ -255,10 +245,6 @@ def model_parameters(module: nn.Module, names: Mapping[str, str]) -> list[tuple[
         names: for each name, the first (`first_names`): copies go by one name.
     """
     return [(names.get(name, name), p) for name, p in module.named_parameters()]
-
-
-def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return list({id(p): p for module in modules for p in module.parameters()}.values())
 
 
 def _replace(

@@ -137,7 +137,7 @@ class StageGradients:
         self._replica = replica
         self._stage = stage
         self._all_reduce = all_reduce
-        self._tied = prepared.model.ties.copied_on(replica.stage)
+        self._tied = [tied for tied in prepared.model.ties.copied if replica.stage in tied.stages]
         self._skips = self.not_finite.policy == SKIP
         # A flush's update is left out everywhere or nowhere.
         self._agrees = self._skips and prepared.pipeline.variant.flushes
@@ -219,8 +219,8 @@ class StageGradients:
         most = self._prepared.settings.clip_norm
         assert most is not None
         own = self._stage.updated
-        # A parameter with copies on several stages counts once.
-        elsewhere = self._copies(t for t in self._tied if not t.counts_in(self._replica.stage))
+        # A parameter with copies on several stages counts once, at the first of them.
+        elsewhere = self._copies(t for t in self._tied if t.stages[0] != self._replica.stage)
         counted = [p for p in own if id(p) not in elsewhere]
         if not self._prepared.pipeline.variant.flushes:
             pieces = self._prepared.model.pieces
