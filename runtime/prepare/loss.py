@@ -24,8 +24,8 @@ from ...profiles.tasks.loss_parts import (
     loss_in_parts,
 )
 from ...profiles.tasks.task import Loss, Task, read_loss, root_of
-from ...profiles.tracing.pieces import map_tensors, take_apart
-from .tracing import TracedTask
+from ...profiles.tracing.pieces import map_tensors
+from .tracing import TracedTask, tensors_in
 
 _MOST_NAMED = 3
 
@@ -122,7 +122,7 @@ def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str
             # What merely happens to have as many rows shows.
             other = samples + 1
             look = traced.look(other, graph)
-            shapes = [t.shape for t in take_apart(result)[0] if isinstance(t, Tensor)]
+            shapes = [t.shape for t in tensors_in(result)]
             fixed = fixed_in(shapes, look.result_shapes, samples, other)
             if fixed is None:
                 return ""
@@ -136,8 +136,7 @@ def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str
 def _in_some_parts(
     traced: TracedTask, samples: int, result: Any, target: Any, fixed: Collection[int] = ()
 ) -> LossInParts | None:
-    tensors = [t for t in take_apart(result)[0] if isinstance(t, Tensor)]
-    if sum(t.nbytes for t in tensors) > _MOST_BYTES:
+    if sum(t.nbytes for t in tensors_in(result)) > _MOST_BYTES:
         return None
     if traced.fake:
         result = stand_in(result)

@@ -88,8 +88,12 @@ class ForwardLook:
     @property
     def result_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the tensors in the result."""
-        leaves, _ = take_apart(self.result)
-        return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        return [tuple(tensor.shape) for tensor in tensors_in(self.result)]
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """Those of a model's result."""
+    return [leaf for leaf in take_apart(result)[0] if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)

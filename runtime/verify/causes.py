@@ -26,8 +26,9 @@ from ...profiles.tasks.loss_parts import (
     output_names,
 )
 from ...profiles.tasks.task import Task
-from ...profiles.tracing.pieces import take_apart
+from ..prepare.devices import Modes
 from ..prepare.prepare import Prepared
+from ..prepare.tracing import tensors_in
 from ..training.plain import PlainTraining
 
 _UNKNOWN = (
@@ -90,7 +91,7 @@ def why_not_one_by_one(prepared: Prepared, same_within: Callable[..., bool]) -> 
     named = hooks_of(PlainTraining(prepared, by_micro_batch=True).model)
     if named and same_within(without_hooks):
         return [_HOOKS_UNSEEN.format(names=_some(named))]
-    if same_within(lambda model: _not_deterministic()):
+    if same_within(lambda model: Modes(None, deterministic=False).on()):
         return [_ASKS_DETERMINISTIC]
     return []
 
@@ -120,17 +121,6 @@ def _every_hook(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
     for name, p in model.named_parameters():
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
             yield name, hooks or {}
-
-
-@contextmanager
-def _not_deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -173,28 +163,23 @@ def _noted(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
             figures = torch.stack([rows.sum(1), rows.square().sum(1)], 1).cpu()
         made.append((where, figures))
 
+    def before(name: str, module: nn.Module, given: Any) -> None:
+        note(f"the forward, ahead of {name},", given)
+
+    def after(name: str, module: nn.Module, given: Any, made: Any) -> None:
+        note(name, made)
+
     handles = []
     for name, module in model.named_modules():
         shown = f"{name!r} ({type(module).__name__})"
         if name:
-            ahead, behind = partial(_before, note, shown), partial(_after, note, shown)
-            handles.append(module.register_forward_pre_hook(ahead))
-            handles.append(module.register_forward_hook(behind))
+            handles.append(module.register_forward_pre_hook(partial(before, shown)))
+            handles.append(module.register_forward_hook(partial(after, shown)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _before(note: Callable[[str, Any], None], name: str, module: nn.Module, given: Any) -> None:
-    note(f"the forward, ahead of {name},", given)
-
-
-def _after(
-    note: Callable[[str, Any], None], name: str, module: nn.Module, given: Any, made: Any
-) -> None:
-    note(name, made)
 
 
 def _of_samples(figures: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> Tensor | None:
@@ -207,7 +192,7 @@ def _of_samples(figures: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> 
 
 def _causes(whole: _Look, by_part: _Look, task: Task, tolerance: float) -> Iterator[str]:
     (result, target, samples), parts = whole.parts[0], by_part.parts
-    together, structure = _tensors(result), [_tensors(part) for part, _, _ in parts]
+    together, structure = tensors_in(result), [tensors_in(part) for part, _, _ in parts]
     first = [tuple(t.shape) for t in structure[0]]
     fixed = fixed_in(first, [tuple(t.shape) for t in together], parts[0][2], samples)
     if fixed is None:
@@ -240,10 +225,6 @@ def _causes(whole: _Look, by_part: _Look, task: Task, tolerance: float) -> Itera
             "the model's forward",
         )
         yield _MIXES.format(where=where)
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in take_apart(result)[0] if isinstance(leaf, Tensor)]
 
 
 def _apart(a: Tensor, b: Tensor, tolerance: float) -> bool:

@@ -121,7 +121,7 @@ def _rounding_alone(wanted: TrainingResults, tolerance: float) -> set[str]:
     of them, however far Adam's go."""
     found: list[set[str]] = []
     for k in range(len(wanted.updates)):
-        scales = {name: _largest(g) for name, g in gradients_in(wanted.gradients, k)}
+        scales = {name: largest(g) for name, g in gradients_in(wanted.gradients, k)}
         floor = FLOOR * tolerance * max(scales.values(), default=0.0)
         found.append({name for name, scale in scales.items() if 0 < scale <= floor})
     return set.intersection(*found) if found else set()
@@ -133,7 +133,7 @@ def _gradients(
     missing: set[str] = set()
     worst = []
     for k, b in enumerate(updates):
-        scales = {name: _largest(g) for name, g in gradients_in(wanted.gradients, k)}
+        scales = {name: largest(g) for name, g in gradients_in(wanted.gradients, k)}
         floor = FLOOR * tolerance * max(scales.values(), default=0.0)
         mine = dict(gradients_in(found.gradients, k))
 
@@ -169,7 +169,7 @@ def _weights(
         for name, tensor in wanted.items():
             if name in found:
                 off = _apart(found[name], tensor)
-                scale = _largest(tensor)
+                scale = largest(tensor)
                 allowed = tolerance * scale + spread.get(name, 0.0)
                 yield _difference("weight", off, scale, allowed, name)
 
@@ -213,7 +213,7 @@ def _apart(found: Tensor, wanted: Tensor) -> float:
     return float(off.max()) if off.numel() else 0.0
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """Largest finite absolute value: a mask's infinity is no measure of its other numbers. Of
     booleans, 1 or 0."""
     sizes = _wide(tensor).abs()

@@ -409,17 +409,15 @@ def gpu_checks(places: Sequence[WorkerPlace]) -> tuple[GpuCheck, ...]:
 def _problems(
     workers: Sequence[WorkerCheck], hosts: Sequence[HostCheck], gpus: Sequence[GpuCheck]
 ) -> list[str]:
-    problems = [
-        f"{gpu.gpu} of {gpu.host}: its workers need {format_bytes(gpu.planned_bytes)}, and "
-        f"{format_bytes(gpu.free_bytes)} are free"
-        for gpu in gpus
-        if gpu.planned_bytes > gpu.free_bytes
+    places: list[tuple[str, GpuCheck | HostCheck]] = [
+        *((f"{gpu.gpu} of {gpu.host}", gpu) for gpu in gpus),
+        *((host.host, host) for host in hosts),
     ]
-    problems += [
-        f"{host.host}: its workers need {format_bytes(host.planned_bytes)}, and "
-        f"{format_bytes(host.free_bytes)} are free"
-        for host in hosts
-        if host.planned_bytes > host.free_bytes
+    problems = [
+        f"{where}: its workers need {format_bytes(place.planned_bytes)}, and "
+        f"{format_bytes(place.free_bytes)} are free"
+        for where, place in places
+        if place.planned_bytes > place.free_bytes
     ]
     problems += [
         f"{worker.name}: needs {format_bytes(worker.planned_bytes)}, and the plan's device "

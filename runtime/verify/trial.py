@@ -30,6 +30,7 @@ from ..prepare.tied_parameters import check_memory
 from ..prepare.tracing import trace_for_run
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler
+from .compare import largest
 from .trial_sides import (
     MINI_BATCHES,
     Groups,
@@ -236,7 +237,7 @@ class _Tolerance:
         apart = {name: _apart(mine.get(name), own.get(name)) for name in {**own, **mine}}
         if not any(apart.values()):
             return None
-        sizes = {name: _largest(g) for name, g in own.items()}
+        sizes = {name: largest(g) for name, g in own.items()}
         noise = self.noise * max(sizes.values(), default=0.0)
         worst, odd = 0.0, None
         for name, by in apart.items():
@@ -249,7 +250,7 @@ class _Tolerance:
     def buffers(self, b: int, found: TrialStep) -> _Odd | None:
         for name, own in self.wanted[b].buffers.items():
             by = _apart(found.buffers.get(name), own)
-            if by and by > self.within * _largest(own) + _SHAKEN * _apart(
+            if by and by > self.within * largest(own) + _SHAKEN * _apart(
                 self.spread[b].buffers.get(name), own
             ):
                 return _Odd(BUFFER, f"buffer {name!r} is off by {by:.2g}")
@@ -264,23 +265,17 @@ class _Tolerance:
             if name not in self.held:
                 return _Odd(UPDATE, f"parameter {name!r} stays as it is: {_IN_NO_LAYER}")
             step = _apart(before[name], own)
-            if by > self.within * step + 8 * torch.finfo(own.dtype).eps * _largest(own):
+            if by > self.within * step + 8 * torch.finfo(own.dtype).eps * largest(own):
                 text = f"the update of parameter {name!r} is off by {by:.2g}, of {step:.2g}"
                 return _Odd(UPDATE, f"{text}: {_OPTIMIZER}")
         return None
-
-
-def _largest(tensor: Tensor) -> float:
-    found = tensor.abs()
-    found = found[found.isfinite()]
-    return float(found.max()) if found.numel() else 0.0
 
 
 def _apart(found: Tensor | None, wanted: Tensor | None) -> float:
     """The largest difference; none is zeros."""
     if found is None or wanted is None:
         there = found if wanted is None else wanted
-        return 0.0 if there is None else _largest(there)
+        return 0.0 if there is None else largest(there)
     if found is wanted or found.shape != wanted.shape:
         return 0.0 if found is wanted else math.inf
     if torch.equal(found, wanted):
@@ -398,9 +393,9 @@ class _TrialRun:
             self.lines.append(f"{name}: {_UNVERSIONED.format(names=names)}")
         return TrialReport(tuple(self.lines), tuple(unversioned))
 
-    def odd(self, how: Perturbed, case: TrialCase | None = None) -> _Odd | None:
+    def odd(self, how: Perturbed) -> _Odd | None:
         """The first difference. Raises TimeprestError where pieces refuse it themselves."""
-        steps = TrainingInPieces(case or self.case, self.settings, how).steps(self.wanted)
+        steps = TrainingInPieces(self.case, self.settings, how).steps(self.wanted)
         try:
             return self.compare(steps)
         except TimeprestError:

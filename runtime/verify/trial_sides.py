@@ -24,16 +24,9 @@ from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tasks.task import read_loss
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.pieces import Piece, cut, map_items
-from ...profiles.tracing.random_states import (
-    own_states,
-    seed_all,
-    set_own_states,
-    set_states,
-    state_of,
-    states,
-)
+from ...profiles.tracing.random_states import own_states, seed_all, set_own_states, state_of
 from ...profiles.tracing.remembered import dense
-from ..prepare.devices import forward_context
+from ..prepare.devices import forward_context, generators, set_generators
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
 from ..training.plain import mean_of, plain_optimizer, plain_scheduler, steps_by_epoch
@@ -88,26 +81,23 @@ class Randomness:
 
     def __init__(self, case: TrialCase) -> None:
         self._own = own_states(case.model)
-        self._cuda = case.device.type == "cuda"
+        self._device = case.device
 
     def begin(self, b: int, i: int, what: int) -> None:
         """Seed for what a micro-batch does."""
         seed_all(1 + (b * 64 + i) * 4 + what)
-        if self._cuda:
+        if self._device.type == "cuda":
             torch.cuda.manual_seed(1 + (b * 64 + i) * 4 + what)
         set_own_states(self._own)
 
     def take(self) -> Any:
         """Where it is, to go on there."""
-        cuda = torch.cuda.get_rng_state() if self._cuda else None
-        return states(), [(own, state_of(own)) for own, _ in self._own], cuda
+        return generators(self._device), [(own, state_of(own)) for own, _ in self._own]
 
     def give(self, state: Any) -> None:
         """Go on there."""
-        set_states(state[0])
+        set_generators(state[0], self._device)
         set_own_states(state[1])
-        if self._cuda:
-            torch.cuda.set_rng_state(state[2])
 
 
 @contextmanager
@@ -247,11 +237,7 @@ class _Flight:
 
 
 class TrainingInPieces:
-    """Trains in pieces, and holds every step against plain training.
-
-    Attributes:
-        hooked: values that some piece registered a hook on, by the piece's number.
-    """
+    """Trains in pieces, and holds every step against plain training."""
 
     def __init__(self, case: TrialCase, settings: RunSettings, how: Perturbed) -> None:
         self.case = case
