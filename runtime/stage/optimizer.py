@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import fuse, made_without_compiler
 from ...profiles.errors import RunError, TargetError, UserError
 from ...profiles.tasks.hooks import (
@@ -407,7 +406,7 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
     variant = prepared.pipeline.variant
     if variant.outside is not None and variant.outside.update is not None:
         optimizer = outside_update(variant, context_at(prepared, s), optimizer)
-    return _RULES[variant.update_rule](optimizer)
+    return _nesterov(optimizer) if variant.update_rule == "nesterov" else optimizer
 
 
 def _nesterov(optimizer: Optimizer) -> Optimizer:
@@ -453,12 +452,6 @@ def _discount(optimizer: Optimizer, *_: Any) -> None:
 def _undo_discount(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group.pop(_RATE)
-
-
-_RULES: dict[UpdateRule, Callable[[Optimizer], Optimizer]] = {
-    "optimizer": lambda optimizer: optimizer,
-    "nesterov": _nesterov,
-}
 
 
 # Checks before a run ----------------------------------------------------------------------------

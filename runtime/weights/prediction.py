@@ -30,9 +30,6 @@ from ...profiles.errors import TargetError
 from .hooked import HookedStage
 from .muon import MuonWithAdamW, is_muons, orthogonal_step
 
-_Direction = Callable[["Predictor", nn.Parameter, dict[str, Any]], "Tensor | None"]
-
-
 LAST = "last gradients"
 """What is kept for predictions where the optimizer has no state."""
 
@@ -60,13 +57,13 @@ class Predictor(StageHooks):
         """
         self.optimizer = optimizer
         self._share = share
-        rules = [rule for kind, rule in _DIRECTIONS[prediction] if isinstance(optimizer, kind)]
-        if not rules:
+        # AdamW is one of Adam's kinds.
+        if not isinstance(optimizer, SGD | Adam | MuonWithAdamW):
             raise TargetError(
                 f"the task's optimizer is {type(optimizer).__name__}: weights can be predicted for "
                 "SGD, Adam and AdamW; take one of them, or a system that predicts nothing"
             )
-        self._direction = rules[0]
+        self._by_step = prediction == "optimizer-step"
         self.last: dict[nn.Parameter, Tensor] = {}
         self.kept = {LAST: self.last}
 
@@ -88,7 +85,7 @@ class Predictor(StageHooks):
             for group in self.optimizer.param_groups:
                 rate = float(group["lr"]) * updates * self._share()
                 for p in group["params"]:
-                    direction = self._direction(self, p, group) if p in left else None
+                    direction = self._direction(p, group) if p in left else None
                     if direction is not None:
                         torch.sub(p, direction, alpha=rate, out=left.pop(p))
             for p, target in left.items():
@@ -96,13 +93,19 @@ class Predictor(StageHooks):
 
     # Directions ------------------------------------------------------------------------------
 
-    def _momentum(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
-        found = self.optimizer.state.get(p, {}).get("momentum_buffer")
-        return found if found is not None else self.last.get(p)
-
-    def _first_moment(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
-        found: Tensor | None = self.optimizer.state.get(p, {}).get("exp_avg")
-        return found
+    def _direction(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+        """What a parameter moves along in an update; None: it isn't known yet."""
+        state, by_sgd = self.optimizer.state.get(p, {}), isinstance(self.optimizer, SGD)
+        found: Tensor | None
+        if not by_sgd and not is_muons(group):
+            found = self._adam(p, group) if self._by_step else state.get("exp_avg")
+            return found
+        found = state.get("momentum_buffer")
+        if found is None:
+            found = self.last.get(p)
+        if found is None or by_sgd or not self._by_step:
+            return found
+        return orthogonal_step(found, group).add_(p.detach(), alpha=group["weight_decay"])
 
     def _adam(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
         state = self.optimizer.state.get(p)
@@ -116,34 +119,6 @@ class Predictor(StageHooks):
         if group.get("decoupled_weight_decay"):
             direction = direction.add_(p.detach(), alpha=group["weight_decay"])
         return direction
-
-    def _moments(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
-        found = Predictor._momentum if is_muons(group) else Predictor._first_moment
-        return found(self, p, group)
-
-    def _muon_or_adam(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
-        if not is_muons(group):
-            return self._adam(p, group)
-        momentum = self._momentum(p, group)
-        if momentum is None:
-            return None
-        decay = group["weight_decay"]
-        return orthogonal_step(momentum, group).add_(p.detach(), alpha=decay)
-
-
-_DIRECTIONS: dict[Prediction, tuple[tuple[type[Optimizer], _Direction], ...]] = {
-    "smoothed-gradient": (
-        (SGD, Predictor._momentum),
-        (Adam, Predictor._first_moment),
-        (MuonWithAdamW, Predictor._moments),
-    ),
-    "optimizer-step": (
-        (SGD, Predictor._momentum),
-        (Adam, Predictor._adam),
-        (MuonWithAdamW, Predictor._muon_or_adam),
-    ),
-}
-"""AdamW is one of Adam's kinds."""
 
 
 def predictor_of(stage: HookedStage) -> Predictor | None:
