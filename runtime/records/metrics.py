@@ -137,10 +137,7 @@ def as_float(value: float | None) -> float:
 
 def summed_counts(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     """The sum of each number's counts, by rising numbers."""
-    total: Counter[int] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(sorted(total.items()))
+    return dict(sorted(sum(map(Counter, counts), Counter[int]()).items()))
 
 
 class EvaluationMetrics:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from torch import Tensor
@@ -96,14 +96,6 @@ def record_named(text: str) -> Record:
 # Operations -------------------------------------------------------------------------------------
 
 
-class Use(NamedTuple):
-    """What an operation used: weight versions, and times on the worker's own clock."""
-
-    version: int
-    forward_version: int | None
-    times: OperationTimes
-
-
 Messages = dict[str, list[tuple[int, str, int, Mark]]]
 """Those of an operation, "received" and "sent": each a replica's number, the tensor, its bytes, and
 a mark."""
@@ -170,7 +162,9 @@ class OperationLog(GrowingFile):
         self,
         op: Op,
         text: str,
-        use: Use,
+        version: int,
+        forward_version: int | None,
+        times: OperationTimes,
         messages: Messages,
         held: Sequence[int] | None,
         left: Sequence[int],
@@ -180,18 +174,20 @@ class OperationLog(GrowingFile):
 
         Args:
             text: its name, its mini-batch counted from the run's beginning.
+            version, forward_version: of the weights that it used, and of a backward's forwards.
+            times: on the worker's own clock.
             held: bytes by kind meanwhile (`recording.ACCOUNTED_KINDS`).
             left: the same after it.
         """
         line = {
             "op": text,
-            "version": use.version,
-            **use.times._asdict(),
+            "version": version,
+            **times._asdict(),
             "held": held,
             "left": left,
         }
-        if use.forward_version is not None:
-            line["forward_version"] = use.forward_version
+        if forward_version is not None:
+            line["forward_version"] = forward_version
         for way, noted in messages.items():
             line[way] = [(*what, self.clock.time_s(mark)) for *what, mark in noted]
         self.append(self._encoder.encode(line) + b"\n")

@@ -17,7 +17,7 @@ from ..prepare.clock import Spans, UnderWay, clock_of
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import SegmentMetrics
-from ..records.operation_log import OperationLog, Use
+from ..records.operation_log import OperationLog
 from ..records.status import Status
 from .memory import MemoryAccount, out_of_memory
 
@@ -100,7 +100,7 @@ class OperationNotes:
             if after is not None:
                 after()
             if log is not None:
-                log.write(op, text, Use(version, forward_version, at), messages, held, left)
+                log.write(op, text, version, forward_version, at, messages, held, left)
 
         if self.clock.late:
             self.under_way.add(spans.sent, note, partial(self.explained, text))
