@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,23 +248,18 @@ def find_whole(where: RunDir, at: int | None, instead: Callable[[int], str]) -> 
         return _whole(where, place)
     except FileError as error:
         for older in reversed([k for k in known if k < place]):
-            if _is_whole(where, older):
-                raise FileError(f"{error}. The one before it is whole: {instead(older)}") from None
-        raise FileError(f"{error}. No other one before it is whole") from None
+            with suppress(FileError):
+                _whole(where, older)
+                break
+        else:
+            raise FileError(f"{error}. No other one before it is whole") from None
+        raise FileError(f"{error}. The one before it is whole: {instead(older)}") from None
 
 
 def _whole(where: RunDir, place: int) -> Saved:
     found = Saved(where.checkpoint(place))
     found.verify()
     return found
-
-
-def _is_whole(where: RunDir, place: int) -> bool:
-    try:
-        _whole(where, place)
-    except FileError:
-        return False
-    return True
 
 
 # Writing ------------------------------------------------------------------------------------

@@ -148,34 +148,30 @@ def settings_to_resume(
         raise UserError(
             f"{where.path}: this run has ended, and it has no checkpoints to go on from"
         )
-    if epochs is not None:
-        if settings.steps is not None:
-            raise UserError(f"--epochs: this run is of --steps {settings.steps}, which may grow")
-        if epochs < settings.epochs:
+    own = "epochs" if settings.steps is None else "steps"
+    before: int = getattr(settings, own)
+    for name, asked in (("epochs", epochs), ("steps", steps)):
+        if asked is None:
+            continue
+        if name != own:
+            raise UserError(f"--{name}: this run is of --{own} {before}, which may grow")
+        if asked < before:
             raise UserError(
-                f"--epochs {epochs}: the run was to have {settings.epochs}; there may be more, "
-                "not fewer"
+                f"--{name} {asked}: the run was to have {before}; there may be more, not fewer"
             )
-        settings = msgspec.structs.replace(settings, epochs=epochs)
-    if steps is not None:
-        if settings.steps is None:
-            raise UserError(f"--steps: this run is of --epochs {settings.epochs}, which may grow")
-        if steps < settings.steps:
-            raise UserError(
-                f"--steps {steps}: the run was to have {settings.steps}; there may be more, not "
-                "fewer"
-            )
-        ended_at = (*settings.grown_at, *({settings.steps} - {steps}))
-        settings = msgspec.structs.replace(settings, steps=steps, grown_at=ended_at)
+        grown = (before,) if own == "steps" and asked > before else ()
+        settings = msgspec.structs.replace(
+            settings, grown_at=(*settings.grown_at, *grown), **{name: asked}
+        )
     if found is None:
         return msgspec.structs.replace(settings, resume_at=0, grown_at=())
-    for name, now, then in (
+    for file, now, then in (
         ("plan.json", plan_checksum(plan), found.info.plan),
         ("settings.json", settings_checksum(settings), found.info.settings),
     ):
         if now != then:
             raise UserError(
-                f"{where.path / name}: isn't what {found.path} was made with; to start another "
+                f"{where.path / file}: isn't what {found.path} was made with; to start another "
                 f"run from its weights: tp-run PLAN --from {where.path}"
             )
     done = found.info.mini_batches
@@ -353,11 +349,9 @@ def source(path: Path, at: int | None = None, option: str = "--from {path}") -> 
     where = RunDir(path)
     if not path.is_dir():
         raise FileError(f"{path}: no such run directory, checkpoint or safetensors file")
-
-    def instead(place: int) -> str:
-        return option.format(path=where.checkpoint(place), at=place)
-
-    found = find_whole(where, at, instead)
+    found = find_whole(
+        where, at, lambda place: option.format(path=where.checkpoint(place), at=place)
+    )
     if found is None and not list(path.glob("weights/*.safetensors")):
         raise FileError(f"{path}: holds no checkpoint and no weights")
     plan = path / "plan.json"
@@ -430,11 +424,8 @@ def _matched(
     where: str,
     elsewhere: Collection[str] = (),
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each of a module's parameters and buffers with what is to be written into it.
-
-    Args:
-        elsewhere: names of those that are left out.
-    """
+    """Each of a module's parameters and buffers, but for those with names `elsewhere`, with what is
+    to be written into it."""
     known = {names.get(name, name): tensor for name, tensor in weights.items()}
     matched = []
     for name, mine in state_of(module).items():

@@ -131,31 +131,20 @@ def _gradients(
     found: TrainingResults, wanted: TrainingResults, updates: Sequence[int], tolerance: float
 ) -> Difference:
     missing: set[str] = set()
-    worst = []
+    differences = []
     for k, b in enumerate(updates):
         scales = {name: largest(g) for name, g in gradients_in(wanted.gradients, k)}
         floor = FLOOR * tolerance * max(scales.values(), default=0.0)
         mine = dict(gradients_in(found.gradients, k))
-
-        def differences(
-            mine: Mapping[str, Tensor] = mine,
-            scales: Mapping[str, float] = scales,
-            floor: float = floor,
-            missing: set[str] = missing,
-            k: int = k,
-            b: int = b,
-        ) -> Iterator[Difference]:
-            for name, gradient in gradients_in(wanted.gradients, k):
-                if name in mine:
-                    off = _apart(mine[name], gradient)
-                    allowed = tolerance * scales[name] + floor
-                    yield _difference("gradient", off, scales[name], allowed, name, b)
-                elif gradient.any():
-                    missing.add(name)
-
-        worst.append(_worst("gradient", differences()))
+        for name, gradient in gradients_in(wanted.gradients, k):
+            if name in mine:
+                off = _apart(mine[name], gradient)
+                allowed = tolerance * scales[name] + floor
+                differences.append(_difference("gradient", off, scales[name], allowed, name, b))
+            elif gradient.any():
+                missing.add(name)
         missing |= {name for name in mine if name not in scales and mine[name].any()}
-    result = _worst("gradient", worst)
+    result = _worst("gradient", differences)
     return msgspec.structs.replace(result, missing=tuple(sorted(missing)))
 
 
