@@ -281,5 +281,4 @@ class TwoKindsOfChannels(Channels):
 
     @property
     def held_bytes(self) -> int:
-        """Of both kinds."""
         return self._near.held_bytes + self._others.held_bytes

@@ -120,7 +120,6 @@ class GlooChannels(PeerChannels):
         return buffer
 
     def throttle(self, most: int) -> None:
-        """Wait for the sending threads to come down to so many messages each."""
         for peer, sender in self._senders.items():
             self.status.wait((peer,))
             with self.talking_to(peer):
@@ -129,7 +128,6 @@ class GlooChannels(PeerChannels):
             self.status.go_on()
 
     def end(self) -> None:
-        """End the sending threads, after the last `close`."""
         for sender in self._senders.values():
             sender.end()
 

@@ -192,7 +192,6 @@ class NcclChannels(PeerChannels):
         return self._there[wanted].popleft()
 
     def throttle(self, most: int) -> None:
-        """Wait until so many messages to each peer are left."""
         for peer, going in self._going.items():
             self.status.wait((peer,))
 

@@ -127,7 +127,6 @@ class PinnedMemoryChannels(Channels):
         self._host.throttle(most)
 
     def end(self) -> None:
-        """End the threads."""
         self._copies.end()
         self._host.end()
 

@@ -431,7 +431,6 @@ class SharedMemoryChannels(PeerChannels):
         return message
 
     def throttle(self, most: int) -> None:
-        """Wait until each of the others has taken all but so many messages."""
         for peer, outbox in self._outboxes.items():
             self.status.wait((peer,))
             with self.talking_to(peer):
@@ -439,7 +438,6 @@ class SharedMemoryChannels(PeerChannels):
             self.status.go_on()
 
     def end(self) -> None:
-        """Close what goes to the others, after the last `close`."""
         for outbox in self._outboxes.values():
             outbox.close()
         for inbox in self._inboxes.values():

@@ -4,7 +4,7 @@ workers dealt."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -282,10 +282,7 @@ def _traced(
     modes: Modes,
     report: Callable[[str], None],
 ) -> tuple[TracedTask, dict[int, ForwardLook]]:
-    """The task's model, traced for each of these numbers of samples, with a look at each forward.
-
-    Raises as `trace_for_run`, and for what the forwards do.
-    """
+    """The task's model, traced for these numbers of samples, with a look at each forward."""
     traced = trace_for_run(
         settings.task,
         plan,
@@ -302,13 +299,7 @@ def _traced(
 
 
 def _loss_of(traced: TracedTask, samples: int, look: ForwardLook, *, parts: int) -> LossKind:
-    """What the task's loss gives.
-
-    Args:
-        samples: that it is called with.
-        look: a forward of so many.
-        parts: of a mini-batch, of which it sees one at a time.
-    """
+    """What the task's loss gives. `parts`: of a mini-batch, of which it sees one at a time."""
     loss = kind_of_loss(traced.task, look.result, look.target)
     if parts == 1:
         return loss
@@ -322,16 +313,7 @@ def _stages_of(
     specs: Mapping[int, Specs],
     saved: Collection[str],
 ) -> list[PreparedStage]:
-    """The model cut into stages.
-
-    Args:
-        groups: layers of each stage.
-        samples: of each stage's micro-batches.
-        specs: of the values between layers, by number of samples.
-        saved: names of the model's state.
-
-    Raises as `cut` and `_check_state`.
-    """
+    """The model cut into stages. `saved`: names of its state. Raises as `cut`, `_check_state`."""
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
@@ -355,15 +337,21 @@ def _model_of(
 ) -> PreparedModel:
     """The model with its stages; arguments as its fields."""
     model, graph = traced.model, next(iter(traced.training.values()))
+    names = first_names(model)
+    used = {names.get(name, name) for s in stages for name in state_of(s.piece.module)}
     return PreparedModel(
         stages=tuple(stages),
         inputs=tuple(node.name for node in graph.inputs),
         arguments=traced.arguments,
-        names=first_names(model),
+        names=names,
         saved=saved,
         whole=model,
         ties=ties,
-        unused=_unused(model, stages),
+        unused={
+            name: tensor
+            for name, tensor in state_of(model).items()
+            if names.get(name, name) not in used and isinstance(tensor, Tensor)
+        },
         matrices=matrices,
         loss=loss,
         autocast=modes.autocast,
@@ -435,16 +423,6 @@ def _check_state(piece: Piece) -> None:
                 f"the model's state {name!r} is of torch.complex128, which checkpoints can't hold: "
                 "make it torch.complex64, or hold it as numbers (torch.view_as_real)"
             )
-
-
-def _unused(model: nn.Module, stages: Iterable[PreparedStage]) -> dict[str, Tensor]:
-    names = first_names(model)
-    used = {names.get(name, name) for s in stages for name in state_of(s.piece.module)}
-    return {
-        name: tensor
-        for name, tensor in state_of(model).items()
-        if names.get(name, name) not in used and isinstance(tensor, Tensor)
-    }
 
 
 def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]], list[SentValue]]:
