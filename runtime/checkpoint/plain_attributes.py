@@ -80,13 +80,7 @@ def _attributes(thing: object) -> Mapping[str, Any]:
 def _of(
     where: str, thing: object, own: Collection[int] = (), usual: Collection[str] = OF_EVERY_MODULE
 ) -> dict[str, Any]:
-    """Of one object.
-
-    Args:
-        where: goes before the attributes' names.
-        own: tensors that are in checkpoints, by id.
-        usual: attributes that aren't looked at.
-    """
+    """Of one object. `own`: ids of tensors that checkpoints have; `usual`: what isn't looked at."""
     found = {}
     for name, value in _attributes(thing).items():
         if name in usual:

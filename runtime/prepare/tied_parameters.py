@@ -250,12 +250,8 @@ def model_parameters(module: nn.Module, names: Mapping[str, str]) -> list[tuple[
 def _replace(
     module: GraphBody, moved: Mapping[int, nn.Parameter], leaves: dict[int, nn.Module]
 ) -> None:
-    """Put copies in the places of parameters, without touching modules that others use too.
-
-    Args:
-        moved: copies, by the id of what they replace.
-        leaves: modules already copied for this stage, by their old ids.
-    """
+    """Put copies in the places of parameters (by id), without touching modules that others use too.
+    `leaves`: modules already copied for this stage, by their old ids."""
     nodes = [node for node in graph_of(module).nodes if node.op in ("call_module", "get_attr")]
     # Modules before what lies in them.
     for target, op in sorted({(str(node.target), node.op) for node in nodes}):

@@ -176,11 +176,7 @@ def run_workers(
 def _start(
     start: Callable[[Launched, IO[bytes], IO[bytes]], None], where: RunDir, count: int, port: int
 ) -> Path:
-    """Start all processes. Returns the folder of their logs. Raises FileError.
-
-    Args:
-        start: starts one, with files for what it prints.
-    """
+    """Start all processes (`start`: one). Returns the folder of their logs. Raises FileError."""
     logs = where.path / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -223,12 +219,7 @@ def _signals() -> Iterator[list[int]]:
 def _of_its_end(
     codes: Sequence[int | None], labels: Sequence[str], where: RunDir, logs: Path, *, kept: bool
 ) -> Failure:
-    """Of a worker that couldn't say itself why it failed.
-
-    Args:
-        codes: exit codes of those that have ended, by rank.
-        kept: the logs are there for the user, too.
-    """
+    """Of a worker that couldn't say itself why it failed. `kept`: the user has the logs, too."""
     code, rank = min((code, rank) for rank, code in enumerate(codes) if code)
     around = circumstances(settled(lambda: read_statuses(where.statuses), rank), rank)
     last = last_words(_log(logs, rank, "stderr"))

@@ -342,11 +342,8 @@ process that its parent is gone."""
 
 
 def _server_of_this_thread(module: str, err: Callable[[], IO[bytes]]) -> _Server | None:
-    """The fork server for workers that are started here; None where there can't be one.
-
-    Args:
-        err: where one that is started now says why it can't load the module.
-    """
+    """The fork server for workers that are started here; None where there can't be one. `err`:
+    where one that is started now says why it can't load the module."""
     if sys.platform != "linux":
         return None
     kept: list[_Server] = getattr(_servers, "kept", [])

@@ -480,13 +480,8 @@ class Graphs:
     # Gradients ---------------------------------------------------------------------------------
 
     def _begin_sums(self, *, several: bool) -> dict[int, Tensor]:
-        """Have the graphs' sums go on from the gradients that there are.
-
-        Args:
-            several: micro-batches are added up with one another first, as in one backward.
-
-        Returns the gradients that are to be added then, by position.
-        """
+        """Have the graphs' sums go on from gradients that there are. Of `several` micro-batches,
+        which are added up with one another first, returns those to be added then, by position."""
         before, empty = dict[int, Tensor](), list[Tensor]()
         for k, (p, own) in enumerate(zip(self._weights.every, self._sums, strict=True)):
             if p.grad is None or several:
@@ -555,12 +550,8 @@ def most_in_flight(ops: Iterable[Op], micro_batches: Callable[[Op], Sequence[int
 def _too_much(
     on: capture.Capture, held: int, to_come: int, times: int = 1
 ) -> capture.CannotCaptureError | None:
-    """What there is to say where a device hasn't the memory for graphs and what comes later.
-
-    Args:
-        held: by graphs that there are.
-        times: so much is going to be held in all.
-    """
+    """What there is to say where a device hasn't the memory for graphs (so many `times` those that
+    are held) and what comes later."""
     left = on.free_bytes() - (times - 1) * held
     if left >= to_come:
         return None

@@ -289,11 +289,7 @@ class Stage:
         same: bool,
     ) -> None:
         """Run a backward, or the first part of one that is split: the graph is kept for the second.
-
-        Args:
-            micro: the first of its micro-batches.
-            same: its weights are those of the forwards.
-        """
+        `micro`: its first micro-batch; `same`: its weights are those of the forwards."""
         same = same or self.variant.backward_weights == "forward"
         with self.weights.backward(tensors, same=same):
             if self.variant.split_backward:

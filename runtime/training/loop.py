@@ -276,10 +276,7 @@ class Course:
         return self.observer.drained(segment.end, checkpoint=written)
 
     def _end_early(self, segment: Segment, test: dict[str, float] | None) -> None:
-        """End the run after this segment as after its last: checkpoint, evaluation, record.
-
-        `test`: of an evaluation that has been made there.
-        """
+        """End the run after this segment as after its last: checkpoint, evaluation, record."""
         if not segment.checkpoint and self.prepared.settings.checkpoint_every != 0:
             # Before the epoch's figures are closed: a run that is resumed goes on with them.
             self._write_checkpoint(segment)
@@ -300,12 +297,7 @@ class Course:
         return test
 
     def _end_epoch(self, segment: Segment, test: dict[str, float] | None = None) -> None:
-        """Evaluate, and tell of the epoch.
-
-        Args:
-            segment: its last.
-            test: of an evaluation that has been made.
-        """
+        """Evaluate, where that hasn't been done, and tell of the epoch that this segment ends."""
         if test is None:
             test = self._evaluate() if self.prepared.settings.evaluate else {}
         for position, runner in enumerate(self.runners):

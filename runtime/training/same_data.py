@@ -175,13 +175,8 @@ def _look(
     samples: Samples, split: Split, what: str, take: _Take, mine: bytes | None
 ) -> tuple[bytes, bytes, bytes]:
     """Digests of samples by all ways of reading them: of whole ones' targets, of targets as who
-    reads nothing else has them, and of inputs.
-
-    Args:
-        mine: digest of the inputs that are read; None: none are.
-
-    Raises TargetError where parts of samples aren't what whole ones have.
-    """
+    reads nothing else has them, and of inputs. `mine`: of the inputs that are read; None: none are.
+    Raises TargetError where parts of samples aren't what whole ones have."""
     ways = [samples.for_a_look(parts) for parts in (ALL, Parts({TARGET}))]
     try:
         with OwnRandomness(0)():

@@ -247,11 +247,7 @@ def _held(
     context: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> Against:
     """Plain training on micro-batches against that on the whole mini-batch, for one mini-batch,
-    with batch norms that do the same to both.
-
-    Args:
-        context: what both run within, made of their model.
-    """
+    with batch norms that do the same to both. `context`: what both run within."""
     first = prepared.segments[0]
     samples = min(first.samples, first.mini_batch)
     segment = replace(first, mini_batches=1, samples=samples, rest=0, offset=0)

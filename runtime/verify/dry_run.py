@@ -306,11 +306,7 @@ def _findings(
     one_host: bool = True,
     more: Sequence[str] = (),
 ) -> DryRun:
-    """
-    Args:
-        found: what each worker says of its place, by rank.
-        more: warnings of the trial.
-    """
+    """`found`: what each worker says of its place, by rank; `more`: warnings of the trial."""
     plan = prepared.plan
     devices = plan.cluster.devices
     workers = []

@@ -190,12 +190,7 @@ def _groups(ends: Sequence[int], layers: int) -> Groups:
 
 @dataclass(frozen=True)
 class _Odd:
-    """The first that comes out otherwise than by plain training.
-
-    Attributes:
-        what: of which kind it is.
-        text: for messages.
-    """
+    """The first that comes out otherwise than by plain training: its kind, and words for it."""
 
     what: str
     text: str
@@ -205,11 +200,7 @@ LOSS, GRADIENT, BUFFER, UPDATE, FAILURE = "loss", "gradient", "buffer", "update"
 
 
 class _Tolerance:
-    """What passes for rounding.
-
-    Args:
-        spread: plain training on weights that were changed in their last digits.
-    """
+    """What passes for rounding. `spread`: plain training on weights changed in last digits."""
 
     def __init__(self, case: TrialCase, wanted: Sequence[TrialStep]) -> None:
         halves = (torch.float16, torch.bfloat16)
