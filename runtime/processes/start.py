@@ -31,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 from ...profiles import plugins
 from ...profiles.errors import RunError
@@ -54,23 +54,6 @@ _AT_ONCE = 200
 _LOOK_S = 0.02
 _ENDING_S = 1.0
 _KILLED = -signal.SIGKILL
-
-
-class WorkerProcess(Protocol):
-    """A worker's process, in a session of its own."""
-
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs. Raises RunError where it can't
-        be started."""
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for its end. Returns its exit code; None where it runs on."""
-
-    def end(self, how: int) -> None:
-        """Send a signal to it and to what it has started."""
-
-    def forget(self) -> None:
-        """Its number may be another's from now on."""
 
 
 def start_process(
@@ -145,7 +128,7 @@ def slow_libraries() -> list[str]:
 
 
 class _Spawned:
-    """A process of its own from the beginning."""
+    """A worker's process, in a session of its own from the beginning."""
 
     def __init__(
         self,
@@ -166,26 +149,30 @@ class _Spawned:
         )
 
     def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs. Raises RunError where it can't
+        be started."""
         return self.process.poll()
 
     def wait(self, timeout_s: float) -> int | None:
+        """Wait for its end. Returns its exit code; None where it runs on."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(timeout_s)
         return None
 
     def end(self, how: int) -> None:
+        """Send a signal to it and to what it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, how)
 
     def forget(self) -> None:
-        """Who waits for a child has nothing more to do."""
+        """Its number may be another's from now on; of a child, once it has been waited for."""
 
 
 # The launcher's side -------------------------------------------------------------------------
 
 
 class _Forked:
-    """A process that the server has forked, or is about to."""
+    """The same (`_Spawned`) of a process that the server has forked, or is about to."""
 
     def __init__(self, server: _Server, log: str) -> None:
         self.server = server
@@ -223,6 +210,9 @@ class _Forked:
     def forget(self) -> None:
         if self.pid is not None and self.code is not None:
             self.server.send({"forget": self.pid})
+
+
+WorkerProcess = _Spawned | _Forked
 
 
 class _Server:
@@ -294,12 +284,10 @@ class _Server:
             self.send({"load": new[begin : begin + _AT_ONCE]})
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Say something to it, if it is there."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode())
 
     def read(self) -> None:
-        """Take in what it has said since."""
         while not self.ended:
             try:
                 text = self._socket.recv(_MESSAGE_BYTES)
