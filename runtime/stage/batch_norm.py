@@ -119,9 +119,26 @@ class DeferredBatchNorm(StageHooks):
         found = self._found.setdefault(mini_batch, {})
         before = [counter.clone() for counter in self._counters]
 
+        @torch.no_grad()
         def note(call: BatchNormCall) -> None:
-            with torch.no_grad():
-                _note(found, call, real, size)
+            values: Tensor = call["input"].detach()
+            # A whole number of rows for each sample, or the padding counts with the rest.
+            if values.shape[0] % size == 0:
+                values = values[: values.shape[0] // size * real]
+            if values.dtype in (torch.float16, torch.bfloat16):
+                values = values.float()
+            running = call["running_mean"]
+            statistics = found.get(id(running))
+            if statistics is None:
+                zeros = torch.zeros_like(running, dtype=values.dtype)
+                statistics = found[id(running)] = _Statistics(
+                    running,
+                    call["running_var"],
+                    call.get("momentum", _MOMENTUM),
+                    zeros,
+                    zeros.clone(),
+                )
+            statistics.add(values)
 
         with _WithoutUpdates(note):
             yield
@@ -150,27 +167,6 @@ class DeferredBatchNorm(StageHooks):
 def deferred_of(stage: HookedStage) -> DeferredBatchNorm | None:
     """A stage's deferred batch norm, where it is asked for."""
     return DeferredBatchNorm(stage.module) if stage.settings.deferred_batch_norm else None
-
-
-def _note(found: dict[int, _Statistics], call: BatchNormCall, real: int, size: int) -> None:
-    values: Tensor = call["input"].detach()
-    # A whole number of rows for each sample, or the padding counts with the rest.
-    if values.shape[0] % size == 0:
-        values = values[: values.shape[0] // size * real]
-    if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()
-    running = call["running_mean"]
-    statistics = found.get(id(running))
-    if statistics is None:
-        zeros = torch.zeros_like(running, dtype=values.dtype)
-        statistics = found[id(running)] = _Statistics(
-            running,
-            call["running_var"],
-            call.get("momentum", _MOMENTUM),
-            zeros,
-            zeros.clone(),
-        )
-    statistics.add(values)
 
 
 def only_updated(module: GraphBody) -> set[int]:

@@ -14,7 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ...profiles.tasks.hooks import describe_error
 from ..prepare.prepare import Prepared
@@ -116,28 +116,22 @@ class StageForward:
         self.why_not = shorten(describe_error(error), _MOST, placeholder=" …")
 
 
-def _drop_unused_random(backward: fx.GraphModule) -> None:
-    """Take out what a backward draws at random for nobody: the partitioner leaves the forward's
-    draws in both graphs, and the next forward's would be others than without compiling."""
-    for node in reversed(backward.graph.nodes):
-        tags = getattr(node.target, "tags", ())
-        if not node.users and torch.Tag.nondeterministic_seeded in tags:
-            backward.graph.erase_node(node)
-    backward.recompile()
-
-
 def _kept() -> Any:
     """A partitioner by which the forward keeps what autograd would."""
     from torch._functorch.partitioners import default_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Kept(CustomPartitionerFn):
-        """As inductor takes it."""
-
         def __call__(self, gm: Any, joint_inputs: Any, **more: Any) -> Any:
             more.pop("compiler", None)
             forward, backward = default_partition(gm, joint_inputs, **more)
-            _drop_unused_random(backward)
+            # What it draws at random for nobody: the partitioner leaves the forward's draws in both
+            # graphs, and the next forward's would be others than without compiling.
+            for node in reversed(backward.graph.nodes):
+                tags = getattr(node.target, "tags", ())
+                if not node.users and torch.Tag.nondeterministic_seeded in tags:
+                    backward.graph.erase_node(node)
+            backward.recompile()
             return forward, backward
 
         def uuid(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...planner.systems.hooks import HookChain, StageHooks
+from ...planner.systems.hooks import StageHooks
 from ..weights.delays import rescheduling_of
 from ..weights.drift import drift_of
 from ..weights.hooked import HookedStage
@@ -23,9 +23,3 @@ FEATURES: tuple[Callable[[HookedStage], StageHooks | None], ...] = (
 )
 """Each makes a stage's hooks, as its system and the run's settings say; None: it has no part in
 the stage. They are called in this order, behind those that every stage has."""
-
-
-def chain_of(stage: HookedStage, *every: StageHooks) -> HookChain:
-    """A stage's hooks as one chain. `every`: those that every stage has, besides its ties."""
-    made = [make(stage) for make in FEATURES]
-    return HookChain([*every, stage.ties, *(hooks for hooks in made if hooks is not None)])

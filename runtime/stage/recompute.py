@@ -110,7 +110,6 @@ class Recomputation:
 
 @contextmanager
 def _left_as_they_were(buffers: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Put random numbers and these buffers back afterwards."""
     kept = [(b, b.detach().clone(), b._version) for b in buffers]
     try:
         with random_kept(device):

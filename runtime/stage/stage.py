@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun
+from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun, HookChain
 from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
 from ...planner.systems.versions import VersionWalk
@@ -30,7 +30,7 @@ from ..weights.policy import WeightPolicies, WeightPolicy
 from ..weights.staleness import meter_of
 from ..weights.stash import WeightVersions, advance, give_own_memory, keep_needed
 from ..weights.tied_weights import StageTies, TiedWeights
-from .features import chain_of
+from . import features
 from .graphs import Graphs
 from .memory import MemoryAccount
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs, collect
@@ -96,7 +96,8 @@ class Stage:
             rate=lambda: self.hooks.rate(self.weights.latest),
         )
         self.meter = meter_of(hooked)
-        self.hooks = chain_of(hooked, self.meter)
+        made = [make(hooked) for make in features.FEATURES]
+        self.hooks = HookChain([self.meter, self.ties, *(h for h in made if h is not None)])
         self._policy_of = partial(
             WeightPolicy,
             variant,
