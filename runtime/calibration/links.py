@@ -232,7 +232,7 @@ class Process:
             if pair == self.rank:
                 with self._talking_to("process 0"):
                     report = torch.tensor(times, dtype=torch.float64)
-                    self._wait_for_words(dist.isend(report, 0))
+                    self._wait_for(dist.isend(report, 0))
 
     def lead(self, pair: int, message_bytes: int, repetitions: int) -> list[float]:
         """For process 0: have all make a burst.
@@ -245,7 +245,7 @@ class Process:
         if pair > 0:
             report = torch.empty(repetitions, dtype=torch.float64)
             with self._talking_to(f"process {pair}"):
-                self._wait_for_words(dist.irecv(report, pair))
+                self._wait_for(dist.irecv(report, pair))
             times = report.tolist()
         return times
 
@@ -255,7 +255,7 @@ class Process:
 
     def _broadcast(self, command: Tensor) -> None:
         with self._talking_to("the others" if self.rank == 0 else "process 0"):
-            self._wait_for_words(dist.broadcast(command, 0, async_op=True))
+            self._wait_for(dist.broadcast(command, 0, async_op=True))
 
     def _burst(self, pair: int, message_bytes: int, repetitions: int) -> list[float]:
         """Seconds of each repetition where it is timed; an empty list elsewhere."""
@@ -272,7 +272,7 @@ class Process:
         with self._talking_to("the others"):
             for tensor in self._messages(message_bytes, repetitions):
                 begin = time.perf_counter()
-                self._wait_for_message(dist.all_reduce(tensor, async_op=True))
+                self._wait_for(dist.all_reduce(tensor, async_op=True), on_gpu=self.on_gpu)
                 self._finish()
                 times.append(time.perf_counter() - begin)
         return times[1:]
@@ -300,14 +300,13 @@ class Process:
                 begin = time.perf_counter()
                 send = dist.isend(outgoing, peer)
                 receive = receive or dist.irecv(incoming, peer)
-                self._wait_for_message(send)
-                self._wait_for_message(receive)
+                self._wait_for(send, on_gpu=self.on_gpu)
+                self._wait_for(receive, on_gpu=self.on_gpu)
                 self._finish()
                 times.append((time.perf_counter() - begin) / 2)
         return times[1:]
 
     def _pong(self, message_bytes: int, repetitions: int) -> None:
-        """Receive, and send as much back."""
         peer = self.rank - 1
         if self._channels is not None and peer in self._by_size:
             for outgoing in self._messages(message_bytes, repetitions):
@@ -321,10 +320,10 @@ class Process:
             receive = dist.irecv(torch.empty_like(messages[0]), peer)
             for k, outgoing in enumerate(messages):
                 following = messages[k + 1 : k + 2]
-                self._wait_for_message(receive)
+                self._wait_for(receive, on_gpu=self.on_gpu)
                 if following and not self.on_gpu:
                     receive = dist.irecv(torch.empty_like(following[0]), peer)
-                self._wait_for_message(dist.isend(outgoing, peer))
+                self._wait_for(dist.isend(outgoing, peer), on_gpu=self.on_gpu)
                 if following and self.on_gpu:
                     receive = dist.irecv(torch.empty_like(following[0]), peer)
             self._finish()
@@ -342,15 +341,11 @@ class Process:
         for _ in range(repetitions):
             yield large
 
-    def _wait_for_words(self, work: dist.Work | None) -> None:
-        """Wait for words between the processes; they go by gloo whatever the device is."""
+    def _wait_for(self, work: dist.Work | None, *, on_gpu: bool = False) -> None:
+        """Words between the processes go by gloo whatever the device is; of what is measured
+        `on_gpu`, only what comes next there waits."""
         assert work is not None
-        work.wait(self.timeout)
-
-    def _wait_for_message(self, work: dist.Work | None) -> None:
-        """Wait for what is measured; on a GPU only what comes next on it waits."""
-        assert work is not None
-        if self.on_gpu:
+        if on_gpu:
             work.wait()
         else:
             work.wait(self.timeout)
@@ -368,7 +363,6 @@ class Process:
 
     @contextmanager
     def _talking_to(self, whom: str) -> Iterator[None]:
-        """Failures inside are failures to reach `whom`."""
         try:
             yield
         except RuntimeError as error:

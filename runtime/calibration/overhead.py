@@ -112,18 +112,14 @@ def _chain(weights: WeightVersions | None) -> tuple[float, float]:
     x = torch.ones(8, requires_grad=True)
     begin = time.perf_counter()
     with nullcontext() if weights is None else weights.forward(None):
-        end = _multiplied(x)
+        y = x
+        for _ in range(CHAIN):
+            y = y * x
+        end = y.sum()
     middle = time.perf_counter()
     with nullcontext() if weights is None else weights.backward(None):
         end.backward()
     return middle - begin, time.perf_counter() - middle
-
-
-def _multiplied(x: Tensor) -> Tensor:
-    y = x
-    for _ in range(CHAIN):
-        y = y * x
-    return y.sum()
 
 
 def _timed(work: Callable[[], object], before: Callable[[], object]) -> float:

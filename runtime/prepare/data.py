@@ -277,7 +277,13 @@ def check_padding(
     elif settings.evaluate:
         # What every stage has room for.
         size = min(samples)
-        if not _test_size(task) % size:
+        try:
+            found: Any = task.data("test")
+            # Where batches are put together elsewhere, each may end in a part of a micro-batch.
+            count = 1 if comes_in_batches(found) else dataset_size(found, "test")
+        except Exception:  # the user's code, which the evaluation is to tell of
+            return
+        if not count % size:
             return
         advice = NO_EVALUATION
     else:
@@ -318,16 +324,6 @@ def check_result(
                 f"holds a tensor of shape {list(shape)} then, whose rows aren't of one sample "
                 f"each: what is real can't be told; {advice}"
             )
-
-
-def _test_size(task: Task) -> int:
-    """Samples in the test data; 0 where it can't be had, which the evaluation is to say."""
-    try:
-        found: Any = task.data("test")
-        # Where batches are put together elsewhere, each may end in a part of a micro-batch.
-        return 1 if comes_in_batches(found) else dataset_size(found, "test")
-    except Exception:  # the user's code
-        return 0
 
 
 def real_part(result: Any, real: int, size: int, advice: str) -> Any:

@@ -229,7 +229,6 @@ def _against_plain(
 
 
 def _random_numbers(plain: PlainTraining, prepared: Prepared) -> list[str]:
-    """Notes on what is drawn at random."""
     traits, numbers = plain.traits, plain.numbers
     notes = [_LOSS_DRAWS.format(why=_HIDDEN)] if traits.loss_hides else []
     if numbers is not None and not numbers.beyond:

@@ -134,6 +134,5 @@ class _Trial:
         return few(found, split, self._test_samples)
 
     def loss(self, output: Any, target: Any) -> Any:
-        """The task's own."""
         self.latest = output, target
         return self._task.loss(output, target)

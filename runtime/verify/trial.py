@@ -12,12 +12,13 @@ import math
 import random
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from textwrap import shorten
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...profiles.errors import TargetError, TimeprestError
 from ...profiles.measuring.measure import TRIAL_MICRO_BATCHES, TrialCase, TrialReport, trial_samples
@@ -76,7 +77,12 @@ def try_in_pieces(case: TrialCase, settings: RunSettings | None = None) -> Trial
     Raises TargetError where pieces don't train what plain training does.
     """
     settings = settings or RunSettings(task=case.name)
-    if not _has_hooks(case, settings):
+    try:
+        with put_back(case):
+            made = make_optimizer(case.task, settings, case.model.named_parameters())
+            make_scheduler(case.task, settings, made, case.length)
+    except TimeprestError:
+        # A run that can't make them says so itself.
         return TrialReport()
     held = sum(p.nbytes for p in case.model.parameters())
     free = free_bytes(case.device)
@@ -128,28 +134,8 @@ def try_plan(prepared: Prepared) -> tuple[str, ...]:
     return found.lines
 
 
-def _has_hooks(case: TrialCase, settings: RunSettings) -> bool:
-    """Whether a run makes its optimizer and scheduler. Where it doesn't, it says so itself."""
-    try:
-        with put_back(case):
-            made = make_optimizer(case.task, settings, case.model.named_parameters())
-            make_scheduler(case.task, settings, made, case.length)
-    except TimeprestError:
-        return False
-    return True
-
-
 def _not_tried(case: TrialCase, why: str) -> TrialReport:
     return TrialReport((f"{case.name}: {NOT_TRIED}: {why}",))
-
-
-def _has_versions(model: nn.Module) -> bool:
-    """Whether systems that don't flush take it."""
-    try:
-        check_memory([model])
-    except TargetError:
-        return False
-    return True
 
 
 def _warm_up(case: TrialCase) -> float:
@@ -340,14 +326,17 @@ class _TrialRun:
         self.lines: list[str] = []
         cuts = case.cuts or drawn_cuts(case)
         whole: Groups = (tuple(range(len(case.graph.layers))),)
-        trained = frozenset(n for n, p in case.model.named_parameters() if p.requires_grad)
-        if not case.overwrites or not _has_versions(case.model):
-            trained = frozenset()
+        trained = frozenset[str]()
+        if case.overwrites:
+            # Systems that don't flush may not take it.
+            with suppress(TargetError):
+                check_memory([case.model])
+                named = case.model.named_parameters()
+                trained = frozenset(name for name, p in named if p.requires_grad)
         self.whole = Perturbed((whole,) * MINI_BATCHES, whole, False, frozenset())
         self.all = Perturbed(cuts, cuts[0], True, trained)
 
     def run(self) -> TrialReport:
-        """As `try_in_pieces`."""
         name = self.case.name
         try:
             odd = self.odd(self.all)
@@ -369,7 +358,6 @@ class _TrialRun:
         return self.report(odd)
 
     def report(self, odd: _Odd | None) -> TrialReport:
-        """Of a difference that isn't rounding."""
         name, unversioned = self.case.name, list[str]()
         while odd is not None and odd.what != UPDATE:
             if (cause := self.cause()) is not None:
@@ -396,7 +384,6 @@ class _TrialRun:
             return _Odd(FAILURE, f"it fails with {text}")
 
     def compare(self, steps: Iterable[TrialStep]) -> _Odd | None:
-        """The first difference of a training."""
         for b, found in enumerate(steps):
             odd = (
                 self.tolerance.losses(b, found)

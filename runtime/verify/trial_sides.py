@@ -22,7 +22,7 @@ from ...profiles.autograd.boundary import Inlet
 from ...profiles.measuring.measure import TrialCase
 from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tasks.task import read_loss
-from ...profiles.tracing.call import Call, unchanged
+from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import Piece, cut, map_items
 from ...profiles.tracing.random_states import own_states, seed_all, set_own_states, state_of
 from ...profiles.tracing.remembered import dense
@@ -302,11 +302,15 @@ class TrainingInPieces:
 
     def _mini_batch(self, b: int) -> list[tuple[float, ...]]:
         case, every = self.case, self.case.micro_batches
-        pieces = cut(case.graph, self.how.cuts[b])
+        pieces, names = cut(case.graph, self.how.cuts[b]), [n.name for n in case.graph.inputs]
         losses: list[tuple[float, ...]] = []
         batches = [range(len(every))] if self.how.together else [[i] for i in range(len(every))]
         for together in batches:
-            flying = {i: self._enter(b, i, every[i][0]) for i in together}
+            flying: dict[int, _Flight] = {}
+            for i in together:
+                self._random.begin(b, i, _FORWARD)
+                values = dict(zip(names, every[i][0].tensors, strict=False))
+                flying[i] = _Flight(values, self._random.take())
             for piece in pieces:
                 for micro in flying.values():
                     self._forward(piece, micro)
@@ -324,12 +328,6 @@ class TrainingInPieces:
                 if p.grad is not None:
                     p.grad *= scale
         return losses
-
-    def _enter(self, b: int, i: int, call: Call) -> _Flight:
-        self._random.begin(b, i, _FORWARD)
-        names = (node.name for node in self.case.graph.inputs)
-        values = dict(zip(names, call.tensors, strict=False))
-        return _Flight(values, self._random.take())
 
     def _forward(self, piece: Piece, micro: _Flight) -> None:
         inlets: dict[str, Inlet] = {}
