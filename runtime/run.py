@@ -186,7 +186,9 @@ def _run(
         found = _train(prepared, where, observer, rendezvous, inline=inline)
         seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
         trained = sum(record.mini_batches for record in epochs)
-        stopped = _stopped(prepared, trained, observer)
+        stop: Stop | None = getattr(observer, "stop", None)
+        whole_run = stop is None or trained == prepared.segments[-1].end
+        stopped = None if stop is None or whole_run else stop.why
         done = [s for s in prepared.segments if stopped is None or s.end <= trained]
         at = settings.resume_at or 0
         summary = summarize(plan, done, epochs, found, seconds, at, inline=inline, stopped=stopped)
@@ -262,12 +264,6 @@ def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
         before=tuple(event for event in told if isinstance(event, EvaluationDone)),
         told_before=told,
     )
-
-
-def _stopped(prepared: Prepared, trained: int, observer: Observer) -> str | None:
-    """Why a callback ended the run before its last mini-batch; None: it didn't."""
-    stop: Stop | None = getattr(observer, "stop", None)
-    return None if stop is None or trained == prepared.segments[-1].end else stop.why
 
 
 def _train(

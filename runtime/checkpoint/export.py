@@ -100,7 +100,10 @@ def export(
         return Exported(taken_from, found.tied, 1)
     with new_folder(output) as folder:
         found, taken_from = _read(run, at)
-        files = _writer_of(to)(found, folder, shard_bytes)
+        if to not in _WRITERS and to not in (known := plugins.names("formats")):
+            raise UserError(f"to {to!r}: give one of {', '.join((*_WRITERS, *known))}")
+        write: Writer = _WRITERS.get(to) or plugins.load("formats", to)
+        files = write(found, folder, shard_bytes)
     return Exported(taken_from, {} if to == "dcp" else found.tied, files)
 
 
@@ -199,13 +202,3 @@ Writer = Callable[[Weights, Path, int | None], int]
 """Writes weights into a folder, in files of so many bytes at most, and says how many files."""
 
 _WRITERS: dict[str, Writer] = {"safetensors": _write_safetensors, "dcp": _write_dcp}
-
-
-def _writer_of(to: str) -> Writer:
-    """Raises UserError for a format that neither we nor a plugin has."""
-    if to in _WRITERS:
-        return _WRITERS[to]
-    if to not in (known := plugins.names("formats")):
-        raise UserError(f"to {to!r}: give one of {', '.join((*_WRITERS, *known))}")
-    found: Writer = plugins.load("formats", to)
-    return found

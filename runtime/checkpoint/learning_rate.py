@@ -64,7 +64,6 @@ class _Stepped(NamedTuple):
 
     @property
     def plain(self) -> Any:
-        """Its state."""
         return _plain(self.rule.state_dict())
 
 

@@ -66,7 +66,6 @@ def changed(before: Mapping[str, Any], stages: Sequence[Stage]) -> list[str]:
 
 
 def _modules(root: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Those that weren't seen before."""
     for path, module in root.named_modules():
         if id(module) not in seen:
             seen.add(id(module))

@@ -246,19 +246,15 @@ class ProcessAllReduce(AllReducer):
                 else dist.new_group(list(ranks), timeout=self.timeout)
             )
         self._on_device: dict[str, dist.ProcessGroup] = {}
-        if nccl is not None:
-            self._make_nccl_groups(nccl)
-
-    def _make_nccl_groups(self, device: torch.device) -> None:
-        """A communicator for each group of gradients, made by the first all-reduce in it."""
-        for name, ranks in self._ranks.items():
+        for name, ranks in groups.items() if nccl is not None else ():
             if name in (ALL_WORKERS, LOSS_WEIGHTS):
                 continue
+            # A communicator for each group of gradients, made by the first all-reduce in it.
             group = dist.new_group(list(ranks), timeout=2 * self.timeout, backend="nccl")
-            if self._rank in ranks:
+            if rank in ranks:
                 self._on_device[name] = group
                 pending = _ProcessPending(self, name)
-                pending.add([torch.zeros(1, dtype=torch.float32, device=device)])
+                pending.add([torch.zeros(1, dtype=torch.float32, device=nccl)])
                 pending.wait()
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
@@ -304,7 +300,6 @@ class _ProcessPending(Pending):
         self._works: list[tuple[dist.Work, Tensor, Tensor, list[Tensor]]] = []
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Start the all-reduce of a bucket's tensors."""
         if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_conj():
             flat = tensors[0]
         else:

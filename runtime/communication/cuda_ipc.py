@@ -80,7 +80,6 @@ class _Driver:
         return address.value
 
     def free(self, address: int) -> None:
-        """Give it back."""
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def handle(self, address: int) -> bytes:
@@ -101,11 +100,9 @@ class _Driver:
         return address.value
 
     def close(self, address: int) -> None:
-        """Be done with another one's memory."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def copy(self, target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-        """On a stream."""
         self._call(
             "cuMemcpyAsync",
             ctypes.c_uint64(target),
@@ -145,7 +142,6 @@ class _DeviceSlots:
             return b"".join(bytes(event.ipc_handle()) for of_box in self.own for event in of_box)
 
     def know(self, told: bytes) -> None:
-        """The other side's."""
         handles = iter(told[k : k + HANDLE_BYTES] for k in range(0, len(told), HANDLE_BYTES))
         self.others = [
             [torch.cuda.Event.from_ipc_handle(self.device, next(handles)) for _ in range(b.slots)]
@@ -153,7 +149,6 @@ class _DeviceSlots:
         ]
 
     def at(self, k: int, slot: int) -> int:
-        """Address of a slot."""
         box = self.layout[k]
         return self.address + box.offset + slot * aligned(box.nbytes)
 

@@ -34,7 +34,6 @@ class _CsvFile(GrowingFile):
         self.append(_lines([self.columns]))
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float | None]) -> None:
-        """A row, empty where there is no value."""
         if step in self._there:
             return
         if not self.columns:

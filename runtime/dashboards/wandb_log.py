@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import file_errors, write_bytes
 from ..records.events import RunBegun
-from ..settings import RunSettings
 from .services import WRITTEN, Written, library
 
 
@@ -38,7 +36,7 @@ class WandbLog:
         wandb = library("wandb", "wandb")
         _check_login(wandb)
         # Its own process writes what it was given, whatever becomes of this one.
-        path = folder / "wandb" / WRITTEN
+        path, plan = folder / "wandb" / WRITTEN, event.plan
         self._written = Written(path, event.resumed_at, lambda: None)
         try:
             self._run = wandb.init(
@@ -48,7 +46,17 @@ class WandbLog:
                 resume="allow",
                 # It makes a folder called wandb there.
                 dir=str(folder),
-                config=_config(event.plan, event.settings),
+                # What runs are told apart by.
+                config={
+                    "task": event.settings.task,
+                    "system": plan.variant,
+                    "stages": len(plan.stages),
+                    "workers": plan.workers,
+                    "mini_batch": plan.mini_batch,
+                    "micro_batches": plan.micro_batches,
+                    "seed": event.settings.seed,
+                    "predicted_period_s": plan.predicted.period_s,
+                },
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except OSError as error:
@@ -77,17 +85,3 @@ def _run_id(path: Path, *, new: bool) -> str:
     found = uuid.uuid4().hex[:8]
     write_bytes(path, found.encode())
     return found
-
-
-def _config(plan: Plan, settings: RunSettings) -> dict[str, Any]:
-    """What runs are told apart by."""
-    return {
-        "task": settings.task,
-        "system": plan.variant,
-        "stages": len(plan.stages),
-        "workers": plan.workers,
-        "mini_batch": plan.mini_batch,
-        "micro_batches": plan.micro_batches,
-        "seed": settings.seed,
-        "predicted_period_s": plan.predicted.period_s,
-    }

@@ -335,7 +335,6 @@ def _model_of(
     loss: LossKind,
     modes: Modes,
 ) -> PreparedModel:
-    """The model with its stages; arguments as its fields."""
     model, graph = traced.model, next(iter(traced.training.values()))
     names = first_names(model)
     used = {names.get(name, name) for s in stages for name in state_of(s.piece.module)}

@@ -191,7 +191,6 @@ class Samples:
         return batch.part(real, size)
 
     def _instead(self, batches: Batches, number: int, rows: int) -> str:
-        """What to do about a batch that isn't a mini-batch."""
         short = batches.stream and rows < self.mini_batch
         if short and batches.loader.num_workers > 1:
             return batches.ends_of_workers("ends with a batch of its own")
@@ -324,11 +323,8 @@ class _TakenAhead:
             return self._now(wanted)
         self._coming.popleft()
         if self._thread is not None:
-            what = f"data({self._samples.split!r})"
-            try:
-                return self._thread.next(max(self._wait_s, START_S), what)
-            except StopIteration:
-                raise AssertionError("fewer were made than expected") from None
+            # It makes as many as are expected.
+            return self._thread.next(max(self._wait_s, START_S), f"data({self._samples.split!r})")
         if self._draws is not None:
             return self._now(wanted)
         before = states()

@@ -118,7 +118,6 @@ class OtherModes:
 
 
 def _in_other_mode(model: nn.Module) -> frozenset[str]:
-    """Names of the modules that aren't in the model's mode."""
     every = model.named_modules(remove_duplicate=False)
     return frozenset(name for name, module in every if module.training != model.training)
 

@@ -79,7 +79,6 @@ class _StartProgress:
         self.over = False
 
     def poll(self) -> None:
-        """Say it where it has changed."""
         if self.over:
             return
         # A run that is resumed finds what the workers before were at.

@@ -159,16 +159,13 @@ class EvaluationMetrics:
             self._sums[name] = self._sums.get(name, 0.0) + total
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
-    def means(self) -> dict[str, float]:
-        """By name; "loss" is always among them. NaN where nothing counts."""
-        return {
+    def figures(self, task: Task) -> dict[str, float]:
+        """The means by name, and what the task makes of them; "loss" is always among them. NaN
+        where nothing counts. Raises TargetError."""
+        means = {
             name: total / self._weights[name] if self._weights[name] else math.nan
             for name, total in self._sums.items()
         }
-
-    def figures(self, task: Task) -> dict[str, float]:
-        """The means, and what the task makes of them. Raises TargetError."""
-        means = self.means()
         return {**means, **task_figures(task, means)}
 
 

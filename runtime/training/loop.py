@@ -213,7 +213,6 @@ class Course:
                 runner.on_mini_batch = self._report
 
     def _start(self, where: RunDir) -> None:
-        """Go to where the run starts, which the settings say."""
         settings = self.prepared.settings
         self.done = settings.resume_at or 0
         for position, runner in enumerate(self.runners):
@@ -374,7 +373,6 @@ class Course:
         return updates_last(pipeline, order.on_devices()[device])
 
     def _take_turns(self, order: Schedule) -> None:
-        """Several runners in one process."""
         updates: list[tuple[int, Iterator[None]]] = []
         for s, op in self._sequence(order):
             if op.kind != UPDATE:

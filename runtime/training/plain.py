@@ -232,7 +232,6 @@ class PlainTraining:
     def _forward(
         self, segment: Segment, b: int, positions: range, part: MicroBatchPart
     ) -> tuple[Any, Any]:
-        """The model's result of these samples, and the target."""
         inputs, target = self._take(segment, positions, part.size)
         if self.numbers is not None:
             self.numbers.begin(None, (segment.first + b,), positions)

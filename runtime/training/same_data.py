@@ -227,7 +227,6 @@ def _name(runners: Sequence[StageRunner], number: int) -> str:
 
 
 def _digests(taken: Iterator[tuple[Any, Any]]) -> tuple[bytes, bytes]:
-    """Digests of all inputs and of all targets."""
     both = hashlib.blake2b(digest_size=_WORDS.size), hashlib.blake2b(digest_size=_WORDS.size)
     for pair in taken:
         for found, part in zip(both, pair, strict=True):
