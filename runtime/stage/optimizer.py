@@ -48,47 +48,28 @@ Parameters = Iterable[Any]
 """Parameters, or groups of them."""
 
 
-def _adam(choice: OptimizerChoice) -> dict[str, Any]:
-    betas = {} if choice.betas is None else {"betas": choice.betas}
-    return {"lr": choice.lr, "weight_decay": choice.weight_decay, **betas}
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 
 
-def _muon(
-    parameters: Parameters, choice: OptimizerChoice, matrices: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    found = list(parameters)
-    groups = found if found and isinstance(found[0], dict) else [{"params": found}]
-    momentum = {"momentum": choice.momentum} if choice.momentum else {}
-    return MuonWithAdamW(
-        groups,
-        matrices,
-        muon={"lr": choice.lr, "weight_decay": choice.weight_decay, **momentum},
-        adamw=_adam(choice),
-    )
-
-
-_MAKERS: dict[
-    str, Callable[[Parameters, OptimizerChoice, Iterable[nn.Parameter]], torch.optim.Optimizer]
-] = {
-    "sgd": lambda parameters, o, _: torch.optim.SGD(
-        parameters,
-        lr=o.lr,
-        momentum=o.momentum,
-        weight_decay=o.weight_decay,
-        nesterov=o.nesterov,
-    ),
-    "adam": lambda parameters, o, _: torch.optim.Adam(parameters, **_adam(o)),
-    "adamw": lambda parameters, o, _: torch.optim.AdamW(parameters, **_adam(o)),
-    "muon": _muon,
-}
-"""Each from the parameters or groups of them, and those that are matrices of hidden layers."""
-
-OPTIMIZERS = tuple(_MAKERS)
+def _chosen(
+    choice: OptimizerChoice, parameters: Parameters, matrices: Iterable[nn.Parameter]
+) -> Optimizer:
+    """`matrices`: those of the parameters that are matrices of hidden layers."""
+    options: dict[str, Any] = {"lr": choice.lr, "weight_decay": choice.weight_decay}
+    if choice.name == "sgd":
+        return SGD(parameters, momentum=choice.momentum, nesterov=choice.nesterov, **options)
+    of_adam = options if choice.betas is None else {**options, "betas": choice.betas}
+    if choice.name == "muon":
+        found = list(parameters)
+        groups = found if found and isinstance(found[0], dict) else [{"params": found}]
+        of_muon = {**options, "momentum": choice.momentum} if choice.momentum else options
+        return MuonWithAdamW(groups, matrices, muon=of_muon, adamw=of_adam)
+    return (Adam if choice.name == "adam" else AdamW)(parameters, **of_adam)
 
 
 def check_choice(choice: OptimizerChoice) -> OptimizerChoice:
     """Raises UserError for an unknown name, or options that another optimizer has."""
-    if choice.name not in _MAKERS:
+    if choice.name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise UserError(f"--optimizer: unknown {choice.name!r}; known are {known}")
     if choice.name == "muon" and not has_muon():
@@ -136,7 +117,7 @@ def make_optimizer(
     choice = settings.optimizer
     if choice is not None:
         hidden = [p for name, p in trained if name in matrices]
-        return _MAKERS[choice.name](parameters, choice, hidden)
+        return _chosen(choice, parameters, hidden)
     return task_optimizer(task.optimizer, parameters, every, owner)
 
 
