@@ -140,7 +140,16 @@ def lead(
     ]
     for cell in cells:
         cell.warm_up(process)
-    _take_turns(process, cells, settings, progress)
+    # Burst by burst, until no cell needs more. A cell that has enough is left out.
+    shown, left = 0.0, cells
+    while left:
+        for cell in left:
+            if time.monotonic() - shown > PROGRESS_S:
+                shown = time.monotonic()
+                done = fmean(c.share_done(settings.precision) for c in cells)
+                progress(format_bytes(cell.message_bytes), int(1000 * done), 1000)
+            cell.burst(process)
+        left = [cell for cell in left if cell.share_done(settings.precision) < 1]
     points = {pair: tuple(c.point() for c in cells if c.pair == pair) for pair in shares}
     found = LinkTimes(
         processes=processes,
@@ -151,22 +160,6 @@ def lead(
     )
     process.end()
     return found
-
-
-def _take_turns(
-    process: Process, cells: list[TimedOperation], settings: LinkSettings, progress: Progress
-) -> None:
-    """Burst by burst, until no cell needs more. A cell that has enough is left out."""
-    shown = 0.0
-    left = cells
-    while left:
-        for cell in left:
-            if time.monotonic() - shown > PROGRESS_S:
-                shown = time.monotonic()
-                done = fmean(c.share_done(settings.precision) for c in cells)
-                progress(format_bytes(cell.message_bytes), int(1000 * done), 1000)
-            cell.burst(process)
-        left = [cell for cell in left if cell.share_done(settings.precision) < 1]
 
 
 def measure_here(

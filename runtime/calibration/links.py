@@ -79,22 +79,19 @@ class LinkTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class LinkDir(RunDir):
-    """A measurement's temporary folder: settings, progress and the result; errors and logs."""
+    """A measurement's temporary folder: errors and logs as of a run.
 
-    @property
-    def settings(self) -> Path:
-        """File of the settings, for the workers."""
-        return self.path / "settings.json"
+    Attributes:
+        settings: file of the settings, for the workers.
+        progress: file of the progress: lines of JSON [what, done, of].
+        times: file of the result.
+    """
 
-    @property
-    def progress(self) -> Path:
-        """File of the progress: lines of JSON [what, done, of]."""
-        return self.path / "progress.jsonl"
-
-    @property
-    def times(self) -> Path:
-        """File of the result."""
-        return self.path / "times.json"
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.settings = self.path / "settings.json"
+        self.progress = self.path / "progress.jsonl"
+        self.times = self.path / "times.json"
 
 
 def backend_of(device: str) -> str:

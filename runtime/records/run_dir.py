@@ -42,10 +42,20 @@ class RunDir:
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
     Weights are written by replica 0 alone. The status of a worker is called as its first stage's
     files.
+
+    Attributes:
+        metrics: progress, line by line.
+        checkpoints: where the checkpoints are.
+        statuses: where it is what each worker is at (`status`).
+        summary: the end of the run; it is there when the run has ended.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.statuses = self.path / "status"
+        self.summary = self.path / "summary.json"
 
     def check_new(self) -> None:
         """Raise FileError when it holds a run already, or files that a run would write over."""
@@ -129,11 +139,6 @@ class RunDir:
         settings = read_file(self.path / "settings.json", RunSettings)
         return read_plan(self.path / "plan.json"), settings
 
-    @property
-    def metrics(self) -> Path:
-        """Progress, line by line."""
-        return self.path / "metrics.jsonl"
-
     def operations(self, replica: Replica) -> Path:
         """A replica's log of operations."""
         return self.path / "operations" / f"{replica.file}.jsonl"
@@ -155,28 +160,13 @@ class RunDir:
         what another name does, and that one."""
         return self.path / "weights" / f"stage{stage}.safetensors"
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
-        return self.path / "checkpoints"
-
     def checkpoint(self, mini_batches: int) -> Path:
         """The checkpoint after so many mini-batches."""
         return self.checkpoints / f"{mini_batches:08d}"
 
-    @property
-    def statuses(self) -> Path:
-        """What each worker is at (`status`)."""
-        return self.path / "status"
-
     def status(self, worker: Worker) -> Path:
         """What a worker is at."""
         return self.statuses / f"{worker.file}.json"
-
-    @property
-    def summary(self) -> Path:
-        """The end of the run; it is there when the run has ended."""
-        return self.path / "summary.json"
 
     def write_report(self, replica: Replica, report: StageReport) -> None:
         """Write a replica's figures."""
