@@ -128,12 +128,8 @@ class PreparedModel:
         """`names`, by those of its state_dict."""
         return {self.saved.get(n, n): self.saved.get(f, f) for n, f in self.names.items()}
 
-    def as_written(self, state: Mapping[str, T]) -> dict[str, T]:
-        """What goes by the model's names, by those of its state_dict."""
-        return {self.saved.get(name, name): value for name, value in state.items()}
-
     def as_named(self, written: Mapping[str, T]) -> dict[str, T]:
-        """The reverse."""
+        """What goes by the names of its state_dict, by the model's."""
         names = {other: name for name, other in self.saved.items()}
         return {names.get(name, name): value for name, value in written.items()}
 

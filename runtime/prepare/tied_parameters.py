@@ -84,10 +84,6 @@ class Ties:
     shared: tuple[OnOneDevice, ...] = ()
     frozen: tuple[OnOneDevice, ...] = ()
 
-    def owned_by(self, stage: int) -> list[OnOneDevice]:
-        """Of those that are trained, which a stage updates for others, too."""
-        return [shared for shared in self.shared if stage == shared.owner]
-
     def owned_elsewhere(self, stage: int) -> list[OnOneDevice]:
         """Which a stage uses, trained or not, and another one of its device owns."""
         every = (*self.shared, *self.frozen)

@@ -69,11 +69,6 @@ class StageMessages:
     def _for(micro_batch: int, routes: Iterable[MessageRoute]) -> list[MessageRoute]:
         return [c for c in routes if micro_batch in c.micro_batches]
 
-    @property
-    def held_bytes(self) -> int:
-        """Of messages that were received or are under way."""
-        return self.channels.held_bytes
-
     def series(self, mini_batches: int) -> list[MessageSeries]:
         """All messages of a segment with so many mini-batches."""
         series = []

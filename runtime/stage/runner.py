@@ -165,7 +165,7 @@ class StageRunner:
         start = mark()
         given = PieceInputs(values, target, part, None)
         try:
-            version, outputs, loss = self.stage.forward(op, given, messages.held_bytes)
+            version, outputs, loss = self.stage.forward(op, given, self.channels.held_bytes)
         except Exception as error:
             advise(self.prepared, values, error)
             raise
@@ -186,7 +186,7 @@ class StageRunner:
         grads = messages.output_gradients(mine, partial(stage.made_shape, op))
         stage.hooks.before_backward(op)
         start = mark()
-        version, forward_version, back = stage.backward(op, grads, messages.held_bytes)
+        version, forward_version, back = stage.backward(op, grads, self.channels.held_bytes)
         end = mark()
         messages.send_gradients(mine, back)
         sent = mark()
@@ -200,7 +200,7 @@ class StageRunner:
         begin = mark()
         self.stage.hooks.before_backward(op)
         start = mark()
-        version = self.stage.backward_weight(op, self.messages.held_bytes)
+        version = self.stage.backward_weight(op, self.channels.held_bytes)
         end = mark()
         spans = Spans(begin, start, end, end, looked=(start, start))
         self.notes.handed_in(op, version, spans)
@@ -215,7 +215,7 @@ class StageRunner:
         number = segment.first + op.mini_batch
         found = yield from self.gradients.complete(number, losses, counts=self._losses.counts)
         start = mark()
-        version = stage.update(self.messages.held_bytes, steps=found.steps)
+        version = stage.update(self.channels.held_bytes, steps=found.steps)
         if stage.updates.scheduler is not None:
             stage.updates.scheduler.after_update(ends_epoch=segment.ends_epoch(op.mini_batch))
         end = mark()
@@ -272,7 +272,8 @@ class StageRunner:
         """The stage's parameters and buffers under the names of the model's state_dict; the first
         stage's with those that no stage uses."""
         model = self.prepared.model
-        return model.as_written({**self.stage.state(), **({} if self.number else model.unused)})
+        state = {**self.stage.state(), **({} if self.number else model.unused)}
+        return {model.saved.get(name, name): tensor for name, tensor in state.items()}
 
     def tied_names(self) -> dict[str, str]:
         """Of the names in `state`, those that stand for what an earlier name of the model does, and

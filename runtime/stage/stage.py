@@ -76,7 +76,7 @@ class Stage:
             give_own_memory(self.updated)
         # Where losses have weights of their own, each mini-batch's gradients are divided by its.
         together = 1 if model.loss.weighted else plan.update_every
-        shared = model.ties.owned_by(s)
+        shared = [one for one in model.ties.shared if one.owner == s]
         ties = [TiedWeights(one.stages, one.of(module), together) for one in shared]
         self.ties = StageTies(s, ties)
         tied = set(map(id, self.ties.parameters))
