@@ -101,17 +101,31 @@ class AllReducer(Protocol):
 
 
 @dataclass
-class _Offers:
+class _Offers(Pending):
     """What the replicas of a group have offered for one all-reduce, by number.
 
     Attributes:
+        missing: numbers of those in this process that haven't started it.
         sums: of the parts of this process.
         pending: their all-reduce with those of other processes.
     """
 
+    group: str
+    missing: list[int]
     tensors: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     sums: list[Tensor] = field(default_factory=list)
     pending: Pending | None = None
+
+    def wait(self) -> None:
+        """Whoever waits first gives the sums to all."""
+        if self.pending is None:
+            raise PeerError(f"a sum over {self.group} waits for number {self.missing[0]}")
+        self.pending.wait()
+        with torch.no_grad():
+            for tensors in self.tensors.values():
+                for tensor, total in zip(tensors, self.sums, strict=True):
+                    tensor.copy_(total)
+        self.tensors, self.sums, self.pending = {}, [], Pending()
 
 
 class Pool:
@@ -133,38 +147,24 @@ class Pool:
         self.others = others
         self.offers: dict[tuple[str, int], _Offers] = {}
 
-    def offer(self, key: tuple[str, int], number: int, tensors: Sequence[Tensor]) -> None:
+    def offer(self, key: tuple[str, int], number: int, tensors: Sequence[Tensor]) -> Pending:
         """Take a replica's part. With the last one of this process the sum goes on its way."""
-        offers = self.offers.setdefault(key, _Offers())
+        group = self.groups[key[0]]
+        everyone = [k for mine in group for k in mine]
+        offers = self.offers.setdefault(key, _Offers(key[0], everyone))
         offers.tensors[number] = tensors
-        if not self.missing(key):
+        offers.missing.remove(number)
+        if not offers.missing:
+            del self.offers[key]
             with torch.no_grad():
                 workers = [
                     [_sum(same) for same in zip(*(offers.tensors[k] for k in mine), strict=True)]
-                    for mine in self.groups[key[0]]
+                    for mine in group
                 ]
                 offers.sums = [_sum(same) for same in zip(*workers, strict=True)]
             others = self.others
             offers.pending = others.start(key[0], offers.sums) if others else Pending()
-
-    def missing(self, key: tuple[str, int]) -> list[int]:
-        """Numbers of those in this process that haven't started it."""
-        offers = self.offers[key]
-        return [k for mine in self.groups[key[0]] for k in mine if k not in offers.tensors]
-
-    def take(self, key: tuple[str, int]) -> None:
-        """Give everyone the sum, if that hasn't been done yet. Raises PeerError."""
-        offers = self.offers.get(key)
-        if offers is None:
-            return
-        if offers.pending is None:
-            raise PeerError(f"a sum over {key[0]} waits for number {self.missing(key)[0]}")
-        offers.pending.wait()
-        with torch.no_grad():
-            for tensors in offers.tensors.values():
-                for tensor, total in zip(tensors, offers.sums, strict=True):
-                    tensor.copy_(total)
-        del self.offers[key]
+        return offers
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -190,18 +190,7 @@ class LocalAllReduce(AllReducer):
         if pool.others is not None and pool.groups[group] == [(self.number,)]:
             return pool.others.start(group, tensors)
         count = self._started[group] = self._started.get(group, 0) + 1
-        pool.offer((group, count), self.number, tensors)
-        return _LocalPending(pool, (group, count))
-
-
-class _LocalPending(Pending):
-    def __init__(self, pool: Pool, key: tuple[str, int]) -> None:
-        self._pool = pool
-        self._key = key
-
-    def wait(self) -> None:
-        """Whoever waits first gives the sums to all."""
-        self._pool.take(self._key)
+        return pool.offer((group, count), self.number, tensors)
 
 
 # Between processes ------------------------------------------------------------------------------
