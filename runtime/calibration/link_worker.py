@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,12 +28,12 @@ from ...profiles.errors import UserError
 from ...profiles.files import write_bytes
 from ...profiles.units import format_bytes
 from ..communication import cuda_ipc
-from ..communication.channel import Channels, PeerError
+from ..communication.channel import PeerError
 from ..communication.shared_memory import connect
 from ..communication.signed_store import SignedStore
 from ..communication.transport import IPC, IPC_AND_NCCL
 from ..prepare.devices import device_of, gpu_count
-from ..prepare.messages import MessageRoute, message_series
+from ..prepare.messages import message_series
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous
 from ..records.growing_file import GrowingFile
@@ -242,41 +242,29 @@ def _take_part(
             if not machines or machines[pair] == machines[pair + 1]
         ]
         by_size = link_routes(near, settings.message_bytes)
-        channels = _by_ipc(rendezvous.rank, by_size, device, store, launched.world_size)
-        if channels is not None:
+        rank = rendezvous.rank
+        peers = [pair + (pair == rank) for pair in by_size if rank in (pair, pair + 1)]
+        why_not = cuda_ipc.why_not(rank, peers, device, store, TIMEOUT_S)
+        if by_size and not why_not:
+            # As stages of one host have them.
+            routes = [route for of_pair in by_size.values() for route in of_pair.values()]
+            names = [f"process {other}" for other in range(launched.world_size)]
+            ends = cuda_ipc.GpuMemory(device)
+            channels = connect(rank, names, routes, store, timeout_s=TIMEOUT_S, ends=ends)
+            channels.open(
+                [
+                    message_series(kind, [[route]], sys.maxsize)
+                    for route in routes
+                    for kind in (FORWARD, BACKWARD)
+                    if route.ends(kind)[1] == rank
+                ]
+            )
             backend = IPC if len(near) == launched.world_size - 1 else IPC_AND_NCCL
     process = Process(rendezvous.rank, device, settings.timeout_s, by_size, channels)
     if rendezvous.rank == 0:
         return lead(process, launched.world_size, settings, progress, backend)
     process.follow()
     return None
-
-
-def _by_ipc(
-    rank: int,
-    by_size: Mapping[int, Mapping[int, MessageRoute]],
-    device: torch.device,
-    store: SignedStore,
-    processes: int,
-) -> Channels | None:
-    """Channels as stages of one host have; None: these can't have them, on some process."""
-    peers = [pair + (pair == rank) for pair in by_size if rank in (pair, pair + 1)]
-    why_not = cuda_ipc.why_not(rank, peers, device, store, TIMEOUT_S)
-    if why_not or not by_size:
-        return None
-    routes = [route for of_pair in by_size.values() for route in of_pair.values()]
-    names = [f"process {other}" for other in range(processes)]
-    ends = cuda_ipc.GpuMemory(device)
-    channels = connect(rank, names, routes, store, timeout_s=TIMEOUT_S, ends=ends)
-    channels.open(
-        [
-            message_series(kind, [[route]], sys.maxsize)
-            for route in routes
-            for kind in (FORWARD, BACKWARD)
-            if route.ends(kind)[1] == rank
-        ]
-    )
-    return channels
 
 
 def _join_group(kind: str, device: torch.device, rendezvous: Rendezvous) -> SignedStore:

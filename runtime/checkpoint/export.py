@@ -23,7 +23,6 @@ from ...profiles.files import (
 )
 from ...profiles.tasks.hooks import in_one_line
 from ..records.run_dir import load_tied_names, load_weights, save_tensors, why_not_whole
-from .checkpoint import Saved
 from .start import source
 
 SHARD_BYTES = 5 * 10**9
@@ -117,25 +116,20 @@ def _read(run: Path, at: int | None) -> tuple[Weights, Path]:
     else:
         # RUN/checkpoints/00000120
         run_dir = saved.path.absolute().parent.parent
-        weights, names = _whole_model(saved, run_dir), saved.tied_names()
+        for s in range(len(read_plan(run_dir / "plan.json").stages)):
+            name = f"weights/stage{s}.safetensors"
+            if name not in saved.info.files:
+                raise FileError(
+                    f"{saved.path / name}: isn't in this checkpoint: export where all stages' "
+                    "files are; stages on other machines have written theirs there"
+                )
+        weights, names = saved.weights(), saved.tied_names()
     tied = {
         name: first
         for name, first in names.items()
         if name in weights and first in weights and first not in names
     }
     return Weights(weights, tied, run_dir), run / "weights" if saved is None else saved.path
-
-
-def _whole_model(saved: Saved, run: Path) -> dict[str, Tensor]:
-    plan = read_plan(run / "plan.json")
-    for s in range(len(plan.stages)):
-        name = f"weights/stage{s}.safetensors"
-        if name not in saved.info.files:
-            raise FileError(
-                f"{saved.path / name}: isn't in this checkpoint: export where all stages' files "
-                "are; stages on other machines have written theirs there"
-            )
-    return saved.weights()
 
 
 def _metadata(tied: Mapping[str, str]) -> dict[str, str]:

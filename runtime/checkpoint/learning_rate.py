@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,9 +39,9 @@ def go_on(scheduler: Scheduler, state: Any, then: RunLength | None) -> str | Non
         steps = _steps_of(state)
         before, after = (_stepped(scheduler, length, steps) for length in (then, now))
         # Where stepping a new one makes this state again, so it makes the other length's.
-        if before is not None and after is not None and before.plain == _plain(state):
-            rule.load_state_dict(after.rule.state_dict())
-            _change(rule.optimizer, before.optimizer, after.optimizer)
+        if before and after and _plain(before[0].state_dict()) == _plain(state):
+            rule.load_state_dict(after[0].state_dict())
+            _change(rule.optimizer, before[1], after[1])
             return None
     rule.load_state_dict(state)
     if isinstance(rule, LambdaLR):
@@ -56,20 +56,11 @@ def go_on(scheduler: Scheduler, state: Any, then: RunLength | None) -> str | Non
     return _warning(scheduler, then, now) if other and then and now else None
 
 
-class _Stepped(NamedTuple):
-    """A scheduler that was made anew and stepped, without updates."""
-
-    rule: Any
-    optimizer: Optimizer
-
-    @property
-    def plain(self) -> Any:
-        return _plain(self.rule.state_dict())
-
-
-def _stepped(scheduler: Scheduler, length: RunLength | None, steps: int | None) -> _Stepped | None:
-    """The task's scheduler for a run of another length, so many steps on; None where there is
-    none. The stage's own and its optimizer stay as they are."""
+def _stepped(
+    scheduler: Scheduler, length: RunLength | None, steps: int | None
+) -> tuple[Any, Optimizer] | None:
+    """The task's scheduler for a run of another length, so many steps on, and its optimizer; None
+    where there is none. The stage's own stay as they are."""
     own = getattr(scheduler.rule, "optimizer", None)
     if scheduler.remake is None or length is None or steps is None or own is None:
         return None
@@ -87,7 +78,7 @@ def _stepped(scheduler: Scheduler, length: RunLength | None, steps: int | None) 
                 rule.step()
         except Exception:  # the user's, or torch of it: then it can't be had so
             return None
-    return _Stepped(rule, twin)
+    return rule, twin
 
 
 def _change(optimizer: Optimizer, before: Optimizer, after: Optimizer) -> None:

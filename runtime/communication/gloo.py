@@ -139,7 +139,6 @@ class GlooChannels(PeerChannels):
 
 
 def _wait_for(works: Sequence[tuple[dist.Work | None, Tensor]], timeout: timedelta) -> None:
-    """Wait for sends, each with the tensor that it reads."""
     for work, _ in works:
         assert work is not None
         work.wait(timeout)

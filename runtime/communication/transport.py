@@ -33,9 +33,6 @@ NCCL = "nccl"
 IPC = "CUDA IPC"
 IPC_AND_NCCL = "CUDA IPC, nccl between hosts"
 
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Gives all workers' answers, by rank, for one's own."""
-
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker is, as it tells the others."""
@@ -97,8 +94,10 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def all_places(place: WorkerPlace, exchange: Exchange) -> tuple[WorkerPlace, ...]:
-    """Where all workers are, by rank.
+def all_places(
+    place: WorkerPlace, exchange: Callable[[bytes], Sequence[bytes]]
+) -> tuple[WorkerPlace, ...]:
+    """Where all workers are, by rank. `exchange` gives all workers' answers for one's own.
 
     Raises:
         UserError: some device has less memory free than its workers need for certain.

@@ -386,7 +386,6 @@ def _refuse_model(tracer: _Tracer, found: TracedModel, modes: Modes | None) -> N
 def _check_layers(
     name: str, first: TracedModel, training: Iterable[TracedModel], evaluation: TracedModel | None
 ) -> None:
-    """Raise TraceError where a graph has other layers than the first one."""
     same = _layers_and_values(first)
     if any(_layers_and_values(other) != same for other in training):
         raise TraceError(

@@ -359,7 +359,6 @@ class Rendezvous:
         return bool(self._own.check([key]))
 
     def _beats(self) -> dict[int, bytes]:
-        """What each has told last of itself."""
         keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
         return {rank: self._own.get(key) for rank, key in keys.items() if self._has(key)}
 

@@ -276,7 +276,6 @@ class _Server:
         return self._asked[-1]
 
     def load(self, libraries: Sequence[str]) -> None:
-        """Have modules loaded that all of its workers will need."""
         new = [name for name in libraries if name not in self._libraries]
         self._libraries.update(new)
         for begin in range(0, len(new), _AT_ONCE):
@@ -431,7 +430,6 @@ def _serve(asking: socket.socket) -> None:
 
 
 def _work(asked: Mapping[str, Any], fds: Sequence[int], server: int) -> NoReturn:
-    """Be a worker, in the process that was forked for it."""
     gc.freeze()
     gc.enable()
     end_with_parent(server, look=False)

@@ -336,7 +336,6 @@ def _messages_of(logs: _Logs, *, sent: bool) -> dict[_Key, tuple[int, float, flo
 
 
 def _around(span: Span, line: Line, shift: float) -> Iterator[Activity]:
-    """What the worker did before and after it computed."""
     begin, start, end, sent = (
         at + shift for at in (line.begin_s, line.start_s, line.end_s, line.sent_s)
     )

@@ -19,8 +19,6 @@ from torch import nn
 from ...profiles.tasks.hooks import describe_error
 from ..prepare.prepare import Prepared
 
-Forward = Callable[..., Any]
-
 OPTIONS: dict[str, Any] = {
     # Dropout draws what it draws without compiling.
     "fallback_random": True,
@@ -84,7 +82,7 @@ class StageForward:
     def __init__(self, module: nn.Module, why_not: str = "") -> None:
         self.module = module
         self.why_not = why_not
-        self._compiled: Forward | None = None
+        self._compiled: Callable[..., Any] | None = None
 
     def compile(self, *, recomputes: bool) -> None:
         """Have it compiled. `recomputes`: its backward may compute activations again."""

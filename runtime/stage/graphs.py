@@ -403,7 +403,6 @@ class Graphs:
         return micro, outputs, None if slot.loss is None else Loss(slot.loss.clone())
 
     def _why_otherwise(self, given: PieceInputs, leaves: Sequence[Tensor], structure: Any) -> str:
-        """Why a forward isn't one that was captured."""
         if given.part.padded:
             return "micro-batches that are filled up"
         if given.weights is not None and self._forward_on is None:

@@ -371,7 +371,6 @@ class Remade:
         return sum(nbytes for key, nbytes in sizes.items() if key not in taken)
 
     def _given(self) -> list[Any]:
-        """The values that the layers are computed again from."""
         copies: dict[int, list[_Kept]] = {}
         for kept in self._values:
             if kept.copied:

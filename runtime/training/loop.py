@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -31,7 +32,7 @@ from ..communication.channel import Channels
 from ..communication.posts import Post, Posts, Sequenced, posts
 from ..prepare.data import Segment, real_samples
 from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state, used_bytes
-from ..prepare.messages import MessageRoute, MessageSeries
+from ..prepare.messages import MessageSeries
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import (
@@ -195,6 +196,8 @@ class Course:
         self._agree = agree
         self._orders: dict[int, Schedule] = {}
         self._posts: dict[tuple[int, int], Sequence[Post]] = {}
+        replicas, shares = self.prepared.replicas, self.prepared.distribution.shares
+        self._posted = partial(posts, replicas=replicas, shares=shares)
         self._figures = StepFigures()
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
@@ -258,7 +261,16 @@ class Course:
             if not segment.rest:
                 self._end_epoch(segment)
             elif segment.evaluation:
-                test = self._evaluate_within(segment)
+                test = self._evaluate()
+                for runner, sums in zip(self.runners, self.sums, strict=True):
+                    if runner.replica.is_reporter:
+                        record = EvaluationRecord(
+                            epoch=segment.epoch,
+                            mini_batches=segment.offset + segment.mini_batches,
+                            seconds=sums.wall_s,
+                            test=test,
+                        )
+                        self.observer.evaluation(record)
             self.done = segment.end
             if segment.checkpoint:
                 self._write_checkpoint(segment)
@@ -282,18 +294,6 @@ class Course:
             self._drained(segment, checkpoint=True)
         if segment.rest:
             self._end_epoch(replace(segment, rest=0), test)
-
-    def _evaluate_within(self, segment: Segment) -> dict[str, float]:
-        """Evaluate at the end of a segment whose epoch goes on."""
-        test = self._evaluate()
-        for runner, sums in zip(self.runners, self.sums, strict=True):
-            if runner.replica.is_reporter:
-                done = segment.offset + segment.mini_batches
-                record = EvaluationRecord(
-                    epoch=segment.epoch, mini_batches=done, seconds=sums.wall_s, test=test
-                )
-                self.observer.evaluation(record)
-        return test
 
     def _end_epoch(self, segment: Segment, test: dict[str, float] | None = None) -> None:
         """Evaluate, where that hasn't been done, and tell of the epoch that this segment ends."""
@@ -332,7 +332,8 @@ class Course:
             key = rank, segment.mini_batches
             if key not in self._posts:
                 sequence = whole_sequence(self.prepared.pipeline, order)
-                self._posts[key] = self._posted(rank, sequence, self.prepared.distribution.routes)
+                routes = self.prepared.distribution.routes
+                self._posts[key] = self._posted(rank, sequence, routes=routes)
             return self._posts[key]
 
         self._announce(series, posted)
@@ -346,12 +347,6 @@ class Course:
             self._take_turns(order)
         for runner in self.runners:
             runner.notes.finish()
-
-    def _posted(
-        self, rank: int, sequence: Sequenced, routes: Sequence[MessageRoute]
-    ) -> Sequence[Post]:
-        shares = self.prepared.distribution.shares
-        return posts(rank, sequence, self.prepared.replicas, shares, routes)
 
     def _announce(self, series: Sequence[Sequence[MessageSeries]], posted: Posts) -> None:
         """Tell each worker's channels of all messages to come. `series`: of each runner."""
@@ -418,7 +413,7 @@ class Course:
         count, ahead = self.runners[0].data.evaluations, EVALUATION_AHEAD
         steps = self._evaluations(count)
         sequence = [at for step in steps for at in step]
-        self._announce(series, lambda rank: self._posted(rank, sequence, routes))
+        self._announce(series, lambda rank: self._posted(rank, sequence, routes=routes))
         compare_evaluation(self.runners)
         if self.prepared.pipeline.placement:
             # Nobody waits for room for what is taken so many steps later.
