@@ -88,11 +88,6 @@ class TimedOperation:
     count: int = 0
     spent_s: float = 0.0
 
-    def warm_up(self, process: Process) -> None:
-        """Connect, allocate and fill caches; the times don't count."""
-        for _ in range(2):
-            process.lead(self.pair, self.message_bytes, 1)
-
     def burst(self, process: Process) -> None:
         """Have another burst made, and note it."""
         # The first one is a single repetition: how long they take isn't known.
@@ -139,7 +134,9 @@ def lead(
         for pair, cap_s in shares.items()
     ]
     for cell in cells:
-        cell.warm_up(process)
+        # Connect, allocate and fill caches; the times don't count.
+        for _ in range(2):
+            process.lead(cell.pair, cell.message_bytes, 1)
     # Burst by burst, until no cell needs more. A cell that has enough is left out.
     shown, left = 0.0, cells
     while left:

@@ -91,7 +91,7 @@ def open_transport(
     every_route = (*prepared.distribution.routes, *prepared.distribution.evaluation_routes)
     routes = [route for route in every_route if not route.handed_over]
     near, why_not = routes, ""
-    own_gpus = transport_of(place.computes_on for place in places) == NCCL
+    own_gpus = transport_of((place.host, place.gpu) for place in places) == NCCL
     if transport in (IPC, IPC_AND_NCCL):
         hosts = [place.host for place in places]
         near = [route for route in routes if hosts[route.source.rank] == hosts[route.target.rank]]

@@ -51,11 +51,6 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     planned_bytes: int
     """With activations and messages."""
 
-    @property
-    def computes_on(self) -> tuple[str, str]:
-        """Its host and the name of its GPU."""
-        return self.host, self.gpu
-
 
 def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
     """The place of this worker."""

@@ -57,11 +57,6 @@ class Segment:
         """Mini-batches of the run that are done after it."""
         return self.first + self.mini_batches
 
-    @property
-    def of_epoch(self) -> int:
-        """Mini-batches in its epoch."""
-        return self.offset + self.mini_batches + self.rest
-
     def together(self, mini_batch: int) -> int:
         """Mini-batches whose mean is the gradient that this one's update goes by."""
         return mean_over(mini_batch, self.update_every, self.mini_batches)

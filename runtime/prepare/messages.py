@@ -162,10 +162,6 @@ class MessageRoute:
         """Whether both are of one worker: then there is no message."""
         return self.source.rank == self.target.rank
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """What a forward message holds of the sender's tensor."""
-        return tensor if self.taken is None else self.taken.of(tensor)
-
     def gradient_part(self, gradient: Tensor, micro_batches: Sequence[int]) -> Tensor:
         """What a gradient message holds of ``[micro_batches, ...]``, the receiver's gradient."""
         slots = self._slots(micro_batches)

@@ -370,29 +370,17 @@ def with_own_weights(prepared: Prepared) -> list[Prepared]:
         stages = list(prepared.model.stages)
         mine = [stages[s] for s in worker.stages]
         # Together: both modes of a stage share their parameters.
-        memo = {k: t for s in mine for m in s.modules for k, t in computed_tensors(m).items()}
+        modules = [module for stage in mine for module in stage.modules]
+        memo: dict[int, Any] = {k: t for m in modules for k, t in computed_tensors(m).items()}
         copies = copy.deepcopy(mine, memo)
-        for p, own in _pairs(mine, copies):
-            treat_alike(p, own)
+        for key, p in {id(p): p for module in modules for p in module.parameters()}.items():
+            treat_alike(p, memo[key])
         for s, copied in zip(worker.stages, copies, strict=True):
             stages[s] = copied
         model = replace(prepared.model, stages=tuple(stages))
         for replica in worker.replicas:
             found[replica.number] = replace(prepared, model=model)
     return found
-
-
-def _pairs(
-    stages: Sequence[PreparedStage], copies: Sequence[PreparedStage]
-) -> Collection[tuple[nn.Parameter, nn.Parameter]]:
-    """The parameters of stages, each once, with those of copies."""
-    found = {
-        id(own): (p, own)
-        for stage, copied in zip(stages, copies, strict=True)
-        for module, other in zip(stage.modules, copied.modules, strict=True)
-        for p, own in zip(module.parameters(), other.parameters(), strict=True)
-    }
-    return found.values()
 
 
 def _leave_out_of_state(module: nn.Module, saved: Collection[str]) -> None:

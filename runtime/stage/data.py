@@ -46,13 +46,6 @@ class StageData:
         self._samples: dict[Split, Samples] = {}
 
     @property
-    def parts(self) -> Parts:
-        """What it needs of a sample; the run's reporter looks at all of it, where shapes vary."""
-        varies = self._replica.is_reporter and self._prepared.plan.profile.varying is not UNSET
-        needs = [part for part, some in ((INPUTS, self.inputs), (TARGET, self.targets)) if some]
-        return ALL if varies else Parts(needs) or ALL
-
-    @property
     def evaluations(self) -> int:
         """Micro-batches in one evaluation."""
         return self.samples("test").evaluations
@@ -74,6 +67,9 @@ class StageData:
         if split not in self._samples:
             prepared = self._prepared
             plan, settings, evaluated = prepared.plan, prepared.settings, prepared.distribution
+            # The run's reporter looks at all of a sample, where shapes vary.
+            varies = self._replica.is_reporter and prepared.varies
+            needs = [part for part, some in ((INPUTS, self.inputs), (TARGET, self.targets)) if some]
             self._samples[split] = Samples(
                 prepared.task,
                 split,
@@ -82,7 +78,7 @@ class StageData:
                 prepared.model.arguments,
                 plan.mini_batch,
                 settings.timeout_s,
-                self.parts,
+                ALL if varies else Parts(needs) or ALL,
             )
         return self._samples[split]
 

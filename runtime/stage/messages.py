@@ -133,7 +133,8 @@ class StageMessages:
             lasts: whether a tensor's memory is one that changes later on.
         """
         for c in self._made[micro_batch]:
-            part = c.part(outputs[c.spec.name])
+            made = outputs[c.spec.name]
+            part = made if c.taken is None else c.taken.of(made)
             if lasts(part):
                 part = part.clone()
             self._send(c, FORWARD, part, kept=c.spec.name in kept)

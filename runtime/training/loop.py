@@ -454,7 +454,8 @@ class Course:
         if self.prepared.settings.log:
             (reporter,) = (runner for runner in self.runners if runner.replica.is_reporter)
             self.observer.figures(self._figures(reporter, segment, mini_batch))
-        self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
+        of = segment.offset + segment.mini_batches + segment.rest
+        self.observer.mini_batch(segment.epoch, done, of, loss)
 
     def reports(self) -> list[StageReport]:
         """What each runner of this process measured."""

@@ -154,7 +154,7 @@ def train_worker(
         place = place_of(prepared.plan, worker, device)
         places = all_places(place, partial(rendezvous.gather, "places"))
         transport = between_processes(
-            transport_of(each.computes_on for each in places),
+            transport_of((each.host, each.gpu) for each in places),
             settings.transport,
             one_host=launched.one_host,
             varying=prepared.varies,

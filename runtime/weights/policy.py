@@ -215,8 +215,11 @@ class WeightPolicies:
     def _joined(self, found: Sequence[list[Tensor] | None]) -> list[Tensor] | None:
         if all(tensors is None for tensors in found):
             return None
-        parts = zip(self.every, found, strict=True)
-        return [t for policy, mine in parts for t in mine or policy.weights.live()]
+        return [
+            t
+            for policy, mine in zip(self.every, found, strict=True)
+            for t in mine or [p.detach() for p in policy.weights.parameters]
+        ]
 
     # Steps of their walks ----------------------------------------------------------------------
 

@@ -198,10 +198,6 @@ class WeightVersions:
         """The tensors of a version that is held; None: the parameters as they are."""
         return None if version == self.latest else self._older[version]
 
-    def live(self) -> list[Tensor]:
-        """The parameters as they are."""
-        return [p.detach() for p in self.parameters]
-
     def scratch(self) -> list[Tensor]:
         """Tensors to make other weights in: for one operation, then they may be overwritten."""
         self.corrected = None

@@ -49,10 +49,6 @@ class TiedWeights:
         self._aside: dict[int, list[Tensor | None]] = {}
         self._weights_bytes = sum(map(dense_bytes, self.parameters))
 
-    def begin(self) -> None:
-        """A segment begins for one of the stages; for all of them before one goes on."""
-        self.walk = SharedWalk({s: policy.walk for s, policy in self.policies.items()})
-
     # Gradients -------------------------------------------------------------------------------
 
     def take_up(self, mini_batch: int) -> None:
@@ -111,7 +107,8 @@ class StageTies(StageHooks):
 
     def begin(self, first: int, mini_batches: int) -> None:
         for tied in self.used:
-            tied.begin()
+            # For one of its stages; for all of them before one goes on.
+            tied.walk = SharedWalk({s: policy.walk for s, policy in tied.policies.items()})
 
     def before_backward(self, op: Op) -> None:
         """Gradients are going to be made for an operation's mini-batch (`TiedWeights.take_up`)."""
