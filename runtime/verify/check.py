@@ -187,7 +187,15 @@ def _against_plain(
     notes += _random_numbers(whole, prepared)
     if traits.mixes and any(len(stage.devices) > 1 for stage in plan.stages):
         notes.append(_STATISTICS)
-        found = _without_statistics(found, prepared)
+        # Replicas don't share them.
+        dropped = {
+            name
+            for stage, piece in zip(plan.stages, prepared.model.pieces, strict=True)
+            if len(stage.devices) > 1
+            for name, _ in piece.module.named_buffers()
+        }
+        kept = {name: tensor for name, tensor in found.state.items() if name not in dropped}
+        found = replace(found, state=kept)
     by_whole = _plain_training(whole, folder / "whole", prepared)
     if plan.micro_batches == 1:
         return [Against(what=WHOLE, differences=compare(found, by_whole, tolerance))], notes
@@ -271,18 +279,6 @@ def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> T
         found = plain.model.state_dict().items()
         state = {name: tensor.to("cpu", copy=True) for name, tensor in found}
     return TrainingResults(plain.losses, [folder], state, _updates(prepared))
-
-
-def _without_statistics(found: TrainingResults, prepared: Prepared) -> TrainingResults:
-    """The same without buffers that replicas don't share."""
-    dropped = {
-        name
-        for stage, piece in zip(prepared.plan.stages, prepared.model.pieces, strict=True)
-        if len(stage.devices) > 1
-        for name, _ in piece.module.named_buffers()
-    }
-    state = {name: tensor for name, tensor in found.state.items() if name not in dropped}
-    return replace(found, state=state)
 
 
 def _updates(prepared: Prepared) -> list[int]:

@@ -239,8 +239,14 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
             named[name] if name in named else _value_of(specs[name])
             for name in prepared.model.pieces[s].inputs
         ]
-        with in_one_line(f"{replica.name}: its forward failed", RunError):
-            made = _forward(prepared, s, arguments, fake=fake)
+        module = prepared.model.pieces[s].module
+        looking = without_data(module) if fake else unchanged(module)
+        failing = in_one_line(f"{replica.name}: its forward failed", RunError)
+        precision = forward_context(prepared.model.autocast)
+        with failing, torch.no_grad(), looking as mode, precision:
+            if mode is not None:
+                arguments = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+            made: Sequence[Any] = module(*arguments)
         for name, value in zip(prepared.model.pieces[s].outputs, made, strict=False):
             tensor, spec = encode(value, name), specs[name]
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
@@ -250,16 +256,6 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
                 )
         result = made[-1] if prepared.model.pieces[s].has_result else None
     return result, wanted
-
-
-def _forward(prepared: Prepared, s: int, arguments: Sequence[Any], *, fake: bool) -> Sequence[Any]:
-    module = prepared.model.pieces[s].module
-    looking = without_data(module) if fake else unchanged(module)
-    with torch.no_grad(), looking as mode, forward_context(prepared.model.autocast):
-        if mode is not None:
-            arguments = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-        made: Sequence[Any] = module(*arguments)
-        return made
 
 
 def _value_of(spec: ValueSpec) -> Any:
