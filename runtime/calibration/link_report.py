@@ -99,8 +99,11 @@ def cluster_text(report: LinkReport) -> str:
 
 
 def _notes(report: LinkReport) -> list[str]:
+    machines = len(set(report.machines))
+    where = f"processes on {machines} machines" if machines else "local processes"
     lines = [
-        f"Measured by tp-profile --links: {_processes(report)}, by {report.backend}.",
+        f"Measured by tp-profile --links: {report.processes} {where} on {report.device}, by "
+        f"{report.backend}.",
         "Fitted: seconds = latency + bytes / bandwidth. Times are medians.",
     ]
     for fit, whose in kinds_of(report):
@@ -115,13 +118,6 @@ def _notes(report: LinkReport) -> list[str]:
             for k, fit in enumerate(report.pairs)
         ]
     return lines
-
-
-def _processes(report: LinkReport) -> str:
-    where = "local processes"
-    if report.machines:
-        where = f"processes on {len(set(report.machines))} machines"
-    return f"{report.processes} {where} on {report.device}"
 
 
 def kinds_of(report: LinkReport) -> list[tuple[LinkFit, str]]:

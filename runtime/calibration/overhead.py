@@ -73,7 +73,13 @@ def with_weight_costs(cost: OperationCost) -> OperationCost:
     others = torch.ones(WALKED_BYTES // 4)
 
     def per_byte(work: Callable[[], object]) -> float:
-        return _timed(work, before=others.sum) / nbytes
+        times = []
+        for _ in range(REPEATS):
+            others.sum()
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+        return median(times) / nbytes
 
     return msgspec.structs.replace(
         cost,
@@ -120,16 +126,6 @@ def _chain(weights: WeightVersions | None) -> tuple[float, float]:
     with nullcontext() if weights is None else weights.backward(None):
         end.backward()
     return middle - begin, time.perf_counter() - middle
-
-
-def _timed(work: Callable[[], object], before: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPEATS):
-        before()
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return median(times)
 
 
 # Of operations, measured on a tiny network ------------------------------------------------------

@@ -137,8 +137,9 @@ class PreparedModel:
         """Ids of parameters that a stage uses and another one of its device owns."""
         return frozenset(
             id(p)
-            for shared in self.ties.owned_elsewhere(stage)
-            for p in shared.of(self.stages[shared.owner].piece.module)
+            for one in (*self.ties.shared, *self.ties.frozen)
+            if stage in one.stages and stage != one.owner
+            for p in one.of(self.stages[one.owner].piece.module)
         )
 
     def owned_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:

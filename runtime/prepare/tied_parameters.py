@@ -84,11 +84,6 @@ class Ties:
     shared: tuple[OnOneDevice, ...] = ()
     frozen: tuple[OnOneDevice, ...] = ()
 
-    def owned_elsewhere(self, stage: int) -> list[OnOneDevice]:
-        """Which a stage uses, trained or not, and another one of its device owns."""
-        every = (*self.shared, *self.frozen)
-        return [one for one in every if stage in one.stages and stage != one.owner]
-
 
 def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] = ()) -> Ties:
     """Replace parameters that an earlier device uses, too, by copies, in place.

@@ -76,7 +76,13 @@ class RunDir:
         if name == "settings.json":
             return holds_settings(self.path)
         if name in ("lock", "lock.workers"):
-            return is_lock(path)
+            # One that `locks` writes, and no other's of that name.
+            if not path.is_file():
+                return False
+            with path.open("rb") as file:
+                text = file.read(401)
+            # Of many workers, each has written a line.
+            return not text or re.fullmatch(rb"\d+ on \S+ ?\S*", text.split(b"\n")[0]) is not None
         # The launcher of many hosts may have been told to write its logs there.
         return path.is_dir() and (name == "logs" or not any(path.iterdir()))
 
@@ -217,16 +223,6 @@ def keep_alone(folder: Path, why: str) -> None:
 def is_kept(folder: Path) -> bool:
     """Whether a checkpoint isn't to be removed for newer ones."""
     return any(folder.glob(f"{_KEPT}*"))
-
-
-def is_lock(path: Path) -> bool:
-    """Whether a file is one that `locks` writes, and no other's of that name."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        text = file.read(401)
-    # Of many workers, each has written a line.
-    return not text or re.fullmatch(rb"\d+ on \S+ ?\S*", text.split(b"\n")[0]) is not None
 
 
 def save_tensors(

@@ -99,20 +99,20 @@ class StatusFile(Status):
         self._memory[: max(self._length, before)] = text.ljust(before)
 
 
-def read_status(path: Path) -> WorkerStatus | None:
-    """A worker's status; None where there is none, or it can't be read."""
-    for _ in range(3):
-        try:
-            return msgspec.json.decode(read_limited(path, "", most=2 * _BYTES), type=WorkerStatus)
-        except FileError:
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            # Read while it was being written.
-            time.sleep(0.01)
-    return None
-
-
 def read_statuses(folder: Path) -> dict[int, WorkerStatus]:
-    """All that lie there, by rank."""
-    found = (read_status(path) for path in sorted(folder.glob("*.json")))
-    return {status.rank: status for status in found if status is not None}
+    """All that lie there and can be read, by rank."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        for _ in range(3):
+            try:
+                text = read_limited(path, "", most=2 * _BYTES)
+                status = msgspec.json.decode(text, type=WorkerStatus)
+            except FileError:
+                break
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                # Read while it was being written.
+                time.sleep(0.01)
+                continue
+            found[status.rank] = status
+            break
+    return found

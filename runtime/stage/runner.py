@@ -16,7 +16,6 @@ from ..communication.channel import Channels
 from ..prepare.clock import Spans
 from ..prepare.data import NO_EVALUATION, Segment, real_part
 from ..prepare.devices import CPU, forward_context
-from ..prepare.messages import MessageSeries
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import same_tensors
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, Updated
@@ -236,11 +235,6 @@ class StageRunner:
         notes.handed_in(op, version, spans, before=found.check, after=after)
 
     # Evaluation ----------------------------------------------------------------------------
-
-    def begin_evaluation(self) -> list[MessageSeries]:
-        """Get ready for one pass over the test data. Returns all messages that come in it."""
-        with self.notes.doing(f"{self.number} evaluation"):
-            return self.messages.evaluation_series(self.data.evaluations)
 
     def evaluate(self, k: int, metrics: EvaluationMetrics, ahead: int) -> None:
         """Forward of the k-th test micro-batch; the last stage adds its metrics.

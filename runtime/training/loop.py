@@ -409,7 +409,10 @@ class Course:
         metrics = EvaluationMetrics()
         evaluating = [runner for runner in self.runners if runner.replica.leads]
         routes = self.prepared.distribution.evaluation_routes
-        series = [runner.begin_evaluation() for runner in self.runners]
+        series = []
+        for runner in self.runners:
+            with runner.notes.doing(f"{runner.number} evaluation"):
+                series.append(runner.messages.evaluation_series(runner.data.evaluations))
         count, ahead = self.runners[0].data.evaluations, EVALUATION_AHEAD
         steps = self._evaluations(count)
         sequence = [at for step in steps for at in step]
@@ -458,8 +461,12 @@ class Course:
         self.observer.mini_batch(segment.epoch, done, of, loss)
 
     def reports(self) -> list[StageReport]:
-        """What each runner of this process measured."""
-        found, every = [], [self._epochs(position) for position in range(len(self.runners))]
+        """What each runner of this process measured. Raises FileError."""
+        every = [
+            own if runner.epoch_file is None else list(read_stage_epochs(runner.epoch_file.path))
+            for runner, own in zip(self.runners, self._stage_epochs, strict=True)
+        ]
+        found = []
         for runner, periods_s, epochs in zip(self.runners, self._periods_s, every, strict=True):
             times = training_times(epochs)
             rank = runner.replica.rank
@@ -495,11 +502,6 @@ class Course:
                 )
             )
         return found
-
-    def _epochs(self, position: int) -> list[StageEpoch]:
-        """Of a runner, in all the run. Raises FileError."""
-        file = self.runners[position].epoch_file
-        return self._stage_epochs[position] if file is None else list(read_stage_epochs(file.path))
 
     def _peak(self, rank: int) -> MemoryByKind | None:
         """The most that a worker held, at moments of any of its stages."""

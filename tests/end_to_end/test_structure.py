@@ -63,7 +63,7 @@ imports 18 runtime/checkpoint/start.py
 imports 21 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
-imports 20 runtime/stage/runner.py
+imports 19 runtime/stage/runner.py
 imports 21 runtime/stage/stage.py
 imports 17 runtime/study/command/command.py
 imports 20 runtime/study/trainings/training.py
