@@ -313,8 +313,13 @@ class Rendezvous:
     def _within(self, seconds: float, ask: Callable[[], T]) -> T:
         """What the store answers. Raises RuntimeError where it is gone, or silent for so long."""
         found: list[T] = []
+
+        def asked() -> None:
+            with contextlib.suppress(RuntimeError, ForeignEntryError):
+                found.append(ask())
+
         if not self._lost.is_set():
-            asking = threading.Thread(target=self._ask, args=(ask, found), daemon=True)
+            asking = threading.Thread(target=asked, daemon=True)
             asking.start()
             asking.join(seconds)
         if not found:
@@ -322,10 +327,6 @@ class Rendezvous:
             self._lost.set()
             raise RuntimeError(self._no_store())
         return found[0]
-
-    def _ask(self, ask: Callable[[], T], found: list[T]) -> None:
-        with contextlib.suppress(RuntimeError, ForeignEntryError):
-            found.append(ask())
 
     def _end_the_stopped(self) -> None:
         """A worker of this host that stands still can't end when asked, and keeps the rest."""

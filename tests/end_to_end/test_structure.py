@@ -84,7 +84,7 @@ lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
 methods 27 planner/search/local_search/neighbours.py Neighbours
 methods 27 planner/search/state.py SearchState
-methods 32 runtime/processes/rendezvous.py Rendezvous
+methods 31 runtime/processes/rendezvous.py Rendezvous
 methods 22 runtime/records/run_dir.py RunDir
 methods 23 runtime/training/loop.py Course
 parameters 9 api.py resume
