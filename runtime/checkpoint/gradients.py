@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ...profiles.errors import FileError
 from ..prepare.tied_parameters import model_parameters
-from ..records.run_dir import RunDir, save_tensors
-from ..stage.runner import StageRunner
+from ..records.run_dir import save_tensors
 
 
 class GradientFiles:
@@ -59,17 +58,6 @@ class GradientFiles:
         }
         save_tensors(self.folder / f"{self.updates}.safetensors", found)
         self.updates += 1
-
-
-def keep_gradients(where: RunDir, runner: StageRunner) -> None:
-    """Write a stage's gradients to the run directory, where the settings ask for them."""
-    if runner.prepared.settings.keep_gradients and runner.replica.leads:
-        GradientFiles(
-            where.gradients(runner.number),
-            runner.stage.piece.module,
-            runner.stage.updates.optimizer,
-            runner.prepared.model.names,
-        )
 
 
 def gradients_in(folders: Sequence[Path], update: int) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from ...profiles.autograd.random_numbers import SameNumbers, same_numbers
 from ...profiles.errors import FileError, RunError
 from ...profiles.tasks.optimizers import for_use
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
-from ..checkpoint.gradients import keep_gradients
+from ..checkpoint.gradients import GradientFiles
 from ..checkpoint.start import restore_worker, rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
@@ -131,7 +131,13 @@ def train(
     metrics = MetricsFile(where.metrics, observer, more=more) if reporting else None
     files = {}
     for runner in runners:
-        keep_gradients(where, runner)
+        if prepared.settings.keep_gradients and runner.replica.leads:
+            GradientFiles(
+                where.gradients(runner.number),
+                runner.stage.piece.module,
+                runner.stage.updates.optimizer,
+                prepared.model.names,
+            )
         written = (
             runner.notes.log,
             runner.epoch_file,
@@ -209,21 +215,18 @@ class Course:
             torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
             self._random.append(random_state(runner.device))
         if checkpoints is not None:
-            self._start(checkpoints.where)
+            settings = self.prepared.settings
+            self.done = settings.resume_at or 0
+            for position, runner in enumerate(runners):
+                found = restore_worker(checkpoints.where, settings, runner)
+                if found is not None:
+                    self._random[position], self.sums[position] = found
+            if len(runners) == 1:
+                set_random_state(self._random[0], runners[0].device)
             checkpoints.begin([runner.stage for runner in runners])
         for runner in runners:
             if runner.replica.is_reporter:
                 runner.on_mini_batch = self._report
-
-    def _start(self, where: RunDir) -> None:
-        settings = self.prepared.settings
-        self.done = settings.resume_at or 0
-        for position, runner in enumerate(self.runners):
-            found = restore_worker(where, settings, runner)
-            if found is not None:
-                self._random[position], self.sums[position] = found
-        if len(self.runners) == 1:
-            set_random_state(self._random[0], self.runners[0].device)
 
     def run(self) -> None:
         """Train all segments and evaluate after each epoch; fewer, where the observer says so."""
@@ -466,6 +469,10 @@ class Course:
             own if runner.epoch_file is None else list(read_stage_epochs(runner.epoch_file.path))
             for runner, own in zip(self.runners, self._stage_epochs, strict=True)
         ]
+        # Only where one can train is it there; reports of runs are read elsewhere, too.
+        import resource
+
+        rss_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found = []
         for runner, periods_s, epochs in zip(self.runners, self._periods_s, every, strict=True):
             times = training_times(epochs)
@@ -485,7 +492,7 @@ class Course:
                     sent_bytes=runner.messages.sent_bytes,
                     periods_s=list(periods_s),
                     peak=self._peak(rank),
-                    rss_peak_bytes=_rss_peak_bytes(),
+                    rss_peak_bytes=rss_peak * (1 if sys.platform == "darwin" else 1024),
                     device=str(runner.device),
                     transport=runner.messages.transport,
                     not_by_ipc=runner.messages.not_by_ipc,
@@ -519,11 +526,3 @@ def _steps(runner: StageRunner, op: Op, numbers: SameNumbers | None) -> Iterator
         if op.kind == FORWARD:
             numbers.begin(runner.number, (segment.first + op.mini_batch,), samples)
     yield from runner.steps(op)
-
-
-def _rss_peak_bytes() -> int:
-    # Only where one can train is it there; reports of runs are read elsewhere, too.
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -86,7 +86,6 @@ methods 27 planner/search/local_search/neighbours.py Neighbours
 methods 27 planner/search/state.py SearchState
 methods 31 runtime/processes/rendezvous.py Rendezvous
 methods 22 runtime/records/run_dir.py RunDir
-methods 23 runtime/training/loop.py Course
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
