@@ -202,22 +202,22 @@ def _names(found: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 def main(arguments: list[str]) -> None:
     """Take part in a measurement, and end the process."""
     where, rendezvous = LinkDir(arguments[0]), join(int(arguments[1]), "process")
-    rendezvous.run(lambda: _work(where, rendezvous))
 
+    def work() -> None:
+        settings = msgspec.json.decode(where.settings.read_bytes(), type=LinkSettings)
+        if rendezvous.rank:
+            _take_part(rendezvous, settings)
+            return
+        with closing(GrowingFile(where.progress)) as file:
 
-def _work(where: LinkDir, rendezvous: Rendezvous) -> None:
-    settings = msgspec.json.decode(where.settings.read_bytes(), type=LinkSettings)
-    if rendezvous.rank:
-        _take_part(rendezvous, settings)
-        return
-    with closing(GrowingFile(where.progress)) as file:
+            def progress(*line: Any) -> None:
+                file.append(msgspec.json.encode(line) + b"\n")
+                file.flush()
 
-        def progress(*line: Any) -> None:
-            file.append(msgspec.json.encode(line) + b"\n")
-            file.flush()
+            found = _take_part(rendezvous, settings, progress)
+        write_bytes(where.times, msgspec.json.encode(found))
 
-        found = _take_part(rendezvous, settings, progress)
-    write_bytes(where.times, msgspec.json.encode(found))
+    rendezvous.run(work)
 
 
 def _take_part(

@@ -22,7 +22,6 @@ from ...profiles.tracing.call import mark_of
 from ..prepare.devices import put
 from ..prepare.tied_parameters import model_parameters, write
 from ..records.metrics import EpochSums
-from ..stage.optimizer import Scheduler
 from ..stage.stage import Stage
 from ..weights.prediction import LAST
 from .learning_rate import go_on
@@ -158,12 +157,19 @@ def capture(
         # The weights of a checkpoint are for use.
         tensors |= {_TRAINED + name: p.detach() for p, name in names.items()}
     parts = {} if optimizer is None else keep(optimizer, names, tensors)
+    state_dict = None if scheduler is None else getattr(scheduler.rule, "state_dict", None)
+    if scheduler is not None and state_dict is None:
+        raise TargetError(
+            f"a checkpoint can't hold the task's scheduler: {type(scheduler.rule).__name__} has no "
+            "state_dict(). Give one of torch.optim.lr_scheduler's classes, or train without "
+            "checkpoints (--checkpoint-every 0)"
+        )
     return (
         WorkerState(
             updates=stage.weights.latest,
             optimizer=None if optimizer is None else type(optimizer).__name__,
             **parts,
-            scheduler=pack(_of_scheduler(scheduler), tensors, "scheduler"),
+            scheduler=pack(state_dict and state_dict(), tensors, "scheduler"),
             run_length=None if scheduler is None else scheduler.length,
             sums=sums,
             logs=logs,
@@ -320,16 +326,3 @@ def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:
     updated = set(map(id, stage.updated))
     named = model_parameters(stage.piece.module, stage.names)
     return {name: p for name, p in named if id(p) in updated}
-
-
-def _of_scheduler(scheduler: Scheduler | None) -> Any:
-    if scheduler is None:
-        return None
-    state_dict = getattr(scheduler.rule, "state_dict", None)
-    if state_dict is None:
-        raise TargetError(
-            f"a checkpoint can't hold the task's scheduler: {type(scheduler.rule).__name__} has no "
-            "state_dict(). Give one of torch.optim.lr_scheduler's classes, or train without "
-            "checkpoints (--checkpoint-every 0)"
-        )
-    return state_dict()

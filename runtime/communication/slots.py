@@ -124,6 +124,7 @@ class SlotsFrom(Protocol):
 
     def close(self) -> None:
         """When the sender is through."""
+        return
 
 
 class SlotsTo(Protocol):
@@ -140,7 +141,7 @@ class SlotsTo(Protocol):
 
 
 class HostSlots(SlotsFrom, SlotsTo):
-    """Either end of slots in memory of the host that both processes have."""
+    """Either end of slots in memory of the host, which goes with the last process that has it."""
 
     lent = False
 
@@ -159,9 +160,6 @@ class HostSlots(SlotsFrom, SlotsTo):
 
     def put(self, k: int, slot: int, part: Part) -> None:
         write(self._views[k][slot], part)
-
-    def close(self) -> None:
-        """It goes with the last process that has it."""
 
 
 def write(slot: Tensor, part: Part) -> None:

@@ -120,6 +120,7 @@ class StageGradients:
     Attributes:
         norm: of the whole model, before its last clipping; None: there was none.
         not_finite: mini-batches with losses or gradients that weren't.
+        asks_losses: those of an update's mini-batches have to be known before it.
     """
 
     def __init__(
@@ -142,11 +143,7 @@ class StageGradients:
         # A flush's update is left out everywhere or nowhere.
         self._agrees = self._skips and prepared.pipeline.variant.flushes
         self._clips = prepared.settings.clip_norm is not None
-
-    @property
-    def asks_losses(self) -> bool:
-        """Whether the losses of an update's mini-batches have to be known before it."""
-        return self._skips or self._replica.count > 1
+        self.asks_losses = self._skips or replica.count > 1
 
     def leaves_out(self, loss: float) -> bool:
         """Whether a mini-batch with this loss counts nowhere."""

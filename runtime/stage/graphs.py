@@ -270,7 +270,13 @@ class Graphs:
         for kind in (FORWARD, BACKWARD, WEIGHT):
             if kind in slot.graphs:
                 slot.graphs[kind].replay()
-        found, noise = self._numbers(slot), _noise(wanted, self.piece.autocast)
+        # What rounding alone may make of a gradient: one that is 0, as that of a bias before a
+        # batch norm, is what is left of large ones.
+        gradients = [t for name, t in wanted.items() if name.startswith(_GRADIENT)]
+        eps = [torch.finfo(self.piece.autocast or t.dtype).eps for t in gradients]
+        sizes = [size for size in (float(_rms(t)) for t in gradients) if math.isfinite(size)]
+        noise = _ROUNDING * max(eps, default=0.0) * max(sizes, default=0.0)
+        found = self._numbers(slot)
         for name, tensor in wanted.items():
             apart = noise if name.startswith(_GRADIENT) else 0.0
             if name not in found or _is_other(found[name], tensor, apart):
@@ -568,15 +574,6 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def _rms(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_NORMS.get(tensor.dtype))
     return norm.div(max(tensor.numel(), 1) ** 0.5)
-
-
-def _noise(wanted: Mapping[str, Tensor], autocast: torch.dtype | None) -> float:
-    """What rounding alone may make of a gradient: one that is 0, as that of a bias before a batch
-    norm, is what is left of large ones."""
-    found = [t for n, t in wanted.items() if n.startswith(_GRADIENT)]
-    eps = [torch.finfo(autocast or t.dtype).eps for t in found]
-    sizes = [size for size in (float(_rms(t)) for t in found) if math.isfinite(size)]
-    return _ROUNDING * max(eps, default=0.0) * max(sizes, default=0.0)
 
 
 def _is_other(found: Tensor, wanted: Tensor, noise: float) -> bool:

@@ -221,8 +221,8 @@ class Stage:
         self.hooks.after_backward(op)
         self.policy.finish(op)
         self._drop()
-        if not self.variant.keeps_scratch:
-            self.policy.drop_scratch()
+        for policy in () if self.variant.keeps_scratch else self.policy.every:
+            policy.weights.drop_scratch()
         return version, forward_version, back
 
     def backward_weight(self, op: Op, boundary_bytes: int = 0) -> int:

@@ -110,11 +110,9 @@ class LossWeights(StageHooks):
             self._summing[op.mini_batch] = own, self._all_reduce.start(LOSS_WEIGHTS, [own])
 
     def before_backward(self, op: Op) -> None:
-        """Gradients of this mini-batch come."""
         self._settle(op.mini_batch)
 
     def due(self, mini_batch: int) -> None:
-        """Gradients up to this mini-batch are complete."""
         self._settle(mini_batch + 1, last=True)
         self.counts, self._empty = not self._empty, False
 

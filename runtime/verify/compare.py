@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,13 +107,12 @@ def weight_spread(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str,
 
 
 def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -> Difference:
-    def differences() -> Iterator[Difference]:
-        for b, (f, w) in enumerate(zip(found, wanted, strict=True)):
-            scale = abs(w) if math.isfinite(w) else 0.0
-            off = 0.0 if f == w else abs(f - w)
-            yield _difference("loss", off, scale, tolerance * scale, mini_batch=b)
-
-    return _worst("loss", differences())
+    differences = []
+    for b, (f, w) in enumerate(zip(found, wanted, strict=True)):
+        scale = abs(w) if math.isfinite(w) else 0.0
+        off = 0.0 if f == w else abs(f - w)
+        differences.append(_difference("loss", off, scale, tolerance * scale, mini_batch=b))
+    return _worst("loss", differences)
 
 
 def _rounding_alone(wanted: TrainingResults, tolerance: float) -> set[str]:
@@ -154,15 +153,13 @@ def _weights(
     tolerance: float,
     spread: Mapping[str, float],
 ) -> Difference:
-    def differences() -> Iterator[Difference]:
-        for name, tensor in wanted.items():
-            if name in found:
-                off = _apart(found[name], tensor)
-                scale = largest(tensor)
-                allowed = tolerance * scale + spread.get(name, 0.0)
-                yield _difference("weight", off, scale, allowed, name)
-
-    return _worst("weight", differences())
+    differences = []
+    for name, tensor in wanted.items():
+        if name in found:
+            off, scale = _apart(found[name], tensor), largest(tensor)
+            allowed = tolerance * scale + spread.get(name, 0.0)
+            differences.append(_difference("weight", off, scale, allowed, name))
+    return _worst("weight", differences)
 
 
 def _difference(

@@ -161,14 +161,12 @@ def drawn_cuts(case: TrialCase) -> tuple[Groups, Groups]:
     inside = {k for group in case.bound for k in range(min(group), max(group))}
     ends = [k for k in range(layers - 1) if k not in inside]
     drawn = random.Random(layers)
-    few = sorted(drawn.sample(ends, min(_STAGES - 1, len(ends))))
-    many = sorted(drawn.sample(ends, min(_PIECES - 1, len(ends))))
-    return _groups(few, layers), _groups(many, layers)
-
-
-def _groups(ends: Sequence[int], layers: int) -> Groups:
-    borders = [0, *(end + 1 for end in ends), layers]
-    return tuple(tuple(range(a, b)) for a, b in pairwise(borders))
+    found: list[Groups] = []
+    for most in (_STAGES, _PIECES):
+        chosen = sorted(drawn.sample(ends, min(most - 1, len(ends))))
+        borders = [0, *(end + 1 for end in chosen), layers]
+        found.append(tuple(tuple(range(a, b)) for a, b in pairwise(borders)))
+    return found[0], found[1]
 
 
 # What differs -----------------------------------------------------------------------------------

@@ -154,7 +154,12 @@ def train_plainly(
     found = []
     with put_back(case):
         if shaken:
-            _shake(model)
+            drawn = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.is_floating_point():
+                        signs = torch.randn(p.shape, generator=drawn).sign().to(p)
+                        p.mul_(1 + 8 * torch.finfo(p.dtype).eps * signs)
         before = _copies(model.named_parameters())
         optimizer = plain_optimizer(task, settings, model)
         scheduler = plain_scheduler(task, settings, optimizer, case.length)
@@ -204,15 +209,6 @@ def remembers(case: TrialCase) -> bool:
             random.begin(0, 0, _LOSS)
             found.append(_number(read_loss(case.task.loss(output, _own(expected))).mean))
     return not math.isclose(*found, rel_tol=1e-6)
-
-
-def _shake(model: nn.Module) -> None:
-    drawn = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.is_floating_point():
-                signs = torch.randn(p.shape, generator=drawn).sign().to(p)
-                p.mul_(1 + 8 * torch.finfo(p.dtype).eps * signs)
 
 
 # Training in pieces -----------------------------------------------------------------------------

@@ -239,11 +239,6 @@ class WeightPolicies:
             policy.walk.backward(op)
         return self.own.walk.backward(op)
 
-    def drop_scratch(self) -> None:
-        """Let go of memory that weights were made in."""
-        for policy in self.every:
-            policy.weights.drop_scratch()
-
     def finish(self, op: Op) -> None:
         """The backward is done."""
         for policy in self.every:
