@@ -122,21 +122,19 @@ class NcclChannels(PeerChannels):
         self._posted: dict[Direction, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
         self._there: dict[tuple[int, str], deque[Tensor]] = {}
         self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
-        for pair in directions(routes):
-            if rank in (end.rank for end in pair):
-                self._greet(pair)
-
-    def _greet(self, direction: Direction) -> None:
-        """The first message of a direction makes its communicator; both ends wait for that."""
-        greeting = torch.zeros(1, dtype=torch.float32, device=self.device)
-        source, target = (end.rank for end in direction)
-        with self.talking_to(target if self.rank == source else source):
-            posted = (
-                self._poster.send(greeting, self._poster.ready(greeting), direction)
-                if self.rank == source
-                else self._poster.receive(greeting, direction)
-            )
-            wait_until(posted.is_completed, self.timeout)
+        for direction in directions(routes):
+            source, target = (end.rank for end in direction)
+            if rank not in (source, target):
+                continue
+            # The first message of a direction makes its communicator; both ends wait for that.
+            greeting = torch.zeros(1, dtype=torch.float32, device=device)
+            with self.talking_to(target if rank == source else source):
+                posted = (
+                    self._poster.send(greeting, self._poster.ready(greeting), direction)
+                    if rank == source
+                    else self._poster.receive(greeting, direction)
+                )
+                wait_until(posted.is_completed, self.timeout)
 
     def open(self, series: Sequence[MessageSeries], posts: Posts = no_posts) -> None:
         """Post what may be posted before the first operation."""

@@ -529,7 +529,6 @@ class LocalStore:
 
 
 def _connect(launched: Launched, secret: Secret, *, serve: bool) -> SignedStore:
-    """The store, with a name space of this attempt."""
     at, bound = (launched.address, launched.port), timedelta(seconds=ARRIVAL_S)
     try:
         store = (

@@ -117,8 +117,6 @@ class _Key(NamedTuple):
 
 
 class _Logged(NamedTuple):
-    """An operation that a replica of a stage ran."""
-
     replica: Replica
     op: Op
     line: Line

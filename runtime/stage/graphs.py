@@ -306,7 +306,6 @@ class Graphs:
         self._sums = [torch.empty_like(p, requires_grad=False) for p in self._weights.every]
 
     def _try(self, values: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> Slot:
-        """A forward and a backward as they will be captured."""
         own = {name: tensor for name, tensor in values.items() if name not in self._constant}
         slot = Slot(own, list(leaves))
         self._run(slot)
