@@ -101,21 +101,15 @@ def _names(name: str, recording: Recording, first: int) -> Iterator[Event]:
         pid = first + k
         label = f"{lane.name} (rank {k})"
         name = printable(name)
-        for what, args in (
-            ("process_name", {"name": f"{name}: {label}" if name else label}),
-            ("process_sort_index", {"sort_index": pid}),
-        ):
-            yield {"ph": "M", "pid": pid, "tid": 0, "name": what, "args": args}
+        yield from _named("process", pid, 0, f"{name}: {label}" if name else label, pid)
         for tid, thread in _THREADS.items():
-            yield from _thread(pid, tid, thread)
+            yield from _named("thread", pid, tid, thread, tid)
 
 
-def _thread(pid: int, tid: int, name: str) -> Iterator[Event]:
-    for what, args in (
-        ("thread_name", {"name": name}),
-        ("thread_sort_index", {"sort_index": tid}),
-    ):
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
+def _named(what: str, pid: int, tid: int, name: str, order: int) -> Iterator[Event]:
+    common = {"ph": "M", "pid": pid, "tid": tid}
+    yield {**common, "name": f"{what}_name", "args": {"name": name}}
+    yield {**common, "name": f"{what}_sort_index", "args": {"sort_index": order}}
 
 
 def _spans(recording: Recording, first: int) -> Iterator[Event]:
@@ -167,7 +161,7 @@ def _besides(recording: Recording, first: int) -> Iterator[Event]:
         for k, messages in enumerate(tracks):
             tid = _MORE + k if k else COMMUNICATION
             if k:
-                yield from _thread(first + lane, tid, f"communication {k + 1}")
+                yield from _named("thread", first + lane, tid, f"communication {k + 1}", tid)
             for m in messages:
                 yield _slice(
                     first + lane,

@@ -69,8 +69,8 @@ def timetable(
         lines.append(Text(head.ljust(label)).append(_scale(width, column_s), "dim"))
         for words, k in zip(names, lanes, strict=True):
             line = Text(words.ljust(label))
-            name = recording.name if len(recording.lanes[k].stages) > 1 else None
-            for text, style in _lane(console, spans[k], panel.begin_s, column_s, width, name):
+            shown = _shown(spans[k], panel.begin_s, column_s, width)
+            for text, style in _lane(console, recording, spans[k], shown):
                 line.append(text, style)
             line.no_wrap = True
             lines.append(line)
@@ -120,34 +120,23 @@ def _several(recording: Recording) -> bool:
     return any(len(lane.stages) > 1 for lane in recording.lanes)
 
 
-_Namer = Callable[[Span], str]
-
-
 def _lane(
-    console: Console,
-    spans: Sequence[Span],
-    begin_s: float,
-    column_s: float,
-    columns: int,
-    staged: _Namer | None,
+    console: Console, recording: Recording, spans: Sequence[Span], shown: Sequence[Span | None]
 ) -> Iterator[tuple[str, Style | str]]:
-    """Pieces of a lane's line with their styles.
-
-    Args:
-        staged: names operations with their stage, where the lane has several.
-    """
-    shown = _shown(spans, begin_s, column_s, columns)
+    """Pieces of a lane's line with their styles."""
     colours = has_colours(console)
     several = any(span.micro_batch for span in spans)
-    for piece in _pieces(shown, staged or _own_name):
+    for piece in _pieces(shown, recording.name):
         if piece.span is None:
             yield _IDLE * piece.width, "dim"
         else:
             span = piece.span
-            micro = several and not piece.many
-            text = _label(span, piece.width, micro=micro)
-            if staged:
-                text = _staged_label(span, piece.width, micro=micro, colours=colours)
+            stage = recording.name(span).removesuffix(span.name)
+            names = [stage + span.name] if several and not piece.many else []
+            names += [f"{stage}{span.kind}{span.mini_batch}", stage + span.kind]
+            # Where colours say the kind, rather the stage.
+            names += [stage] if stage and colours else []
+            text = next((name for name in names if len(name) <= piece.width), span.kind)
             text = text.ljust(piece.width, " " if colours else _FILL[span.kind])
             yield text, operation_style(console, span.kind, span.mini_batch)
 
@@ -203,11 +192,7 @@ class _Piece:
     many: bool = False
 
 
-def _own_name(span: Span) -> str:
-    return span.name
-
-
-def _pieces(shown: Sequence[Span | None], name: _Namer) -> Iterator[_Piece]:
+def _pieces(shown: Sequence[Span | None], name: Callable[[Span], str]) -> Iterator[_Piece]:
     runs = [(span, len(list(group))) for span, group in groupby(shown)]
     for _, group in groupby(runs, key=lambda run: run[0] and _alike(run[0])):
         several = list(group)
@@ -216,22 +201,6 @@ def _pieces(shown: Sequence[Span | None], name: _Namer) -> Iterator[_Piece]:
             yield from (_Piece(span, width) for span, width in several)
         else:
             yield _Piece(several[0][0], sum(width for _, width in several), many=True)
-
-
-def _label(span: Span, width: int, *, micro: bool) -> str:
-    """``F3.1``, or as much of it as there is room for."""
-    whole = f"{span.kind}{span.mini_batch}"
-    if micro and len(span.name) <= width:
-        return span.name
-    return whole if len(whole) <= width else span.kind
-
-
-def _staged_label(span: Span, width: int, *, micro: bool, colours: bool) -> str:
-    """``2F3.1``, or as much of it as there is room for: the kind where colours don't say it."""
-    whole = f"{span.stage}{span.kind}{span.mini_batch}"
-    names = [f"{span.stage}{span.name}"] if micro else []
-    names += [whole, f"{span.stage}{span.kind}", str(span.stage) if colours else span.kind]
-    return next((name for name in names if len(name) <= width), span.kind)
 
 
 # tp-plan show --timeline --------------------------------------------------------------------------

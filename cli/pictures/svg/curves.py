@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from ...tables.names import names_by_system
 from ...tables.palette import SERIES
 from ..curves import AXES, CurveTarget, RunCurve, thinned
-from .frame import GRID, SIZE, SMALL, Entry, legend, steps, tick_text
+from .frame import GRID, SIZE, SMALL, Entry, legend, steps, tick_text, ticks
 from .svg import INK, Drawing, number, text_width
 
 _HEIGHT, _GAP, _LEFT = 92.0, 18.0, 30.0
@@ -23,13 +22,6 @@ _MOST_POINTS = 160
 
 DASHES = ("", "4.5 1.5", "1.2 1.2", "6 1.5 1.2 1.5", "2.5 1.2", "8 2")
 """Runs differ in grey, too."""
-
-
-class Look(NamedTuple):
-    """How a run's curves are drawn."""
-
-    colour: str
-    dashes: str
 
 
 def curves_svg(
@@ -46,12 +38,9 @@ def curves_svg(
     """
     drawing = Drawing(width, "curves")
     runs = {curve.run: curve.system for curve in curves}
-    looks = {run: _look(k) for k, run in enumerate(runs)}
     names = dict(zip(runs, names_by_system(list(runs.values()), list(runs)), strict=True))
-    entries = [
-        Entry(names[run], stroke=look.colour, dashes=look.dashes) for run, look in looks.items()
-    ]
-    y = legend(drawing, entries, 1, 1) + 11
+    looks = {run: _look(k, name) for k, (run, name) in enumerate(names.items())}
+    y = legend(drawing, list(looks.values()), 1, 1) + 11
     quantities = list(dict.fromkeys(curve.quantity for curve in curves))
     notes: dict[str, list[str]] = {}
     timed = [curve.run for curve in curves if curve.inline and "seconds" in axes]
@@ -81,10 +70,10 @@ def curves_svg(
     return drawing.finished(y, f"Curves of {', '.join(names.values())}", facts)
 
 
-def _look(k: int) -> Look:
+def _look(k: int, name: str) -> Entry:
     """Of run `k`: where colours begin again, they come with other dashes."""
     dashes = DASHES[(k + k // len(SERIES)) % len(DASHES)]
-    return Look(SERIES[k % len(SERIES)].light, dashes)
+    return Entry(name, stroke=SERIES[k % len(SERIES)].light, dashes=dashes)
 
 
 def _merged(notes: Mapping[str, Sequence[str]], runs: int) -> list[str]:
@@ -145,7 +134,7 @@ class _CurvePanel:
         share = (at - self.low) / (self.high - self.low)
         return self.y + _HEIGHT * (1 - share)
 
-    def draw(self, drawing: Drawing, looks: Mapping[str, Look], *, named: bool) -> None:
+    def draw(self, drawing: Drawing, looks: Mapping[str, Entry], *, named: bool) -> None:
         """Draw all of it. `named`: with the quantity above it."""
         if named:
             words = self.quantity + (" (logarithmic)" if self.log else "")
@@ -159,7 +148,7 @@ class _CurvePanel:
     def _grid(self, drawing: Drawing) -> None:
         bottom = self.y + _HEIGHT
         step = steps(self.most, int((self.right - self.left) / 30))
-        across = [k * step for k in range(int(self.most / step + 1e-9) + 1)]
+        across = ticks(0, step, self.most)
         up = self._ticks()
         with drawing.group(stroke=GRID, stroke_width=0.4):
             for value, _ in up:
@@ -191,7 +180,7 @@ class _CurvePanel:
         # Less than a third of a decade: as far apart as on a linear scale.
         return _linear_ticks(10**self.low, 10**self.high)
 
-    def _line(self, drawing: Drawing, curve: RunCurve, look: Look) -> None:
+    def _line(self, drawing: Drawing, curve: RunCurve, look: Entry) -> None:
         more = {"stroke_dasharray": look.dashes} if look.dashes else {}
         parts: list[list[tuple[float, float]]] = [[]]
         for point in curve.points:
@@ -199,16 +188,16 @@ class _CurvePanel:
                 parts[-1].append((self.x_of(point.at(self.axis)), self.y_of(point.value)))
             elif parts[-1]:
                 parts.append([])
-        with drawing.group(fill="none", stroke=look.colour, stroke_width=1.0, **more):
+        with drawing.group(fill="none", stroke=look.stroke, stroke_width=1.0, **more):
             for part in parts:
                 if len(part) > 1:
                     drawing.path("M" + "L".join(f"{number(x)} {number(y)}" for x, y in part))
         # Evaluations are few: each is a dot.
         if len(curve.points) <= 30:
             for x, y in (place for part in parts for place in part):
-                drawing.rect(x - 1.1, y - 1.1, 2.2, 2.2, fill=look.colour)
+                drawing.rect(x - 1.1, y - 1.1, 2.2, 2.2, fill=look.stroke)
 
-    def _target(self, drawing: Drawing, target: CurveTarget, looks: Mapping[str, Look]) -> None:
+    def _target(self, drawing: Drawing, target: CurveTarget, looks: Mapping[str, Entry]) -> None:
         y, bottom = self.y_of(target.value), self.y + _HEIGHT
         with drawing.group(stroke=INK, stroke_width=0.6, stroke_dasharray="2 1.5"):
             drawing.line(self.left, y, self.right, y)
@@ -216,7 +205,7 @@ class _CurvePanel:
             point = curve.first(target.value)
             if point is not None:
                 x = self.x_of(point.at(self.axis))
-                drawing.line(x, y, x, bottom, stroke=looks[curve.run].colour, stroke_width=0.6)
+                drawing.line(x, y, x, bottom, stroke=looks[curve.run].stroke, stroke_width=0.6)
 
 
 def _linear_ticks(low: float, high: float) -> list[tuple[float, str]]:

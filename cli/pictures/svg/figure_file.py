@@ -18,12 +18,8 @@ def write_figure(path: str, svg: str) -> None:
         FileError: it can't be written.
         UserError: it would be PDF, and what makes PDF isn't installed.
     """
-    write_bytes(path, as_pdf(path, svg) if is_pdf(path) else svg.encode())
-
-
-def is_pdf(path: str) -> bool:
-    """Whether a figure of this name is PDF."""
-    return Path(path).suffix.lower() == ".pdf"
+    pdf = Path(path).suffix.lower() == ".pdf"
+    write_bytes(path, as_pdf(path, svg) if pdf else svg.encode())
 
 
 def as_pdf(path: str, svg: str) -> bytes:

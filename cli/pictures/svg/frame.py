@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count as counting
 
 from ....planner.recordings.recording import Lane, Recording
 from .svg import INK, Drawing, text_width
@@ -124,6 +123,12 @@ def steps(most: float, wanted: int) -> float:
     return next(power * m for m in (1, 2, 5, 10, 20) if power * m >= least * 0.999)
 
 
+def ticks(begin: float, step: float, most: float) -> list[float]:
+    """Multiples of the step from `begin` to `most`."""
+    first, last = math.ceil(begin / step - 1e-9), math.floor(most / step + 1e-9)
+    return [k * step for k in range(first, last + 1)]
+
+
 def tick_text(value: float, step: float) -> str:
     """A tick's number, with as many decimals as the ticks need."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -146,7 +151,7 @@ def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float
     name = f"time ({unit})"
     with drawing.group(stroke=INK, stroke_width=0.5):
         drawing.line(scale.left, y, scale.right, y)
-        values = [k * step for k in counting_from(begin, step, most)]
+        values = ticks(begin, step, most)
         for value in values:
             x = scale(value / factor)
             drawing.line(x, y, x, y + 2.5)
@@ -160,16 +165,6 @@ def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float
             y += 8
         drawing.text(scale.left, y + 17.5, note, font_size=SMALL, fill=INK)
     return y + 20
-
-
-def counting_from(begin: float, step: float, most: float) -> list[int]:
-    """Multiples of the step from `begin` to `most`, as whole numbers."""
-    found: list[int] = []
-    for k in counting(math.ceil(begin / step - 1e-9)):
-        if k * step > most + step * 1e-9:
-            return found
-        found.append(k)
-    return found
 
 
 def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: float) -> None:

@@ -21,6 +21,7 @@ from .frame import (
     legend,
     steps,
     tick_text,
+    ticks,
     time_axis,
     window_of,
 )
@@ -152,7 +153,7 @@ def _frame(drawing: Drawing, scale: Scale, panel: _Panel) -> None:
     """Draw grid and numbers of the vertical axis."""
     factor, unit = _unit(panel.top)
     step = steps(panel.top / factor, 2 if panel.height > 20 else 1)
-    values = [k * step for k in range(int(panel.top / factor / step + 1e-9) + 1)]
+    values = ticks(0, step, panel.top / factor)
     drawing.rect(scale.left, panel.y, scale.right - scale.left, panel.height, fill="#ffffff")
     for value in values[1:]:
         y = panel(value * factor)

@@ -26,7 +26,7 @@ from .frame import (
     time_axis,
     window_of,
 )
-from .marks import TINY, VERSION_SIZE, Lettering, Mark, lettering, marks_of
+from .marks import TINY, VERSION_SIZE, Label, Lettering, Mark, lettering, marks_of
 from .svg import IDLE, INK, Drawing, has_pattern, operation_fill, shade, text_width
 
 _TALLEST, _GAP, _WIDE_GAP, _MOST_HEIGHT = 14.0, 3.0, 9.0, 560.0
@@ -144,8 +144,10 @@ def _lanes(
     if settings.messages:
         _messages(drawing, recording, window, scale, tops, height)
     letters = lettering(marks, height, settings.versions)
-    _write(drawing, letters, tops, height - letters.lifted)
-    _write_versions(drawing, letters, [top + height for top in tops])
+    above = [top + (height - letters.lifted) / 2 for top in tops]
+    _write(drawing, letters.labels, letters.size, above, 0.36 * letters.size)
+    versions = [label._replace(lines=(label.below,)) for label in letters.labels if label.below]
+    _write(drawing, versions, VERSION_SIZE, [top + height - 3.5 for top in tops], 1.6)
     middles = [top + height / 2 for top in tops]
     lane_names(drawing, list(zip(recording.lanes, middles, strict=True)), pitch)
     _idle(drawing, recording, middles, pitch)
@@ -220,17 +222,19 @@ def _rules(
                     drawing.line(mark.x, y, mark.x + mark.width, y)
 
 
-def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: float) -> None:
-    size = letters.size
+def _write(
+    drawing: Drawing, labels: Sequence[Label], size: float, middles: Sequence[float], sunk: float
+) -> None:
+    """Write labels on the lanes' `middles`, baselines `sunk` points below those of the lines."""
     for kind, paint in OPERATIONS.items():
-        same = [label for label in letters.labels if label.mark.kind == kind]
+        same = [label for label in labels if label.mark.kind == kind]
         grounds = [label for label in same if label.row > 1 or has_pattern(kind)]
         for label in grounds:
             width = max(text_width(line, size) for line in label.lines)
             high = size * len(label.lines)
             drawing.rect(
                 label.x - width / 2,
-                tops[label.mark.lane] + (height - high) / 2,
+                middles[label.mark.lane] - high / 2,
                 width,
                 high,
                 fill=shade(kind, label.mark.mini_batch),
@@ -239,25 +243,10 @@ def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: 
             continue
         with drawing.group(fill=paint.light_ink, font_size=size, text_anchor="middle"):
             for label in same:
-                middle = tops[label.mark.lane] + height / 2 + 0.36 * size
+                middle = middles[label.mark.lane] + sunk
                 for k, line in enumerate(label.lines):
                     shift = (k - (len(label.lines) - 1) / 2) * size
                     drawing.text(label.x, middle + shift, line)
-
-
-def _write_versions(drawing: Drawing, letters: Lettering, bottoms: Sequence[float]) -> None:
-    for kind, paint in OPERATIONS.items():
-        same = [label for label in letters.labels if label.below and label.mark.kind == kind]
-        for label in same:
-            if label.row > 1 or has_pattern(kind):
-                width = text_width(label.below, VERSION_SIZE)
-                y = bottoms[label.mark.lane] - VERSION_SIZE - 1
-                ground = shade(kind, label.mark.mini_batch)
-                drawing.rect(label.x - width / 2, y, width, VERSION_SIZE, fill=ground)
-        if same:
-            with drawing.group(fill=paint.light_ink, font_size=VERSION_SIZE, text_anchor="middle"):
-                for label in same:
-                    drawing.text(label.x, bottoms[label.mark.lane] - 1.9, label.below)
 
 
 def _messages(
