@@ -18,7 +18,7 @@ from ..errors import output, printable
 from ..pictures.svg.frame import FigureSettings, window_of
 from ..pictures.svg.options import plans_svg
 from ..pictures.svg.timeline import timelines_svg
-from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, words
+from ..tables.layout import counted, devices_text, first_to_last, fitted, fixed, words
 from ..tables.names import names_of_paths, numbered
 from ..tables.plan import print_plan, rate
 from ..tables.plans import IN_ROWS, figure_text
@@ -44,7 +44,7 @@ class Sheet:
     facts: tuple[str, ...] = ()
     figure: str = ""
 
-    def html(self) -> str:
+    def _repr_html_(self) -> str:
         """For a notebook: light, whatever theme it has, as the figure is."""
         rows = [*self.rows[:_MOST_ROWS]]
         if len(self.rows) > _MOST_ROWS:
@@ -73,8 +73,8 @@ class Sheet:
         wrap = "; white-space: nowrap" * (tag == "td")
         return f'<{tag} style="text-align: {side}; {_CELL}{wrap}">{_text(text)}</{tag}>'
 
-    def print(self) -> None:
-        """On the terminal, without the figure."""
+    def show(self) -> None:
+        """Print it on the terminal, without the figure."""
         found = list(zip(self.head, *self.rows, strict=True))
         key, *columns = (
             words(name, cells, 12) if k < self.words else fixed(name, cells)
@@ -97,30 +97,16 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
-class Comparison:
-    """Several profiles, plans or runs side by side."""
-
-    def __init__(self, sheet: Sheet) -> None:
-        self.sheet = sheet
-
-    def show(self) -> None:
-        """Print the table."""
-        self.sheet.print()
-
-    def _repr_html_(self) -> str:
-        return self.sheet.html()
-
-
 # What `profiles.files.Views` asks for -----------------------------------------------------------
 
 
 def html(shown: Any) -> str:
     """As a notebook shows it."""
     if isinstance(shown, Profile):
-        return _profile_sheet(shown).html()
+        return _profile_sheet(shown)._repr_html_()
     if isinstance(shown, Plan):
-        return _plan_sheet(shown).html()
-    return _run_sheet(shown).html()
+        return _plan_sheet(shown)._repr_html_()
+    return _run_sheet(shown)._repr_html_()
 
 
 def show(shown: Any) -> None:
@@ -136,11 +122,11 @@ def show(shown: Any) -> None:
         print_run(output(), read_facts(shown.path))
 
 
-def compare(shown: Sequence[Any]) -> Comparison:
+def compare(shown: Sequence[Any]) -> Sheet:
     """Side by side. Raises UserError for things of different kinds."""
     for kind, sheet in ((Profile, _profiles_sheet), (Plan, _plans_sheet), (Run, _runs_sheet)):
         if all(isinstance(each, kind) for each in shown):
-            return Comparison(sheet(shown))
+            return sheet(shown)
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in shown))
     raise UserError(f"compare: give profiles, plans or runs alone, not {kinds}")
 
@@ -208,7 +194,7 @@ def _times(seconds: Sequence[float | None]) -> list[str]:
 def _plan_sheet(plan: Plan) -> Sheet:
     rows = []
     for s, (stage, found) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
-        devices = device_range([plan.cluster.devices[d].name for d in stage.devices])
+        devices = devices_text(plan, [s])
         times = format_seconds(found.forward_s), format_seconds(found.backward_s)
         held = str(found.version_difference), str(found.versions_held)
         memory = format_bytes(found.memory_bytes)

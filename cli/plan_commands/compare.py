@@ -19,12 +19,11 @@ from ..options.command import command, group, refuse
 from ..options.values import FileName
 from ..pictures.html.page import html_option, plans_report
 from ..pictures.svg.options import Figures, stacked_options, write_plan_figures
-from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
+from ..tables.layout import counted, devices_text, first_to_last, fitted, fixed, shortened, words
 from ..tables.names import names_by_system, names_of_paths
 from ..tables.plan import warn_if_edited
 from ..tables.plans import (
     FIGURES,
-    Figure,
     best,
     figure_text,
     figures_of,
@@ -47,10 +46,7 @@ def _recomputes(stage: PlanStage) -> str:
 
 STAGE_FIGURES: tuple[tuple[str, Callable[[Plan, int, int], str]], ...] = (
     ("layers", lambda p, s, width: first_to_last(p.stages[s].nodes, width)),
-    (
-        "devices",
-        lambda p, s, _: device_range([p.cluster.devices[d].name for d in p.stages[s].devices]),
-    ),
+    ("devices", lambda p, s, _: devices_text(p, [s])),
     ("forward", lambda p, s, _: format_seconds(p.predicted.stages[s].forward_s)),
     ("backward", lambda p, s, _: format_seconds(p.predicted.stages[s].backward_s)),
     ("transfer", lambda p, s, _: format_seconds(p.predicted.stages[s].transfer_s)),
@@ -336,7 +332,11 @@ def as_data(plans: Mapping[str, Plan]) -> dict[str, Any]:
             }
             for name, plan in plans.items()
         },
-        "differs": [figure.key for figure in FIGURES if _differs(figure, found)],
+        "differs": [
+            figure.key
+            for figure in FIGURES
+            if len({figure_text(figure, plan) for plan in found}) > 1
+        ],
         "best": {
             figure.key: [names[k] for k in sorted(best(figure, found))]
             for figure in FIGURES
@@ -350,7 +350,3 @@ def as_data(plans: Mapping[str, Plan]) -> dict[str, Any]:
         ],
         "warnings": warnings(plans),
     }
-
-
-def _differs(figure: Figure, plans: Sequence[Plan]) -> bool:
-    return len({figure_text(figure, plan) for plan in plans}) > 1

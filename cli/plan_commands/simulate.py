@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from ...planner.plan import Plan, pipeline_of, read_plan
+from ...planner.plan import pipeline_of, read_plan
 from ...planner.schedules.schedules import make_schedule
 from ...planner.schedules.steady_state import steady_state
 from ...planner.simulator.pipeline import Pipeline
@@ -20,7 +20,7 @@ from ..errors import errors_as_lines, output, print_json
 from ..options import common_options, plugin_option
 from ..options.command import command
 from ..options.values import FileName, Whole
-from ..tables.layout import device_range, fitted, fixed
+from ..tables.layout import devices_text, fitted, fixed
 from ..tables.plan import warn_if_edited
 from .engines import engine_option, in_run_of, print_elsewhere, receive_option
 
@@ -72,14 +72,10 @@ def simulate_plan(
     if as_json:
         print_json(_json(pipeline, schedule, timeline, period_s))
     elif not quiet:
-        devices = [_devices(plan, stage.devices) for stage in plan.stages]
+        devices = [devices_text(plan, [s]) for s in range(len(plan.stages))]
         _print(pipeline, schedule, timeline, period_s, count, devices)
         print_elsewhere(plan, found)
         warn_if_edited(plan, plan_path)
-
-
-def _devices(plan: Plan, devices: Sequence[int]) -> str:
-    return device_range([plan.cluster.devices[d].name for d in devices])
 
 
 def _json(

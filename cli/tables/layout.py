@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ...planner.plan import Plan
 from ..errors import printable
 
 # Short names of layers and devices, and of rows of them -------------------------------------------
@@ -84,6 +85,13 @@ def device_range(names: Sequence[str]) -> str:
     if len(found) == 2:
         return ", ".join(found)
     return f"{found[0]} … {found[-1]} ({len(found)})"
+
+
+def devices_text(plan: Plan, stages: Iterable[int]) -> str:
+    """The names of the stages' devices, as `device_range`."""
+    return device_range(
+        [plan.cluster.devices[d].name for s in stages for d in plan.stages[s].devices]
+    )
 
 
 # Tables of few columns ----------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def verdict(plan: Plan) -> Table:
             *_advice(plan),
             *_to_target(plan),
             *_given(plan),
-            *_chosen(plan),
+            *(("chosen", line) for line in plan.solver.chosen or ()),
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
@@ -123,12 +123,6 @@ def _given(plan: Plan) -> list[tuple[str, str]]:
     }[fastest.given_for]
     share = f"{lost:.1%}" if lost >= 5e-4 else "under 0.1%"
     return [("given", f"{share} of the period for {gained} (--tolerance)")]
-
-
-def _chosen(plan: Plan) -> list[tuple[str, str]]:
-    """What was chosen where nothing was said, and how to have it otherwise."""
-    lines = plan.solver.chosen
-    return [] if lines is msgspec.UNSET else [("chosen", line) for line in lines]
 
 
 def target_name(found: TargetPrediction) -> str:

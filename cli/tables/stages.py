@@ -18,7 +18,7 @@ from ...planner.recordings.recording import lanes_of, stages_text
 from ...planner.systems.placement import pattern_of
 from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..errors import printable
-from .layout import Cell, Column, counted, device_range, first_to_last, fitted, fixed, words
+from .layout import Cell, Column, counted, devices_text, first_to_last, fitted, fixed, words
 from .palette import LETTERS, LIMIT, MEMORY, memory_style
 
 # Devices and their stages ------------------------------------------------------------------------
@@ -203,13 +203,10 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
     ) -> Column:
         return fixed(name, [ranged((value(stages[s]) for s in row), text) for row in rows])
 
-    def limits() -> Column:
-        each = [ranged((plan.stages[s].in_flight for s in row), _whole) for row in rows]
-        return fixed("L", each)
-
+    limits = [ranged((plan.stages[s].in_flight for s in row), _whole) for row in rows]
     columns = [
         _layers(plan, rows),
-        words("device", [_devices(plan, row) for row in rows], 14),
+        words("device", [devices_text(plan, row) for row in rows], 14),
         figures("parameters", lambda p: p.parameter_bytes, short_bytes),
         figures("forward", lambda p: p.forward_s, format_seconds),
         figures("backward", lambda p: p.backward_s, format_seconds),
@@ -218,7 +215,7 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
         figures("memory", lambda p: p.memory_bytes, short_bytes)
         if shares_devices(plan)
         else figures("idle", lambda p: p.idle_share, _share),
-        limits(),
+        fixed("L", limits),
         figures("ver", lambda p: p.versions_held, _whole),
         figures("d", lambda p: p.version_difference, _whole),
     ]
@@ -239,7 +236,7 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
     free = [kept_free(plan, each.stages[0]) for each in found]
     most = max(each.memory_bytes for each in held)
     # The fullest stands for its row.
-    fullest = [max(row, key=lambda k: _full(held[k], limits[k])) for row in rows]
+    fullest = [max(row, key=lambda k: held[k].memory_bytes / (limits[k] or 1)) for row in rows]
 
     def sizes(name: str, values: Callable[[int], float]) -> Column:
         return fixed(name, [ranged(map(values, row), short_bytes) for row in rows])
@@ -253,7 +250,8 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
     of_limit = any(limit is not None for limit in limits)
     key, columns = _keys(rows), []
     if shares_devices(plan):
-        key = words("device", [_row_devices(plan, found, row) for row in rows], 14)
+        names = [devices_text(plan, (found[k].stages[0] for k in row)) for row in rows]
+        key = words("device", names, 14)
         stages = [_row_stages(found, row) for row in rows]
         idle = [ranged((held[k].idle_share for k in row), _share) for row in rows]
         columns = [words("stages", stages, 8), fixed("idle", idle)]
@@ -415,23 +413,10 @@ def _layers(plan: Plan, rows: Sequence[range]) -> Column:
     return Column("layers", max(natural, 6), min(natural, 24), cells, left=True)
 
 
-def _devices(plan: Plan, row: range) -> str:
-    return device_range([plan.cluster.devices[d].name for s in row for d in plan.stages[s].devices])
-
-
-def _row_devices(plan: Plan, found: Sequence[OnDevice], row: range) -> str:
-    devices = [d for k in row for d in plan.stages[found[k].stages[0]].devices]
-    return device_range([plan.cluster.devices[d].name for d in devices])
-
-
 def _row_stages(found: Sequence[OnDevice], row: range) -> str:
     """``0, 3``; of several devices those of the first and of the last."""
     first, last = (stages_text(found[k].stages).partition(" ")[2] for k in (row[0], row[-1]))
     return first if len(row) == 1 else f"{first}; … {last}"
-
-
-def _full(held: StagePrediction | DevicePrediction, limit: int | None) -> float:
-    return held.memory_bytes / limit if limit else float(held.memory_bytes)
 
 
 def _percent(held: StagePrediction | DevicePrediction, limit: int | None, free: int) -> Text:
