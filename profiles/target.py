@@ -35,7 +35,7 @@ from .tasks.samples import (
 from .tasks.shapes import LookedAt, look_at_batches, samples_alone
 from .tasks.task import Task
 from .tracing.call import Call
-from .tracing.random_states import seed_all, seed_torch
+from .tracing.random_states import seed_everywhere
 
 _BATCH_SIZE = 64
 
@@ -93,9 +93,8 @@ class Target:
 
     def model(self, seed: int = 0) -> nn.Module:
         """Build the model with its initial weights for this seed. Raises TargetError."""
-        seed_torch(seed)
         # Each worker builds it: a mask of NumPy's numbers must be the same one, too.
-        seed_all(seed)
+        seed_everywhere(seed)
         model = call_users_code(self.name, "building the model", self._factory)
         if not isinstance(model, nn.Module):
             given = "None" if model is None else f"a {type(model).__name__}"

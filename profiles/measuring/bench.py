@@ -302,9 +302,8 @@ class Bench:
                 else:
                     whole = self._time_whole(case, clock)
             if keep:
-                forward_s, backward_s = probe.seconds()
-                case.forward_s.append(forward_s)
-                case.backward_s.append(backward_s)
+                case.forward_s.append(probe.seconds("F"))
+                case.backward_s.append(probe.seconds("B"))
                 case.whole.append(whole)
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
@@ -317,14 +316,13 @@ class Bench:
         self._begin(case)
         probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", partly=True)
         self._timed(case, 1, probe)
-        case.input_s.append(probe.input_seconds())
-        case.weight_s.append(probe.weight_seconds())
+        case.input_s.append(probe.seconds("I"))
+        case.weight_s.append(probe.seconds("W"))
 
     def _time_whole(self, case: MicroBatchCase, clock: Clock) -> tuple[float, float]:
         probe = _TimeProbe(self, clock, "", partly=True)
         self._timed(case, 2, probe)
-        (forward_s, *_), (backward_s, *_) = probe.seconds()
-        return forward_s, backward_s
+        return probe.seconds("F")[0], probe.seconds("B")[0]
 
     def _timed(self, case: MicroBatchCase, which: int, probe: _TimeProbe) -> None:
         """Run a step, or replay it where it is captured."""
@@ -398,22 +396,9 @@ class _TimeProbe:
             for phase, pairs in self.empty_marks.items()
         }
 
-    def seconds(self) -> tuple[list[float], list[float]]:
-        """Forward and backward of every part; 0 for a layer without a backward."""
+    def seconds(self, phase: Phase) -> list[float]:
+        """Of every part; 0 where it has no such phase."""
         self.clock.settle()
-        return self._of("F"), self._of("B")
-
-    def input_seconds(self) -> list[float]:
-        """The part of every backward that gives the gradients of inputs; 0 where none needs one."""
-        self.clock.settle()
-        return self._of("I")
-
-    def weight_seconds(self) -> list[float]:
-        """The rest of every backward."""
-        self.clock.settle()
-        return self._of("W")
-
-    def _of(self, phase: Phase) -> list[float]:
         found = (self.marks.get((k, phase)) for k in range(len(self.parts)))
         return [self.clock.seconds(*marks) if marks else 0.0 for marks in found]
 

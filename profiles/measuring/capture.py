@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..tasks.hooks import describe_error
+from ..tracing.pieces import tensors_in
 from ..tracing.random_states import same_states, states
-from ..tracing.remembered import changes, mark, places_of
+from ..tracing.remembered import changes, marks_of_places
 
 _ATEN = torch.ops.aten
 _BY_MASK = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
@@ -67,7 +67,7 @@ class Capturable(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call `func`."""
-        given, name = _tensors((args, dict(kwargs or {}))), str(func)
+        given, name = tensors_in((args, dict(kwargs or {}))), str(func)
         self._look(name, given)
         if func.overloadpacket in _BY_MASK:
             if any(t.dtype in (torch.bool, torch.uint8) for t in given[1:]):
@@ -81,7 +81,7 @@ class Capturable(TorchDispatchMode):
             made = func(*args, **(kwargs or {}))
         # What the host makes of nothing is looked at where it goes.
         if given or torch.Tag.nondeterministic_seeded in func.tags:
-            self._look(name, _tensors(made))
+            self._look(name, tensors_in(made))
         return made
 
     def _look(self, name: str, tensors: list[Tensor]) -> None:
@@ -93,10 +93,6 @@ class Capturable(TorchDispatchMode):
                 raise CannotCaptureError(f"{name} has a sparse tensor")
             if t.device.type != self._device.type and not (seeds and not t.is_floating_point()):
                 raise CannotCaptureError(f"{name} has a tensor of the {t.device.type}")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 @contextmanager
@@ -111,18 +107,15 @@ def nothing_left_on_host(
         inside = {(id(m), n): value for m in modules for n, value in vars(m).items()}
         return {**inside, **{(id(m), n): b for m in modules for n, b in m._buffers.items()}}
 
-    def left() -> dict[str, Any]:
-        return {name: mark(value) for name, value in places_of(module, functions).items()}
-
     modules = list(module.modules())
-    before, left_before, drawn = made(), left(), states()
+    before, left, drawn = made(), marks_of_places(module, functions), states()
     yield
     after = made()
     changed = {key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)}
     if changed:
         names = ", ".join(sorted({name for _, name in changed}))
         raise CannotCaptureError(f"a forward gives its modules other attributes ({names})")
-    if found := changes(left_before, left()):
+    if found := changes(left, marks_of_places(module, functions)):
         names = ", ".join(sorted(found))
         raise CannotCaptureError(f"a forward or the loss counts or keeps something ({names})")
     if not same_states((drawn[0], *states()[1:]), drawn):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..device_specs import DeviceSpec, load_spec
 from ..errors import TargetError, UserError
 from ..tracing.fake import fake_mode, quiet
+from ..tracing.pieces import tensors_in
 
 # Bytes of all tensors alive at once, on any device ----------------------------------------------
 
@@ -57,9 +58,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, value: Any, count: bool) -> None:
-        for tensor in torch.utils._pytree.tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                self._note_storage(tensor.untyped_storage(), count)
+        for tensor in tensors_in(value):
+            self._note_storage(tensor.untyped_storage(), count)
 
     def _note_storage(self, storage: torch.UntypedStorage, count: bool) -> None:
         key = storage._cdata

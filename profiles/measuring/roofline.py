@@ -7,7 +7,7 @@ launch. It needs shapes only, so models run under it on fake tensors, without me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..device_specs import DeviceSpec
 from ..tracing.fake import know_grouped_products
+from ..tracing.pieces import tensors_in
 
 # What an operation of ATen costs: floating-point operations, and bytes from and to memory -------
 # Arithmetic is counted for matrix products, convolutions, attention and recurrent layers, by the
@@ -115,7 +116,7 @@ def moved_bytes(rule: Rule, args: tuple[Any, ...], kwargs: Any, result: Any) -> 
     read: list[Tensor] = []
     moved = 0
     for place, value in (*enumerate(args), *kwargs.items()):
-        found = list(_tensors(value))
+        found = tensors_in(value)
         if place not in rule.unread:
             read += found
         if place in rule.written:
@@ -124,19 +125,10 @@ def moved_bytes(rule: Rule, args: tuple[Any, ...], kwargs: Any, result: Any) -> 
     results = result if len(rule.fresh) > 1 else (result,)
     for value, fresh in zip(results, rule.fresh, strict=False):
         if fresh:
-            moved += sum(map(_extent, _tensors(value)))
+            moved += sum(map(_extent, tensors_in(value)))
     if rule.first is not None:
         moved += rule.first(args, result)
     return moved
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, Tensor):
-                yield item
 
 
 def _extent(tensor: Tensor) -> int:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..tracing.pieces import tensors_in
+
 # Where the batch lies in a tensor ---------------------------------------------------------------
 # Many ONNX files fix the batch size, mostly to 1, and with it the targets of their reshapes.
 # A reshape keeps the order of elements. So if the batch is the factor between `outer` slower and
@@ -34,11 +36,6 @@ class BatchAxis:
     dim: int
     outer: int = 1
     inner: int = 1
-
-
-def carries_batch(small: Sequence[int], large: Sequence[int]) -> bool:
-    """Whether a tensor's shape, known for two batch sizes, depends on the batch."""
-    return tuple(small) != tuple(large)
 
 
 def find_batch(
@@ -150,13 +147,13 @@ class Dynamic:
 
     @property
     def host(self) -> bool:
-        return not any(isinstance(x, FakeTensor) for x in _tensors(self.probes))
+        return not any(isinstance(x, FakeTensor) for x in tensors_in(self.probes))
 
     @property
     def carries_batch(self) -> bool:
         """Whether its shape depends on the batch; never so for shape arithmetic."""
         small, large = self.probes
-        return not self.host and carries_batch(small.shape, large.shape)
+        return not self.host and small.shape != large.shape
 
     @property
     def fixed(self) -> Tensor | None:
@@ -192,11 +189,3 @@ def map_operands(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map_operands(item, change) for item in value)
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_ours, is_users
 from ..tracing.call import Call, unchanged
 from ..tracing.pieces import map_tensors
-from ..tracing.random_states import GENERATORS, seed_all, seed_torch, set_own_states, state_of
-from ..tracing.remembered import changes, kept_in, mark, places_of, scope_of
+from ..tracing.random_states import GENERATORS, seed_everywhere, set_own_states, state_of
+from ..tracing.remembered import changes, kept_in, marks_of_places, places_of, scope_of
 from .task import Loss, Task, read_figure, read_loss
 
 
@@ -133,12 +133,8 @@ def _check_reads(
     generators = [(g, state_of(g)) for g in own.values() if isinstance(g, GENERATORS)]
     result: Any = None
 
-    def seed() -> None:
-        seed_torch(0)
-        seed_all(0)
-
     def asked() -> list[float] | str:
-        seed()
+        seed_everywhere(0)
         try:
             with torch.set_grad_enabled(model.training):
                 return _figures_in(hook(map_tensors(_as_made, result), target))
@@ -150,17 +146,14 @@ def _check_reads(
             one.put_back()
         set_own_states(generators)
 
-    def left() -> dict[str, Any]:
-        return {k: mark(v) for k, v in places_of(model, [hook]).items()}
-
     def after(given: Call) -> tuple[list[float] | str, dict[str, Any]]:
         nonlocal result
         put_back()
-        seed()
+        seed_everywhere(0)
         with unchanged(model):
             with torch.no_grad():
                 made = given.of(model)
-            result, left_by = made if result is None else result, left()
+            result, left_by = made if result is None else result, marks_of_places(model, [hook])
             return asked(), left_by
 
     try:
@@ -169,7 +162,7 @@ def _check_reads(
         first, left_by_own = after(call)
         other, left_by_others = after(call.of_first())
         put_back()
-        left_by_none, without = left(), asked()
+        left_by_none, without = marks_of_places(model, [hook]), asked()
         if _alike(first, other) and _alike(other, without):
             return
         again, _ = after(call)

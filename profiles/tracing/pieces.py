@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from ..errors import TraceError
 from .graph import GraphBody, TracedModel, graph_of, values
@@ -213,6 +214,11 @@ def _made(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TraceError(
             f"a {kind.__name__} can't be made of its items: {reason}; use a plain tuple or dict"
         ) from error
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those in a nest of containers that torch knows."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # Results in containers: taken apart into tensors for torch.export, and put together again -------

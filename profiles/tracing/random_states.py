@@ -63,13 +63,12 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, which formats the stack for every kind of card that is not there, to
-    say some day where it was."""
+def seed_everywhere(seed: int) -> None:
+    """Seed cards' generators, too: `torch.manual_seed` formats the stack for every kind of card
+    that is not there, to say some day where it was."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    seed_all(seed)
 
 
 def same_states(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

@@ -256,6 +256,11 @@ def places_of(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Any]
     return found
 
 
+def marks_of_places(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Any]:
+    """What tells all that from what it was (`mark`), by name."""
+    return {name: mark(value) for name, value in places_of(model, functions).items()}
+
+
 def _of_library(kind: Any) -> bool:
     """Whether a class or function is of torch, ours or the like: what those keep is theirs."""
     return str(getattr(kind, "__module__", None)).partition(".")[0] in _OF_LIBRARIES

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..errors import TraceError
 from .call import Call, numbers_unchanged, unchanged
 from .pieces import Built, take_apart
-from .random_states import seed_all, seed_torch
-from .remembered import changes, dense, mark, marks, places_of
+from .random_states import seed_everywhere
+from .remembered import changes, dense, marks, marks_of_places
 
 _WITHIN = 1e-3, 5e-2
 """Of a gradient, what may differ at once: in single and double precision, in half."""
@@ -105,14 +105,14 @@ def run(
                 alone = _result(model, call)
         with numbers_unchanged(model):
             other = _of_others(module, call)
-        left = _places(model) if module is model else {}
-        _seed()
+        left = marks_of_places(model) if module is model else {}
+        seed_everywhere(0)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         numbers, second = _numbers(model), None
         leaves, structure = _taken_apart(module, call)
         kept = _kept(leaves)
         if not all_same(alone, kept):
-            raise TraceError(_remembers(left, _places(model)))
+            raise TraceError(_remembers(left, marks_of_places(model)))
         buffers = [_buffers(model, module)]
         gradients = None
         if learns and not any(_is_fake(leaf) for leaf in leaves):
@@ -219,7 +219,7 @@ def _of_others(module: nn.Module, call: Call) -> tuple[Any, ...]:
 
 
 def _result(module: nn.Module, call: Call) -> tuple[Any, ...]:
-    _seed()
+    seed_everywhere(0)
     return _kept(_leaves(module, call))
 
 
@@ -242,11 +242,6 @@ def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
     return {name: own.get(name, b).detach().clone() for name, b in model.named_buffers()}
 
 
-def _places(model: nn.Module) -> dict[str, Any]:
-    """What tells what a forward can reach besides its arguments from what it was, by name."""
-    return {name: mark(value) for name, value in places_of(model).items()}
-
-
 def all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two results' tensors are the same but for rounding."""
     return all(_same(a, b) for a, b in zip(some, others, strict=False) if isinstance(b, Tensor))
@@ -259,11 +254,6 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         for name, found in marks(vars(module)).items()
     }
-
-
-def _seed() -> None:
-    seed_torch(0)
-    seed_all(0)
 
 
 def _is_fake(value: Any) -> bool:
@@ -378,7 +368,7 @@ def _whole(
     # Shaken weights aren't all one number any more: they are moved before.
     last_digits = _shaken(model) if shaken else nullcontext()
     with unchanged(model), _moved(model), last_digits, torch.enable_grad():
-        _seed()
+        seed_everywhere(0)
         leaves = _leaves(module, call if module is model else call.flat())
         _backward(model, leaves, take)
     return found

@@ -29,7 +29,7 @@ from ...profiles.tracing.call import Call, unchanged, without_data
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
 from ...profiles.tracing.graph import GraphBody, TracedModel, fingerprint, graph_of, values
 from ...profiles.tracing.pieces import take_apart
-from ...profiles.tracing.random_states import seed_all, seed_torch
+from ...profiles.tracing.random_states import seed_everywhere
 from ...profiles.tracing.shapes import ValueSpec, rewritten_by, run_node_by_node, specs_and_result
 from ...profiles.tracing.verify import all_same
 from .devices import Modes, modes_of_profile
@@ -178,8 +178,7 @@ class TracedTask:
         tensors = self.target.call(samples)[0].tensors
         for grad in (True, False):
             with unchanged(module), torch.set_grad_enabled(grad):
-                seed_torch(0)
-                seed_all(0)
+                seed_everywhere(0)
                 results.append(take_apart(module(*[t.clone() for t in tensors]))[0])
         if not all_same(*results):
             raise PlanError(
