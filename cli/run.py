@@ -150,7 +150,6 @@ def main(
 
 
 def _restarted(rendezvous: Rendezvous, run_dir: str | None) -> bool:
-    """Whether the launcher restarted the workers of a run that has begun."""
     begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
     return rendezvous.launched.attempt > 0 and begun
 

@@ -557,10 +557,7 @@ def check_outputs(*wanted: tuple[str, str | Path | None, Kind]) -> None:
 
 
 def _standing(path: Path) -> Kind | str | None:
-    """What a file is: a kind of ours, words for another one, or None where it is empty.
-
-    Raises FileError where it can't be read.
-    """
+    """What a file is: a kind of ours, words for another one, None if empty. Raises FileError."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD)

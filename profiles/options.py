@@ -362,11 +362,7 @@ def taking_more(record: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def _describe(
     function: Any, record: Any, parameters: list[inspect.Parameter], names: Collection[str] = ()
 ) -> None:
-    """Give a function that signature, and a line for each option in its docstring.
-
-    Args:
-        names: these options alone.
-    """
+    """Give a function that signature, and a docstring with a line for each of these options."""
     hints = {**get_type_hints(record), **function.__annotations__}
     function.__dict__.pop("__wrapped__", None)
     function.__signature__ = inspect.Signature(

@@ -193,7 +193,6 @@ class Target:
         return look_at_batches(training, mini_batch, like, names, most, alone)
 
     def _training(self) -> Any:
-        """The training data. Raises TargetError."""
         task = self.task
         assert task is not None
         try:
@@ -383,9 +382,7 @@ def _of_task(name: str, task: Task, inputs: Sequence[InputSpec]) -> Target:
 
 def _copied(name: str, model: nn.Module) -> nn.Module:
     """A copy of the user's own model, which stays as it is: its buffers, gradients, mode, device.
-
-    Raises TargetError where there can be none.
-    """
+    Raises TargetError."""
     what = f"{name}: can't be copied, and measuring would change it"
     # A copy of real tensors, also where a device that isn't there is reckoned with.
     with in_one_line(what, mend="; give a function that makes it"), _disable_current_modes():

@@ -202,11 +202,8 @@ def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
 
 
 def _amount(text: str, what: str, example: str, given: str | None = None) -> float:
-    """A number with k, M, Gi and the like, and B for bytes.
-
-    Args:
-        given: what the user wrote, where `text` is a part of it.
-    """
+    """A number with k, M, Gi and the like, and B for bytes. `given`: what the user wrote, which
+    `text` is a part of."""
     given = text if given is None else given
     value, unit = _split(text, what, example, given)
     unit = unit.removesuffix("b")

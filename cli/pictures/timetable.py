@@ -116,7 +116,6 @@ def _round_up(seconds: float) -> float:
 
 
 def _several(recording: Recording) -> bool:
-    """Whether some lane has several stages."""
     return any(len(lane.stages) > 1 for lane in recording.lanes)
 
 

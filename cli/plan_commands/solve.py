@@ -185,8 +185,7 @@ def _solve_all(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """A plan for every system that fits, side by side, and the Pareto front of all plans seen; or
-    those with the least time to a study's target."""
+    """Each system's plan and the Pareto front of all, or those of the least time to a target."""
     with Bar("planning", quiet=quiet) as bar:
         found = plans_of_systems(planning, bar)
     plans, failed, judged = found.plans, found.failed, found.judged

@@ -29,10 +29,7 @@ _LOOKS_APART_S = 0.05
 
 
 def _stopping(show: F) -> F:
-    """End the run when its progress can't be printed: nobody would learn what became of it.
-
-    Raises StoppedError.
-    """
+    """End the run (StoppedError) when its progress can't be printed: nobody would learn of it."""
 
     @functools.wraps(show)
     def shown(*args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,6 @@ def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary:
 
 
 def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:
-    """What is printed when training begins."""
     plan, settings, inline = job.plan, job.settings, job.inline
     workers = plan.workers
     how = "inline" if inline else f"{workers} processes"

@@ -311,5 +311,4 @@ def points_table(
 
 
 def _limits(limits: Sequence[int]) -> str:
-    """In-flight limits of a plan's stages."""
     return " ".join(map(str, limits)) if len(limits) <= 6 else f"{limits[0]} … {limits[-1]}"

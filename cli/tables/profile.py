@@ -51,7 +51,6 @@ def print_profile(console: Console, profile: Profile, *, verbose: bool) -> None:
 
 
 def _whole(profile: Profile) -> tuple[str, ...]:
-    """The row of the whole model."""
     whole = profile.whole_model[-1]
     how = "measured in one piece"
     if not profile.can_run:

@@ -75,7 +75,6 @@ def takes_long(share: float) -> bool:
 
 
 def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
-    """GPUs of the stages; none on the CPU."""
     gpus = [report for report in summary.stages if report.device_peak_bytes is not None]
     if not gpus:
         return []
@@ -126,7 +125,6 @@ def period_text(measured_s: float | None, predicted_s: float) -> str:
 
 
 def _time(summary: RunSummary) -> str:
-    """What it took, and since when."""
     at = summary.resumed_at
     since = f"since it went on after mini-batch {at}" if at else "in all"
     return f"{format_seconds(summary.seconds)} {since}"

@@ -133,7 +133,6 @@ def _figures(plan: Plan, s: int) -> _Figures:
 
 
 def _device_rows(plan: Plan, found: Sequence[OnDevice], *, every: bool) -> tuple[range, ...]:
-    """Devices in rows, as stages are."""
     if not shares_devices(plan):
         return folded(plan, every=every).rows
     figures = [

@@ -517,10 +517,8 @@ def _defaults(
 
 
 def _made_small(target: str, plain: Any, fresh: dict[str, Any], given: dict[str, Any]) -> Any:
-    """A config of what the user gave, and as much else as goes with it of small sizes.
-
-    Raises TargetError where it takes what was given with none of them.
-    """
+    """A config of what the user gave, and small sizes of as much else as goes with it; TargetError
+    where there are none."""
     model = plain.model_type
     layers = given.get("num_hidden_layers", SMALL["num_hidden_layers"])
     by_layer = for_each_layer(plain, layers) if isinstance(layers, int) else {}

@@ -246,11 +246,7 @@ def _with_weights(request: Request) -> nn.Module:
 
 
 def _classes(problem: str, real: bool) -> tuple[Any, Any]:
-    """Loss and share of right answers of a classifier.
-
-    Args:
-        real: labels are the user's, and some may be IGNORED.
-    """
+    """Loss and share of right answers. `real`: labels are the user's; some may be IGNORED."""
     if problem == "regression":
         return _squares, None
     if problem == "multi_label_classification":
@@ -283,11 +279,8 @@ stands for; and of those that aren't tried at all."""
 
 
 def _look(request: Request) -> None:
-    """Try a model: as it was asked for, unless it is large; else a small one of its kind.
-
-    Raises TargetError where it doesn't take the samples made for it, or its own loss is another
-    than ours.
-    """
+    """Try a model as it was asked for; a large one as a small one of its kind. Raises TargetError
+    where it doesn't take the samples made for it, or its own loss is another than ours."""
     if request.balance:
         warnings.warn(
             f"{request.target}: the balance of its experts (aux_loss, {request.balance:g} of it) "
@@ -373,7 +366,6 @@ def _as_the_problem_has_them(request: Request, target: Tensor) -> Tensor:
 
 
 def _own_loss(model: nn.Module, request: Request, inputs: Any, target: Tensor) -> Tensor:
-    """What the model gives for labels."""
     labels = target
     if request.family == "causal":
         labels = torch.cat([torch.full_like(target[:, :1], IGNORED), target[:, :-1]], 1)

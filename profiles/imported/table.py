@@ -218,10 +218,8 @@ def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> Tab
 
 
 def _activation(where: str, rows: Sequence[TableRow], given: int) -> tuple[int, float]:
-    """Bytes of a layer's activation at a size, and what of them is there for no sample.
-
-    Raises FileError for bytes that aren't a fixed part and so much for each sample.
-    """
+    """Bytes of a layer's activation at a size, and what of them is there for no sample. Raises
+    FileError for bytes that aren't a fixed part and so much for each sample."""
     sizes, found = [row.micro_batch or given for row in rows], [r.activation_bytes for r in rows]
     fixed = 0.0
     if len(rows) > 1:

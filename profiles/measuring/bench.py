@@ -390,7 +390,6 @@ class _TimeProbe:
         return start, self.clock.mark()
 
     def empty_seconds(self) -> dict[Phase, list[float]]:
-        """What the empty pieces took."""
         return {
             phase: [self.clock.seconds(*pair) for pair in pairs]
             for phase, pairs in self.empty_marks.items()

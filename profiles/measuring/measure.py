@@ -437,13 +437,8 @@ def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call)
 
 
 def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None:
-    """Evaluate on one micro-batch of the smallest size, so that what is wrong with the task's hooks
-    shows before the measuring.
-
-    Where there is no test data, which not every run needs, on training samples.
-
-    Args:
-        trained: a micro-batch of those.
+    """Evaluate on a micro-batch of the smallest size, of training samples (`trained`) where there
+    is no test data, so that what is wrong with the task's hooks shows before the measuring.
 
     Raises TargetError naming the hook. Figures that aren't means get a warning.
     """

@@ -220,11 +220,8 @@ def _describe(
     tensors: list[int],
     held: set[int],
 ) -> SavedByForward:
-    """Names in place of addresses, which mean nothing once the tensors are gone.
-
-    Args:
-        held: storages of parameters and buffers.
-    """
+    """Names in place of addresses, which mean nothing once the tensors are gone. `held`: storages
+    of parameters and buffers."""
     labels: dict[int, str] = {}
     storages: dict[str, int] = {}
     sent = {}

@@ -109,10 +109,8 @@ class KernelWindow:
 
 
 def _tails(op: Operation, window: KernelWindow) -> tuple[int, ...]:
-    """How far the last windows stick out at the ends where sizes are rounded up.
-
-    A window that would begin beyond the image and its padding at the beginning is left out.
-    """
+    """How far the last windows stick out at the ends where sizes are rounded up; one that would
+    begin beyond the image and its padding at the beginning is left out."""
     if not op.attribute("ceil_mode", 0):
         return (0,) * len(window.kernel)
     tails = []

@@ -40,10 +40,8 @@ def reshape(op: Operation) -> Operand:
 
 
 def _one_free_size(target: Setting) -> tuple[int, ...] | None:
-    """The sizes, with -1 for the one that depends on the batch; None where more do so.
-
-    The others fix that one, since a reshape keeps the number of elements.
-    """
+    """The sizes, with -1 for the one that depends on the batch, which the others fix; None where
+    more do so."""
     small, large = (x.tolist() for x in target.value.probes)
     differ = [k for k in range(len(small)) if small[k] != large[k]]
     if len(differ) != 1 or -1 in small or 0 in small:

@@ -115,11 +115,7 @@ class SailorFile:
 
 @dataclass(frozen=True)
 class _OnGpu:
-    """A model on a kind of GPU, of one degree.
-
-    Attributes:
-        measured: by micro-batch.
-    """
+    """A model on a kind of GPU, of one degree; measured by micro-batch."""
 
     name: str
     tp: int
@@ -129,7 +125,6 @@ class _OnGpu:
     optimizer: OptimizerCost
 
     def cost(self, name: str) -> Cost:
-        """Of a layer."""
         facts, saved = self.facts[name], _FLOAT_BYTES * self.tp * self.facts[name].saved_floats
         kind = {self.layers[0]: "embedding", self.layers[-1]: "head"}.get(name, "block")
         return Cost(
@@ -201,7 +196,6 @@ def _times(place: str, sizes: Any) -> dict[int, dict[str, _Times]]:
 
 
 def _by_degree(times: Mapping[int, Mapping[str, _Times]]) -> dict[str, dict[int, _Times]]:
-    """By degree and micro-batch instead."""
     degrees = sorted({degree for of in times.values() for degree in of}, key=lambda d: (len(d), d))
     return {
         degree: {size: of[degree] for size, of in times.items() if degree in of}

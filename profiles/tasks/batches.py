@@ -149,7 +149,6 @@ class Batches:
         self._fetched = None
 
     def _stop(self) -> None:
-        """End what loads an epoch."""
         ahead, self._ahead = self._ahead, None
         ended = ahead is None or ahead.close()
         self._epoch, self._kept = -1, {}
@@ -292,11 +291,8 @@ def _loader_of_jobs(
 
 
 def _end_workers(iterator: Iterator[Any] | None) -> None:
-    """End the workers behind a loader's iterator, if it has any.
-
-    Left to the garbage collection, which may come in a process that was forked since, torch waits
-    5 s for them or complains that they are another's.
-    """
+    """End the workers behind a loader's iterator, if any. Left to the garbage collection, maybe in
+    a process forked since, torch waits 5 s for them or complains that they are another's."""
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
@@ -307,7 +303,6 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _behind(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """What comes behind so many batches."""
     for k, batch in enumerate(batches):
         if k >= count:
             yield batch

@@ -195,7 +195,6 @@ class _Asked:
         return [self.leaves[k] for k in self.by_sample if self.leaves[k].requires_grad]
 
     def of(self, samples: Sequence[int]) -> Loss:
-        """The loss of these samples."""
         mine, leaves = torch.tensor(list(samples)), list(self.leaves)
         for k in self.by_sample:
             rows = leaves[k].shape[0] // self.samples

@@ -75,7 +75,6 @@ def _plain_attributes(target: object) -> dict[str, Any]:
 
 
 def _name_in(module: ModuleType, target: object) -> str | None:
-    """The name that a module has for an object."""
     return next((name for name, found in vars(module).items() if found is target), None)
 
 

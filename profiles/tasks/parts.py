@@ -86,10 +86,8 @@ def _as_long(found: Any, given: Any) -> bool:
 
 
 def _columns(given: Any, parts: Parts, names: Names) -> Any:
-    """Of a set of the library `datasets` the columns that are inputs; all of them are the target.
-
-    One with a transform is left alone: what that needs, it alone knows.
-    """
+    """Columns of a set of `datasets` that are inputs; all are the target. One with a transform is
+    left alone: what that needs, it alone knows."""
     select, columns = getattr(given, "select_columns", None), getattr(given, "column_names", None)
     form = getattr(given, "format", None)
     if not callable(select) or TARGET in parts or not isinstance(form, Mapping):

@@ -261,8 +261,7 @@ def read_batch(batch: Any, names: Names = sorted) -> tuple[Call, Any]:
 
 
 def _of_tensors(value: Any) -> bool:
-    """Whether a nest of containers holds nothing but tensors; None may stand for what isn't
-    given."""
+    """Whether a nest holds nothing but tensors, and None for what isn't given."""
     if isinstance(value, Mapping):
         return all(map(_of_tensors, value.values()))
     if isinstance(value, (list, tuple)):

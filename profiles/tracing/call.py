@@ -183,7 +183,6 @@ class _Makeup:
         ]
 
     def put_back(self) -> None:
-        """Make the modules what they were."""
         for module, kind, then in self._attributes:
             now = vars(module)
             for name in now.keys() - then.keys():

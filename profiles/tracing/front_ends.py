@@ -251,11 +251,8 @@ def _kept_whole(
     wanted: RunResult | None,
     failures: list[_Failure],
 ) -> str | None:
-    """Patterns of modules' names with which a front end takes the model: tried, not guessed.
-
-    Args:
-        failures: without them; where torch.fx's happened says which modules to try.
-    """
+    """Patterns of modules' names with which a front end takes the model: tried, not guessed. Where
+    torch.fx's failure without them happened says which modules to try."""
     patterns = [] if granularity in (LAYER, OP) else [granularity]
     for _ in range(_MOST_PATTERNS):
         # What keeps modules whole.

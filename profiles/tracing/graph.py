@@ -169,7 +169,6 @@ def recompile(module: GraphBody) -> None:
 
 
 def _lookup(module: nn.Module, target: str) -> str:
-    """The code that looks up what is at a dotted path."""
     text, owner = "self", module
     for name in target.split("."):
         kinds = [kind for kind in _KINDS if name in vars(owner).get(kind, ())]

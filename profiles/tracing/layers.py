@@ -156,10 +156,8 @@ def packs_the_result(node: fx.Node) -> bool:
 
 
 def _is_unpacking(node: fx.Node) -> bool:
-    """Unpacking a tuple and reading a size belong to whoever made the thing.
-
-    So no tuple crosses from one layer to another.
-    """
+    """Unpacking a tuple and reading a size belong to whoever made the thing: so no tuple crosses
+    from one layer to another."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.op == "call_function" and node.target is operator.getitem:

@@ -41,7 +41,6 @@ def hidden_matrices(traced: TracedModel, model: nn.Module) -> tuple[nn.Parameter
 
 
 def _parameters(traced: TracedModel, node: fx.Node) -> Iterator[nn.Parameter]:
-    """Those that a node uses."""
     found: list[Tensor] = []
     if node.op == "call_module":
         found += fetch_attribute(traced.module, str(node.target)).parameters()

@@ -350,11 +350,7 @@ def _sketches(model: nn.Module, leaves: Sequence[Any]) -> dict[str, Sketch] | No
 def _whole(
     model: nn.Module, module: nn.Module, call: Call, names: Sequence[str], *, shaken: bool = False
 ) -> dict[str, Tensor]:
-    """These parameters' gradients; zeros where there is none.
-
-    Args:
-        shaken: with every weight changed in its last digits.
-    """
+    """These parameters' gradients; zeros where there is none. `shaken`: see `_shaken`."""
     found: dict[str, Tensor] = {
         name: torch.zeros_like(p, dtype=torch.complex128 if p.is_complex() else torch.float64)
         for name, p in model.named_parameters()
@@ -377,9 +373,8 @@ def _whole(
 def _backward(model: nn.Module, leaves: Sequence[Any], take: Callable[[str, Tensor], None]) -> bool:
     """Hand over gradients of the results, each weighed with numbers drawn for it, as they come.
 
-    By `Tensor.backward`: torch.autograd.grad doesn't find what is computed again in between.
-
-    Returns False where there is nothing to go back from, or a backward fails.
+    False: there are none, or a backward fails. Not by torch.autograd.grad, which doesn't find what
+    is computed again in between.
     """
     ends = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

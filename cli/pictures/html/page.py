@@ -215,7 +215,6 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """The page's content security policy: its own script and style alone."""
     return (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -371,7 +371,6 @@ def _peak(facts: RunFacts, worker: Worker) -> list[int] | None:
 
 
 def _recorded(facts: RunFacts) -> dict[str, Any] | None:
-    """The range of mini-batches that are recorded."""
     if facts.measured is None:
         return None
     begin, end = mini_batches_of(facts.measured)

@@ -82,8 +82,7 @@ def _mark(span: Span, window: TimeWindow, scale: Scale, *, several: bool) -> Mar
 
 
 def _merged(marks: Iterable[Mark], tiny: float) -> Iterator[Mark]:
-    """A lane's marks with tiny neighbours as one; of each stage and kind as long as all of them
-    together."""
+    """A lane's marks, tiny neighbours as one; of each stage and kind as long as all of them."""
     few: list[Mark] = []
     for mark in marks:
         small = mark.width < tiny

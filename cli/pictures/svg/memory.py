@@ -150,7 +150,6 @@ def _steps(
 
 
 def _frame(drawing: Drawing, scale: Scale, panel: _Panel) -> None:
-    """Draw grid and numbers of the vertical axis."""
     factor, unit = _unit(panel.top)
     step = steps(panel.top / factor, 2 if panel.height > 20 else 1)
     values = ticks(0, step, panel.top / factor)
@@ -201,7 +200,6 @@ def _peaks(recording: Recording) -> list[int]:
 
 
 def _words(drawing: Drawing, peak: int, limit: int | None, panel: _Panel) -> None:
-    """Write peak and limit beside the panel."""
     x = drawing.width - RIGHT + 3
     lines = []
     if peak and panel.height >= SMALL:

@@ -127,11 +127,8 @@ def _lanes(
     lane: tuple[float, float],
     settings: FigureSettings,
 ) -> tuple[float, Lettering, list[str]]:
-    """Draw a recording's lanes below y. Returns where they end, how they are labelled, facts.
-
-    Args:
-        lane: from one lane to the next, and a lane's height.
-    """
+    """Draw a recording's lanes, of a pitch and a height each, below y. Returns where they end, how
+    they are labelled, and facts."""
     pitch, height = lane
     marks = marks_of(recording, window, scale, _MOST_MARKS)
     y = _period(drawing, recording, window, scale, y)

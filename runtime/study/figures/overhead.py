@@ -209,13 +209,10 @@ class _Function:
 def _fitted(
     numbers: Sequence[float], trained: Sequence[_Trained], start: float | None
 ) -> _Function:
-    """The function by isotonic regression.
+    """The function by isotonic regression. `start`: at a number of 0, if it is known.
 
     A log that is but a lower bound pulls the function up to it, and no further: each round fits to
     the larger of bound and function, which makes the sum of one-sided squares ever smaller.
-
-    Args:
-        start: at a number of 0; None: it isn't known.
     """
     from scipy.optimize import isotonic_regression
 

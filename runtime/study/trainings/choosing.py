@@ -281,11 +281,8 @@ class Choosing:
         return race.mini_batches / asked.length + 2 * arm
 
     def _check_budget(self, each_s: float = 0.0) -> None:
-        """Raise UserError where the budget is too small for the rungs and what comes after them.
-
-        Args:
-            each_s: seconds of a training of the whole length.
-        """
+        """Raise UserError where the budget is too small for the rungs and what comes after them, at
+        `each_s` seconds for a training of the whole length."""
         budget, race = self._question.budget, self._race
         assert isinstance(budget, Budget)
         assert race is not None

@@ -193,7 +193,6 @@ class _CurveRecorder(Observer):
         raise DivergedError(why)
 
     def end(self) -> None:
-        """The training is over."""
         if self._open and self.diverged_at is None:
             self._close()
         many = self._done > len(self._recent)
@@ -202,11 +201,7 @@ class _CurveRecorder(Observer):
 
 
 class _Evaluator:
-    """Evaluates the weights that all stages have after the same mini-batch.
-
-    Attributes:
-        points: figures so far.
-    """
+    """Evaluates the weights that all stages have after the same mini-batch, to `points`."""
 
     def __init__(self, prepared: Prepared, every: int, length: int, parts: int) -> None:
         """
@@ -232,11 +227,8 @@ class _Evaluator:
         self._samples = Samples(self._task, "test", mini_batch, settings.seed, names)
 
     def updated(self, stage: int, done: int, state: Callable[[], dict[str, Any]]) -> None:
-        """A stage has made the update of its mini-batch number `done`.
-
-        Args:
-            state: its weights and buffers, under the model's own names.
-        """
+        """A stage has made the update of its mini-batch number `done`. `state`: its weights and
+        buffers, under the model's own names."""
         before, self._last[stage] = self._last[stage], done
         if done // self._every == before // self._every and done != self._length:
             return
