@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import plugins
 from .errors import TargetError
 from .files import is_file
-from .tasks.hooks import call_hook, in_one_line
+from .tasks.hooks import call_hook, described, in_one_line
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
@@ -97,11 +97,11 @@ class Target:
         seed_everywhere(seed)
         model = call_users_code(self.name, "building the model", self._factory)
         if not isinstance(model, nn.Module):
-            given = "None" if model is None else f"a {type(model).__name__}"
             what = "" if self.task is None else "model() "
             more = "" if type(model).__name__ != "ExportedProgram" else f": {_EXPORTED}"
             raise TargetError(
-                f"{self.name}: {what}gave {given} where a torch.nn.Module is needed{more}"
+                f"{self.name}: {what}gave {described(model)} where a torch.nn.Module is needed"
+                f"{more}"
             )
         for name, module in model.named_modules():
             shown = repr(name) if name else "the model"
@@ -144,10 +144,7 @@ class Target:
         if self.task is None:
             tensors = tuple(spec.sample(samples) for spec in self._inputs)
             return Call(tensors, tuple(spec.name for spec in self._inputs)), None
-        found: tuple[Call, Any] = call_users_code(
-            self.name, "collating samples", lambda: self._samples(samples)
-        )
-        return found
+        return call_users_code(self.name, "collating samples", lambda: self._samples(samples))
 
     def _samples(self, samples: int) -> tuple[Call, Any]:
         if self._first_batch is not None:
@@ -176,12 +173,11 @@ class Target:
         if self._first_batch is None:
             return None
         like, names = self._first_batch[0], self._argument_names
-        found: LookedAt | None = call_users_code(
+        return call_users_code(
             self.name,
             "loading mini-batches",
             lambda: self._look(mini_batch, like, names, most),
         )
-        return found
 
     def _look(self, mini_batch: int, like: Call, names: Any, most: int | None) -> LookedAt | None:
         training = self._training()
@@ -209,12 +205,11 @@ class Target:
         """A mini-batch of data whose mini-batches may differ in shape: samples of one are alike."""
         if self.task is None or not may_vary(data := self._training()):
             return None
-        batch: tuple[Call, Any] = call_users_code(
+        return call_users_code(
             self.name,
             "collating samples",
             lambda: read_batch(first_batch(data, "train", _BATCH_SIZE), self._argument_names),
         )
-        return batch
 
     @property
     def batch_size(self) -> int:

@@ -23,6 +23,7 @@ from ..tasks.hooks import describe_error
 from ..tracing.pieces import tensors_in
 from ..tracing.random_states import same_states, states
 from ..tracing.remembered import changes, marks_of_places
+from .process_settings import without_collections
 
 _ATEN = torch.ops.aten
 _BY_MASK = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
@@ -169,24 +170,18 @@ class Capture:
         """Capture what is run in the context. Raises whatever can't be captured raises; then the
         device is as it was."""
         graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
         # Of another stream's memory, what is collected here might be asked for in vain.
-        gc.disable()
-        try:
-            with self.aside(), warnings.catch_warnings():
-                # A stage or a layer may do nothing but look at its input in another way.
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                try:
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    with Capturable(self._device):
-                        yield graph
-                    graph.capture_end()
-                except BaseException:
-                    self._end(graph, pool)
-                    raise
-        finally:
-            if collecting:
-                gc.enable()
+        with without_collections(), self.aside(), warnings.catch_warnings():
+            # A stage or a layer may do nothing but look at its input in another way.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                with Capturable(self._device):
+                    yield graph
+                graph.capture_end()
+            except BaseException:
+                self._end(graph, pool)
+                raise
 
     @contextmanager
     def aside(self) -> Iterator[None]:

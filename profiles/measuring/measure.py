@@ -37,7 +37,7 @@ from ..tracing.graph import (
     TracedModel,
     fingerprint,
     shared_parameters,
-    state_of_layer,
+    state_of,
     tied_layers,
     unused_parameters,
 )
@@ -542,7 +542,7 @@ def _optimizer(bench: Bench) -> OptimizerCost:
         cost = optimizer_roofline(make, spec, next(bench.model.parameters()).dtype)
     else:
         groups = [
-            [t for t in state_of_layer(bench.traced, layer).values() if isinstance(t, nn.Parameter)]
+            [t for t in state_of(bench.traced, layer.nodes).values() if isinstance(t, nn.Parameter)]
             for layer in bench.traced.layers
         ]
         held = list(bench.model.parameters())

@@ -155,7 +155,8 @@ def _set(settings: tuple[tuple[int, int], ...]) -> bool:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """For loading modules, which leave no garbage: to look for it takes a fifth of torch's time."""
+    """Nobody looks for garbage meanwhile. Modules leave none when they are loaded, and to look for
+    it takes a fifth of torch's time."""
     collects = gc.isenabled()
     gc.disable()
     try:

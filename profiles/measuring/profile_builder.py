@@ -28,7 +28,7 @@ from ..tracing.graph import (
     is_frozen,
     shared_frozen,
     shared_parameters,
-    state_of_layer,
+    state_of,
     tied_layers,
 )
 from ..tracing.matrices import hidden_matrices
@@ -185,7 +185,7 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
 def _has_weights(bench: Bench, k: int) -> bool:
     """Whether a layer (or the loss behind the last one) has a weight part in its backward."""
     layers = bench.traced.layers
-    state = state_of_layer(bench.traced, layers[k]).values() if k < len(layers) else ()
+    state = state_of(bench.traced, layers[k].nodes).values() if k < len(layers) else ()
     return any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in state)
 
 
@@ -196,7 +196,7 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
     layers = []
     for k, nodes in enumerate(bench.traced.layers):
         sizes = dict.fromkeys(("parameter", "buffer", "frozen", "matrix"), 0)
-        for tensor in state_of_layer(bench.traced, nodes).values():
+        for tensor in state_of(bench.traced, nodes.nodes).values():
             # Tied tensors count once, where they are used first; those side by side in one, each.
             place = storage_key(tensor), int(tensor.storage_offset())
             if place not in seen:

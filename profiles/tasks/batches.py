@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ class Batches:
         if self.stream:
             prepare_epoch(loader, epoch, seed)
             self._workers = opened(loader)
-            return _behind(self._workers, first)
+            return islice(self._workers, first, None)
         order = sequence_of(loader, epoch, seed)[first:]
         if self._read_by is not None:
             set_epoch(self._read_by[0], epoch)
@@ -300,12 +301,6 @@ def _end_workers(iterator: Iterator[Any] | None) -> None:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _behind(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    for k, batch in enumerate(batches):
-        if k >= count:
-            yield batch
 
 
 @contextmanager

@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ..errors import TargetError, UserError, one_line
 from ..files import is_file
-from .hooks import in_one_line
+from .hooks import described, in_one_line
 from .task import Task
 
 SESSION = "session:"
 """What names of objects begin with that no file has."""
+
+T = TypeVar("T")
 
 _given: dict[str, Any] = {}
 _importing: list[str] = []
@@ -185,7 +187,7 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
         raise TargetError(f"{name}: there is no {attribute!r} in it; it has {shown}") from None
 
 
-def call_users_code(name: str, doing: str, function: Callable[[], Any]) -> Any:
+def call_users_code(name: str, doing: str, function: Callable[[], T]) -> T:
     """Run the user's code; its errors become one line with the user's file and line."""
     with in_one_line(f"{name}: {doing} failed"):
         try:
@@ -243,7 +245,8 @@ def task_of(name: str, found: Any, *, has_inputs: bool) -> Task | None:
     if not _meant_as_task(found, has_inputs=has_inputs):
         return None
     attribute = name.rpartition(":")[2]
-    task: Task = call_users_code(name, f"{attribute}()", found) if inspect.isclass(found) else found
+    make: Callable[[], Task] = found
+    task = call_users_code(name, f"{attribute}()", make) if inspect.isclass(found) else found
     _check_hooks(name, task)
     return task
 
@@ -280,9 +283,8 @@ def _check_hooks(name: str, task: Any) -> None:
                 "it makes a new one each time (docs/tasks.md)"
             )
         if not callable(found):
-            kind = "None" if found is None else f"a {type(found).__name__}"
             raise TargetError(
-                f"{name}: {hook} is {kind}, not a method: write {call} (docs/tasks.md)"
+                f"{name}: {hook} is {described(found)}, not a method: write {call} (docs/tasks.md)"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
@@ -228,10 +228,10 @@ def values(traced: TracedModel) -> tuple[Value, ...]:
     return tuple(found)
 
 
-def state_of_layer(traced: TracedModel, layer: LayerNodes) -> dict[str, Tensor]:
-    """Parameters and buffers that a layer uses, by their names in the model."""
+def state_of(traced: TracedModel, nodes: Iterable[fx.Node]) -> dict[str, Tensor]:
+    """Parameters and buffers that operations use, by their names in the model."""
     state: dict[str, Tensor] = {}
-    for node in layer.nodes:
+    for node in nodes:
         if node.op == "call_module":
             module = fetch_attribute(traced.module, str(node.target))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -339,7 +339,7 @@ def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tenso
     """For each memory that several layers use, their positions, and the tensors that lie in it."""
     users: dict[int, dict[int, list[Tensor]]] = {}
     for k, layer in enumerate(traced.layers):
-        for tensor in state_of_layer(traced, layer).values():
+        for tensor in state_of(traced, layer.nodes).values():
             if tensor.numel():
                 users.setdefault(storage_key(tensor), {}).setdefault(k, []).append(tensor)
     return [
@@ -361,7 +361,7 @@ def fingerprint(traced: TracedModel) -> str:
     """
     parts: list[Any] = []
     for layer in traced.layers:
-        state = state_of_layer(traced, layer)
+        state = state_of(traced, layer.nodes)
         parts.append(
             [
                 layer.name,

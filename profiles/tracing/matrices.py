@@ -7,11 +7,9 @@ looks rows up in; and the matrices of the last operation that has any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from torch import nn
 
-from torch import Tensor, fx, nn
-
-from .graph import TracedModel, fetch_attribute, graph_of, operation_name
+from .graph import TracedModel, graph_of, operation_name, state_of
 
 _LOOKUPS = ("embedding", "embedding_bag", "gather", "index_select")
 """Operations whose matrices are tables."""
@@ -32,19 +30,10 @@ def hidden_matrices(traced: TracedModel, model: nn.Module) -> tuple[nn.Parameter
     used: dict[int, nn.Parameter] = {}
     last: set[int] = set()
     for node in graph_of(traced.module).nodes:
-        mine = [p for p in _parameters(traced, node) if p.dim() == 2]
+        state = state_of(traced, [node]).values()
+        mine = [p for p in state if isinstance(p, nn.Parameter) and p.dim() == 2]
         if node.op != "call_module" and operation_name(node) in _LOOKUPS:
             tables |= {id(p) for p in mine}
         used |= {id(p): p for p in mine}
         last = {id(p) for p in mine if id(p) not in tables} or last
     return tuple(p for key, p in used.items() if key not in tables | last)
-
-
-def _parameters(traced: TracedModel, node: fx.Node) -> Iterator[nn.Parameter]:
-    found: list[Tensor] = []
-    if node.op == "call_module":
-        found += fetch_attribute(traced.module, str(node.target)).parameters()
-    for source in node.all_input_nodes:
-        if source.op == "get_attr":
-            found.append(fetch_attribute(traced.module, str(source.target)))
-    yield from (p for p in found if isinstance(p, nn.Parameter))
