@@ -125,11 +125,11 @@ def _given(plan: Plan) -> list[tuple[str, str]]:
     return [("given", f"{share} of the period for {gained} (--tolerance)")]
 
 
-def target_name(found: TargetPrediction) -> str:
+def target_name(metric: str, level: float) -> str:
     """``training loss of 0.412``."""
-    if found.metric == "accuracy":
-        return f"test accuracy of {found.level:.2%}"
-    return f"{'training' if found.metric == 'loss' else 'test'} loss of {found.level:.4g}"
+    if metric == "accuracy":
+        return f"test accuracy of {level:.2%}"
+    return f"{'training' if metric == 'loss' else 'test'} loss of {level:.4g}"
 
 
 def target_interval(found: TargetPrediction, before: str = ", 95 % ") -> str:
@@ -170,7 +170,8 @@ def _to_target(plan: Plan) -> list[tuple[str, str]]:
     return [
         (
             "to target",
-            f"{format_seconds(found.time_s)}{target_interval(found)}, to a {target_name(found)}; "
+            f"{format_seconds(found.time_s)}{target_interval(found)}, to a "
+            f"{target_name(found.metric, found.level)}; "
             f"{found.overhead:.2f} × the samples of plain training, {about}; "
             f"{target_bound(found)}",
         ),

@@ -162,5 +162,6 @@ def target_table(plans: Mapping[str, Plan], width: int) -> Group:
             ("period_s", "memory_bytes", "delay", "stages", "micro_batches", "in_flight"),
         ),
     ]
-    title = f"the plan of each system with the least time to a {target_name(found[0])}"
+    target = target_name(found[0].metric, found[0].level)
+    title = f"the plan of each system with the least time to a {target}"
     return fitted(title, words("system", list(plans), 12), columns, width)

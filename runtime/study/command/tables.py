@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ....cli.tables.layout import counted, fitted, fixed, words
+from ....cli.tables.plan import target_name
 from ....profiles.units import format_bytes, format_seconds
 from ..figures.reckoning import ArmResult
 from ..figures.results import DroppedResult, PlanResult, StudyResults
@@ -147,12 +148,9 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
 
 def target_text(study: Study, results: StudyResults) -> str:
     """``a training loss of 0.412``."""
-    metric = study.question.metric
     if results.target is None:
         return "a target that there isn't"
-    if metric == "accuracy":
-        return f"a test accuracy of {results.target:.2%}"
-    return f"a {'training' if metric == 'loss' else 'test'} loss of {results.target:.4g}"
+    return f"a {target_name(study.question.metric, results.target)}"
 
 
 def _mark(plan: PlanResult, results: StudyResults) -> Text:

@@ -88,13 +88,18 @@ class Reckoning:
 
     def overhead(self, arm: str, level: float) -> Spread | None:
         """Over plain training at a level; None: some seed of either doesn't reach it."""
-        # Plain training may have more seeds.
-        pairs = list(zip(self.samples(arm, level), self.samples(PLAIN, level), strict=False))
-        known = [ratio for pair in pairs if (ratio := _ratio(*pair)) is not None]
-        if len(known) < len(pairs):
+        known = self._ratios(arm, PLAIN, level)
+        if known is None:
             return None
         # With one seed, too, it is known to be as long as itself.
         return Spread(mean=1.0, low=1.0, high=1.0) if arm == PLAIN else spread_of(known)
+
+    def _ratios(self, one: str, other: str, level: float) -> list[float] | None:
+        """Samples of an arm over another's, by seed; None: not all get there."""
+        # Plain training may have more seeds.
+        pairs = list(zip(self.samples(one, level), self.samples(other, level), strict=False))
+        known = [a / b for a, b in pairs if a is not None and b]
+        return known if len(known) == len(pairs) else None
 
     @cached_property
     def plain_samples(self) -> float | None:
@@ -162,17 +167,5 @@ class Reckoning:
 
     def over(self, one: StudiedPlan, other: StudiedPlan) -> Spread | None:
         """Time to target of a plan over another's, paired by seed; None: one doesn't get there."""
-        pairs = zip(
-            self.samples(one.arm, self.target), self.samples(other.arm, self.target), strict=False
-        )
-        ratios = [_ratio(a, b) for a, b in pairs]
-        known = [ratio for ratio in ratios if ratio is not None]
-        return (
-            spread_of(known) * (one.period_s / other.period_s)
-            if len(known) == len(ratios)
-            else None
-        )
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
+        known = self._ratios(one.arm, other.arm, self.target)
+        return None if known is None else spread_of(known) * (one.period_s / other.period_s)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,9 +251,9 @@ class _Conductor:
     def _report(self) -> None:
         pool = self._pool
         done = self._done + (0 if pool is None else pool.under_way)
-        label = next(
-            (self._prospect.work.label(asked) for asked in sorted(self._pending, key=_place)), ""
-        )
+        place = attrgetter("arm", "seed", "rate", "warmup")
+        first = min(self._pending, key=place, default=None)
+        label = "" if first is None else self._prospect.work.label(first)
         more = len(self._pending) - 1
         what = f"{label} and {more} more" if more > 0 else label
         self._progress(what, done, max(self.choosing.mini_batches, done))
@@ -277,7 +278,3 @@ class _Conductor:
                 return None
             self._learn(asked, done)
         return self.known[asked].curve
-
-
-def _place(asked: Asked) -> tuple[float, ...]:
-    return asked.arm, asked.seed, asked.rate, asked.warmup

@@ -23,9 +23,8 @@ class DelayedTraining(PlainTraining):
 
     def __init__(self, prepared: Prepared, delay: int, *, task: Task | None = None) -> None:
         super().__init__(prepared, by_micro_batch=False, task=task)
-        self._delay = delay
         self._parameters = list(self.model.parameters())
-        self._versions: deque[list[Tensor]] = deque()
+        self._versions: deque[list[Tensor]] = deque(maxlen=delay + 1)
         """The latest last."""
 
     def _mini_batch(self, segment: Segment, b: int) -> None:
@@ -33,8 +32,6 @@ class DelayedTraining(PlainTraining):
             self._versions.clear()
         if b % segment.update_every == 0:
             self._versions.append([p.detach().clone() for p in self._parameters])
-            while len(self._versions) > self._delay + 1:
-                self._versions.popleft()
         self._give(self._versions[0])
         super()._mini_batch(segment, b)
         if not segment.updates_after(b):
