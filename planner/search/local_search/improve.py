@@ -119,6 +119,9 @@ _SHARP = 64
 _MOST_ELSEWHERE = 12
 """Other places of devices that are looked at, at a plan that no other move betters."""
 
+_PROMISING = 1.3
+"""Where stages may have replicas, there are many: borders are moved of those that are so near."""
+
 _KICKS, _MOVED = 0.5, 0.4
 """How often a few borders alone are moved at random, where any may be; and the share of these."""
 
@@ -370,8 +373,11 @@ class LocalSearch:
         )
         expected = [(seen.expected_s, p) for p in points if (seen := self.foreseen(p)) is not None]
         expected.sort(key=lambda item: item[0])
+        replicas = self.relaxation.freedom.replicas
         for _, point in expected[:_MOST_ELSEWHERE]:
             found = self.look(point)
+            if replicas and found is not None and found.period_s > here.period_s * _PROMISING:
+                continue
             while found is not None and not found.better(here):
                 found = self._bettered(found, _BORDERS)
             if found is not None:
