@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import inf
 
 import msgspec
@@ -12,11 +13,13 @@ from helpers.by_hand.profiles import chain
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
-from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.plan import PlanStage
+from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import TimeprestError
 from timeprest.tests.benchmarks.planner import battery
-from timeprest.tests.benchmarks.planner.battery import Found, drawn, uneven
-from timeprest.tests.benchmarks.planner.climb import Climb
+from timeprest.tests.benchmarks.planner.battery import Found, drawn, replicated, uneven
+from timeprest.tests.benchmarks.planner.climb import Climb, ReplicaClimb
 
 
 @pytest.mark.parametrize("memory", [None, "700B"])
@@ -40,6 +43,40 @@ def test_on_a_small_hill_the_climb_comes_to_the_top(system, memory):
     found = climb.run(0.5)
     assert found is None if best == inf else found.prediction.period_s == pytest.approx(best)
     assert climb.tried
+
+
+@pytest.mark.parametrize("memory", [None, "700B"])
+@pytest.mark.parametrize("system", ["timeprest", "gpipe"])
+def test_a_climb_with_replicas_comes_to_the_top_of_a_small_hill(system, memory):
+    profile = chain(5)
+    question = Question(profile, uniform_cluster(3, memory, "1MB/s"), system, 4, 1.0)
+    names, best = [layer.name for layer in profile.layers], inf
+    for replicas in [(1,), (2,), (1, 1), (1, 2), (2, 1), (1, 1, 1)]:
+        firsts = [*accumulate(replicas, initial=0)]
+        devices = [tuple(range(a, b)) for a, b in pairwise(firsts)]
+        for ends in combinations(range(1, len(names)), len(replicas) - 1):
+            nodes = [tuple(names[a:b]) for a, b in pairwise([0, *ends, len(names)])]
+            ranges = limit_ranges(question.system, len(replicas), within=StalenessBounds())
+            for limits in product(*(range(low, top + 1) for low, top in ranges)):
+                if sorted(limits, reverse=True) != list(limits):
+                    continue
+                parts = zip(nodes, devices, limits, strict=True)
+                stages = [PlanStage(nodes=x, devices=d, in_flight=f) for x, d, f in parts]
+                for n in (1, 2, 4):
+                    with suppress(TimeprestError):
+                        found = evaluate(question, stages, n)
+                        if not found.over_limit(question.cluster):
+                            best = min(best, found.prediction.period_s)
+    found = ReplicaClimb(question, [1, 2, 4]).run(1.0)
+    assert found is None if best == inf else found.prediction.period_s == pytest.approx(best)
+
+
+def test_questions_with_replicas_are_those_of_the_battery():
+    cases = [replicated(number) for number in range(battery.COUNT)]
+    assert all(case.replicas and case.per_device == 1 for case in cases)
+    assert all(case.device_of == tuple(range(case.devices)) for case in cases)
+    assert all(VARIANTS[case.system].placement == "any" for case in cases)
+    assert {1, 2, 16} <= {case.devices for case in cases} <= {*range(1, 17)}
 
 
 def test_tied_layers_stay_together():
@@ -96,15 +133,16 @@ def test_questions_drawn_otherwise_are_of_kinds_that_the_others_lack():
     assert any("slow" in str(case) for case in cases)
 
 
-def test_stages_with_replicas_are_climbed_with_as_many_each(monkeypatch):
+def test_stages_with_replicas_have_a_climb_of_their_own(monkeypatch):
     monkeypatch.setattr(battery, "profile_of", lambda model: chain(6))
     case = replace(drawn(0), devices=5, second=None, memory=None, system="gpipe", replicas=True)
     case = replace(case, mini_batch=4, micro_batches=None, per_device=1, placement="auto")
     asked = battery.question_of(case, battery.cluster_of(case))
-    stages = [climb.placement for climb in battery.climbs_of(case, asked)]
-    assert stages[0] == ((0,), (1,), (2,), (3,), (4,))
-    assert stages[1] == ((0, 1), (2, 3))
-    assert stages[-1] == ((0, 1, 2, 3, 4),)
+    alone, other = battery.climbs_of(case, asked)
+    assert alone.placement == ((0,), (1,), (2,), (3,), (4,))
+    assert isinstance(other, ReplicaClimb)
+    starts = {point.replicas for point in other._starts()}
+    assert starts >= {(1, 1, 1, 1, 1), (2, 2), (5,)}
 
 
 def found(period_s, climb_s, bound_s=1.0, seconds=1.0):

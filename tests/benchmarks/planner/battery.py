@@ -1,13 +1,14 @@
 """Everyday questions, each held against a hill climb: `make bench-battery`.
 
-    python -m timeprest.tests.benchmarks.planner.battery [--uneven] [--sample 30] [WORD ...]
+    python -m timeprest.tests.benchmarks.planner.battery [--uneven | --replicas] [WORD ...]
 
 Draws models of the zoo and of Hugging Face, 1 to 64 devices of one kind or two, memory from tight
 to none and any system; plans each, and lets `climb` look for a plan too, within the same choices.
 Writes docs/planner_battery.md from planner_battery.head.md beside it; with a sample or with words,
 only cases whose lines have them all are run, and no page is written but where `--page` says so.
 `--uneven`: of questions drawn otherwise: two kinds of devices in turns, some slow links, odd
-numbers of devices and mini-batches, replicas.
+numbers of devices and mini-batches, replicas. `--replicas`: of those of the battery whose stages
+have a device each, with replicas allowed, as tp-plan has it by default.
 
 All times are of this process's share of a processor, also those that searches end by, so that
 neither side depends on what else the machine does.
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile, check_profile
-from timeprest.tests.benchmarks.planner.climb import Climb
+from timeprest.tests.benchmarks.planner.climb import Climb, ReplicaClimb
 from timeprest.tests.benchmarks.shared import command, head_of, machine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -222,6 +223,20 @@ def uneven(number: int) -> Case:
         turns=rng.choice([0, 2, 3]),
         slow=tuple(k for k in links if rng.random() < 0.3) if rng.random() < 0.5 else (),
         replicas=per_device == 1 and rng.random() < 0.3,
+    )
+
+
+def replicated(number: int) -> Case:
+    """The question with this number where replicas are allowed, as by default; of several stages on
+    each device with one, and up to 16 devices."""
+    case = drawn(number)
+    system = VARIANTS[case.system]
+    if system.placement != "any":
+        case = replace(case, system="timeprest")
+    devices = min(case.devices, 16)
+    n = None if VARIANTS[case.system].whole_mini_batches else case.micro_batches
+    return replace(
+        case, devices=devices, per_device=1, placement="auto", micro_batches=n, replicas=True
     )
 
 
@@ -418,16 +433,11 @@ def climbs_of(case: Case, asked: Question) -> list[Climb]:
     """With what the search may choose."""
     several = case.per_device > 1
     within, counts = StalenessBounds(case.run_ahead), micro_batch_counts(asked, case.micro_batches)
-    layouts: list[list[tuple[int, ...]]] = [[(d,) for d in case.device_of]]
+    ranges = limit_ranges(asked.system, case.stages, several=several, within=within)
+    alone = [(d,) for d in case.device_of]
+    climbs = [Climb(asked, alone, counts, recompute=case.recompute, ranges=ranges)]
     if case.replicas:
-        # Each stage with the same number of devices; some of them left idle.
-        for r in range(2, case.devices + 1):
-            last = case.devices - case.devices % r
-            layouts.append([tuple(range(d, d + r)) for d in range(0, last, r)])
-    climbs = []
-    for layout in layouts:
-        ranges = limit_ranges(asked.system, len(layout), several=several, within=within)
-        climbs.append(Climb(asked, layout, counts, recompute=case.recompute, ranges=ranges))
+        climbs.append(ReplicaClimb(asked, counts, recompute=case.recompute, within=within))
     return climbs
 
 
@@ -489,6 +499,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hold everyday plans against a hill climb.")
     parser.add_argument("words", nargs="*", metavar="WORD", help="cases whose lines have them all")
     parser.add_argument("--uneven", action="store_true", help="questions that are drawn otherwise")
+    parser.add_argument("--replicas", action="store_true", help="questions with replicas")
     parser.add_argument("--sample", type=int, help="so many, drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--seconds", type=float, default=30.0, help="for a search")
@@ -497,14 +508,14 @@ def main() -> None:
     parser.add_argument("--beaten", type=Path, help="where lines to repeat beaten plans go")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
-    draw = uneven if asked.uneven else drawn
+    draw = uneven if asked.uneven else replicated if asked.replicas else drawn
     cases = [draw(number) for number in range(COUNT)]
     if asked.numbers:
         cases = [draw(int(number)) for number in asked.numbers.split(",")]
     cases = [case for case in cases if all(word in str(case) for word in asked.words)]
     if asked.sample:
         cases = random.Random(asked.seed).sample(cases, min(asked.sample, len(cases)))
-    whole = not (asked.words or asked.sample or asked.numbers or asked.uneven)
+    whole = not (asked.words or asked.sample or asked.numbers or asked.uneven or asked.replicas)
     path = asked.page or (DOCS / "planner_battery.md" if whole else None)
     for model in {case.model for case in cases}:
         profile_of(model)

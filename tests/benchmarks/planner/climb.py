@@ -4,7 +4,8 @@ the exact judgement of a plan (`evaluate`).
 From cuts that are even by layers and by time, under several in-flight limits, it moves borders
 (one, or all from one on), limits, and which stages compute their activations again, and takes
 whatever is better, until nothing is or the time is over. Time that is left goes into beginnings
-near the best.
+near the best. Where stages may have replicas, it moves devices from stage to stage, too, splits
+stages and joins them, with borders as they are or cut anew.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from timeprest.planner.costs.tied_parameters import bound_groups, misplaced, on_one_stage
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.schedules.schedules import Ranges, limit_ranges
+from timeprest.planner.schedules.schedules import Ranges, StalenessBounds, limit_ranges
 from timeprest.profiles.errors import TimeprestError
 
 NEVER = (float("inf"), float("inf"))
+PAPER = StalenessBounds()
 
 
 class TimeOver(Exception):  # noqa: N818 - nothing went wrong
@@ -37,12 +39,14 @@ class Point:
         borders: numbers of the places where the layers are cut, ascending.
         limits: per stage, in flight.
         again: per stage, whether it computes its activations again.
+        replicas: per stage, on neighbouring devices; empty: devices are given.
     """
 
     micro_batches: int
     borders: tuple[int, ...]
     limits: tuple[int, ...]
     again: tuple[bool, ...]
+    replicas: tuple[int, ...] = ()
 
 
 class Climb:
@@ -188,11 +192,103 @@ class Climb:
         """None where layers are apart that must be together, or the system has no such stages."""
         ends = [0, *(self.places[b] for b in point.borders), len(self.names)]
         nodes = [tuple(self.names[a:b]) for a, b in pairwise(ends)]
-        if misplaced(self.question.profile, nodes, self.placement, self.question.tied):
+        placement = self.placement
+        if point.replicas:
+            firsts = accumulate(point.replicas, initial=0)
+            placement = tuple(tuple(range(a, b)) for a, b in pairwise(firsts))
+        if misplaced(self.question.profile, nodes, placement, self.question.tied):
             return None
-        parts = zip(nodes, self.placement, point.limits, point.again, strict=True)
+        parts = zip(nodes, placement, point.limits, point.again, strict=True)
         stages = [PlanStage(nodes=x, devices=d, in_flight=f, recompute=a) for x, d, f, a in parts]
         try:
             return evaluate(self.question, stages, point.micro_batches)
         except TimeprestError:
             return None
+
+
+class ReplicaClimb(Climb):
+    """The same where stages may have replicas, any number of stages: on devices as listed.
+
+    Args:
+        counts, recompute: as of `Climb`.
+        within: how far ahead stages may run.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        counts: Sequence[int],
+        *,
+        recompute: str = "off",
+        within: StalenessBounds = PAPER,
+    ) -> None:
+        super().__init__(question, [(0,)], counts, recompute=recompute)
+        self._within, self._devices = within, len(question.cluster.devices)
+        times = [layer.measurements[-1] for layer in question.profile.layers]
+        self._work = [0.0, *accumulate(m.forward_s + m.backward_s for m in times)]
+
+    def _starts(self) -> Iterator[Point]:
+        """Cuts that are even by time, with as many replicas of each stage, for every N."""
+        most = min(self._devices, len(self.places) + 1)
+        for n in reversed(self.counts):
+            for r in range(1, self._devices + 1):
+                for stages in sorted({self._devices // r, self._devices // r // 2, 2}):
+                    if 0 < stages <= most and stages * r <= self._devices:
+                        yield from self._ways(n, (r,) * stages)
+
+    def _ways(self, n: int, replicas: tuple[int, ...]) -> Iterator[Point]:
+        ways = {"off": [False], "on": [True], "auto": [False, True]}[self.recompute]
+        cut = self._even(replicas)
+        yield from (self._point(n, cut, replicas, (again,) * len(replicas)) for again in ways)
+
+    def _point(
+        self, n: int, cut: Sequence[int], replicas: Sequence[int], again: Sequence[bool]
+    ) -> Point:
+        """Under limits S − s."""
+        stages = len(replicas)
+        ranges = limit_ranges(self.question.system, stages, within=self._within)
+        limits = tuple(min(top, max(low, stages - s)) for s, (low, top) in enumerate(ranges))
+        return Point(n, self._mended(sorted(cut)), limits, tuple(again), tuple(replicas))
+
+    def _even(self, replicas: Sequence[int]) -> list[int]:
+        shares = [done / sum(replicas) for done in accumulate(replicas)][:-1]
+        layers = [bisect_left(self._work, share * self._work[-1]) for share in shares]
+        return [bisect_left(self.places, layer) for layer in layers]
+
+    def _near(self, point: Point, rng: random.Random) -> Point:
+        replicas, far = [*point.replicas], max(len(self.places) // len(point.replicas), 2)
+        for _ in range(rng.randint(1, 3)):
+            gains, loses = rng.randrange(len(replicas)), rng.randrange(len(replicas))
+            if replicas[loses] > 1:
+                replicas[gains], replicas[loses] = replicas[gains] + 1, replicas[loses] - 1
+        moved = [b + rng.randint(-far, far) * (rng.random() < 0.4) for b in point.borders]
+        return self._point(rng.choice(self.counts), moved, replicas, point.again)
+
+    def _neighbours(self, point: Point) -> Iterator[Point]:
+        self.stages = len(point.replicas)
+        self.ranges = limit_ranges(self.question.system, self.stages, within=self._within)
+        yield from super()._neighbours(point)
+        n, cut, each, again = point.micro_batches, point.borders, point.replicas, point.again
+        for replicas in self._moved(each):
+            yield self._point(n, cut, replicas, again)
+            yield self._point(n, self._even(replicas), replicas, again)
+        for s, r in enumerate(each):
+            low, high = ([0, *cut][s], [*cut, len(self.places)][s])
+            for first in sorted({1, r // 2, r - 1} - {0, r}):
+                parts, twice = (*each[:s], first, r - first, *each[s + 1 :]), again[: s + 1]
+                within = [*cut, low + (high - low) * first // r]
+                for borders in (within, self._even(parts)):
+                    if len(borders) <= len(self.places):
+                        yield self._point(n, borders, parts, (*twice, *again[s:]))
+            if s < self.stages - 1:
+                joined = (*each[:s], r + each[s + 1], *each[s + 2 :])
+                left = (*again[:s], *again[s + 1 :])
+                yield self._point(n, (*cut[:s], *cut[s + 1 :]), joined, left)
+        yield from (self._point(m, cut, each, again) for m in self.counts if m != n)
+
+    def _moved(self, each: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """A device more for a stage, a device less, or one moved from stage to stage."""
+        for s, t in product(range(-1, len(each)), repeat=2):
+            found = [r + (k == s) - (k == t) for k, r in enumerate(each)]
+            if s != t and min(found) > 0 and sum(found) <= self._devices:
+                yield tuple(found)
