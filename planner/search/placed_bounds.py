@@ -21,8 +21,7 @@ from ..partition.problem import SAME, StageProblem, members
 from ..partition.solve import DpSource, source_for
 from .answer.diagnosis import proven
 from .choices import Branch, PlacedBranch
-from .local_search.neighbours import Neighbours, Point
-from .local_search.standing import Standing
+from .local_search.neighbours import Neighbours, Point, Standing
 from .relaxed.places import Assumptions
 from .relaxed.relaxation import Relaxation
 from .relaxed.rows import Rows

@@ -41,7 +41,7 @@ from .local_search.improve import (
     improve,
     starts_with,
 )
-from .local_search.standing import Standing
+from .local_search.neighbours import Standing
 from .placed_bounds import PlacedBounds
 from .relaxed.relaxation import Relaxation
 from .state import FAR, FAR_OFF, Budget, OutOfBudget, SearchState

@@ -81,7 +81,7 @@ lines 65 runtime/records/recording.py _recording
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
-methods 27 planner/search/local_search/neighbours.py Neighbours
+methods 24 planner/search/local_search/neighbours.py Neighbours
 methods 27 planner/search/state.py SearchState
 methods 31 runtime/processes/rendezvous.py Rendezvous
 methods 22 runtime/records/run_dir.py RunDir

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count, islice, pairwise, product
 from math import inf
 from typing import NamedTuple
@@ -42,8 +43,8 @@ from ..effort import operations_of, placed_operations
 from ..relaxed.relaxation import Relaxation
 from ..state import EFFORT, SearchState
 from .memory_about import fitted, over_about, share_about
-from .neighbours import STEPS, Neighbours, Point, layings_of
-from .standing import WORTH_IT, Standing
+from .neighbours import STEPS, WORTH_IT, Neighbours, Point, Standing, layings_of
+from .stage_moves import replica_moves, stage_moves
 
 _LAID_OUT = 200
 """Simulated operations that take as long as laying out a plan, about."""
@@ -365,7 +366,7 @@ class LocalSearch:
         near = self.near
         points = dict.fromkeys(
             replace(point, downsets=cut)
-            for point in chain(near.device_moves(here.point), near.stage_moves(here.point))
+            for point in chain(near.device_moves(here.point), stage_moves(near, here.point))
             for cut in (
                 point.downsets,
                 *near.first_cuts(point.micro_batches, point.devices)[:_EVEN],
@@ -402,7 +403,7 @@ class LocalSearch:
         """
         near, busiest = self.near, self._busiest(here)
         borders = (near.border_moves,)
-        others = (near.limit_moves, near.recompute_moves, near.replica_moves)
+        others = (near.limit_moves, near.recompute_moves, partial(replica_moves, near))
         kinds = [borders, (near.row_moves,), others, (near.count_moves,)]
         if here.over:
             kinds = [others, *kinds[:2], kinds[-1]]
@@ -827,7 +828,8 @@ def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
     rows = [(k, end) for k in range(1, last + 1) for end in {k, last}]
     shifts = [(*row, by * step) for row in rows for step in STEPS for by in (-1, 1)]
     found = [moved for shift in shifts if (moved := near.shifted(point, *shift)) is not None]
-    for kind in (near.limit_moves, near.recompute_moves, near.replica_moves, near.count_moves):
+    kinds = (near.limit_moves, near.recompute_moves, partial(replica_moves, near), near.count_moves)
+    for kind in kinds:
         found += kind(point, local._busiest(here))
     near.random.shuffle(found)
     return found

@@ -18,8 +18,7 @@ from ...costs.recomputation import Selection
 from ...evaluate import LaidOut, Question
 
 if TYPE_CHECKING:
-    from .neighbours import Point
-    from .standing import Standing
+    from .neighbours import Point, Standing
 
 
 def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) -> float:

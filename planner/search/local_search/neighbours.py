@@ -1,4 +1,4 @@
-"""Where a plan can move to: points, their cuts, and the moves from one to the next.
+"""Where a plan can move to: points, which of two is better, and the moves from one to the next.
 
 Index letters: S stages; N micro-batches; n layers.
 """
@@ -20,15 +20,18 @@ from ...costs.tied_parameters import misplaced
 from ...evaluate import Evaluation
 from ...partition.dp.lattice import joined
 from ...partition.placings import pattern
-from ...partition.problem import members
+from ...partition.problem import SAME, members
 from ...systems.placement import numbered_devices
 from ..choices import Branch, Choice, PlacedBranch, capped, caps, unforeseen
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .first_cuts import even, first_cuts
+from .first_cuts import first_cuts
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
+
+WORTH_IT = 1e-3
+"""So many bottlenecks less are worth a move where the period stays."""
 
 _FEW_STAGES = 8
 """With more, rows of borders are moved towards and away from the busiest stages alone."""
@@ -60,6 +63,35 @@ class Point:
         return len(self.devices)
 
 
+@dataclass(frozen=True)
+class Standing:
+    """A point that was evaluated.
+
+    Attributes:
+        over: what stages need beyond their devices' memory, as a share of it, summed, and version
+            differences beyond what may be; 0: it is a plan that was asked for.
+        bottlenecks: how many devices and wires are busy for about all of the period.
+    """
+
+    point: Point
+    found: Evaluation
+    over: float
+    bottlenecks: float
+
+    @property
+    def period_s(self) -> float:
+        """Of the plan, whether it fits or not."""
+        return self.found.prediction.period_s
+
+    def better(self, other: Standing) -> bool:
+        """Whether it is worth moving here from the other one."""
+        if (self.over or other.over) and abs(self.over - other.over) > 1e-9:
+            return self.over < other.over
+        if self.period_s * SAME < other.period_s or other.period_s * SAME < self.period_s:
+            return self.period_s < other.period_s
+        return self.bottlenecks < other.bottlenecks - WORTH_IT
+
+
 class Neighbours:
     """The points of a search, straight or with several stages on each device, and their moves.
 
@@ -88,15 +120,16 @@ class Neighbours:
         self.random = random.Random(0)
 
     @cached_property
-    def _groups(self) -> list[int]:
+    def groups(self) -> list[int]:
         """Layers that share a stage, as bit masks, in topological order."""
         # For any micro-batches that were measured they are the same.
         fewest = -(-self.question.mini_batch // self.question.profile.micro_batch_sizes[-1])
         return joined(self.relaxation.problem(Branch(fewest)))
 
     @cached_property
-    def _group_of(self) -> dict[int, int]:
-        return {layer: g for g, mask in enumerate(self._groups) for layer in members(mask)}
+    def group_of(self) -> dict[int, int]:
+        """Of each layer, the number of its group."""
+        return {layer: g for g, mask in enumerate(self.groups) for layer in members(mask)}
 
     # Points ------------------------------------------------------------------------------------
 
@@ -150,7 +183,7 @@ class Neighbours:
         )
         key = micro_batches, speeds
         if key not in self._first_cuts:
-            groups, seconds = self._groups, self.seconds(micro_batches)
+            groups, seconds = self.groups, self.seconds(micro_batches)
             work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
             masks = [0, *accumulate(groups, int.__or__)]
             drops = self._drops(devices)
@@ -176,8 +209,8 @@ class Neighbours:
         each group, [n], over the links inside of machines: the longest one, as others may go to
         other stages, over wires of their own; and all together."""
         size = -(-self.question.mini_batch // micro_batches)
-        network, there = self.question.cluster.network, self._group_of
-        longest, together = ([0.0] * len(self._groups) for _ in range(2))
+        network, there = self.question.cluster.network, self.group_of
+        longest, together = ([0.0] * len(self.groups) for _ in range(2))
         for tensor in self.relaxation.graph.tensors:
             ends = [there[layer] for layer in members(tensor.ends) if layer in there]
             edge = tensor.edge
@@ -197,7 +230,7 @@ class Neighbours:
     def stage_counts(self, branch: Branch) -> list[int]:
         if branch.stages is not None:
             return [branch.stages]
-        most = min(self.search.most_stages, len(self._groups))
+        most = min(self.search.most_stages, len(self.groups))
         halves = {most >> k for k in range(most.bit_length())} | {most}
         return sorted(halves - {0}, reverse=True)
 
@@ -207,7 +240,7 @@ class Neighbours:
         """Devices of stages, as many for each, in the sequence in which they are listed."""
         for each in reversed(self.relaxation.replica_counts(micro_batches)):
             if each == 1 or stages * each <= devices < stages * (each + 1):
-                yield _in_a_row([each] * stages, self.question.cluster, self.moves_devices)
+                yield in_a_row([each] * stages, self.question.cluster, self.moves_devices)
 
     def usual_limits(
         self, stages: int, devices: Sequence[tuple[int, ...]]
@@ -272,60 +305,6 @@ class Neighbours:
             for s in busiest:
                 yield replace(point, again=(*point.again[:s], way, *point.again[s + 1 :]))
 
-    def replica_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
-        """More replicas for one stage, from another one or none; on devices as listed, unless these
-        may move. With borders as they are, and with as much for each replica as before."""
-        devices = len(self.question.cluster.devices)
-        counts = self.relaxation.replica_counts(point.micro_batches)
-        if counts == [1] or numbered_devices(point.devices):
-            return
-        before = [len(mine) for mine in point.devices]
-        work_s = self._work_s(point)
-        for gains, loses in product(busiest, [None, *reversed(busiest)]):
-            each = list(before)
-            more = next((r for r in counts if r > each[gains]), None)
-            if more is None or gains == loses:
-                continue
-            by, each[gains] = more - each[gains], more
-            if loses is not None:
-                each[loses] -= by
-            if sum(each) > devices or not all(r in counts for r in each):
-                continue
-            wanted_s = [s * r / was for s, r, was in zip(work_s, each, before, strict=True)]
-            cuts = dict.fromkeys((point.downsets, self._in_proportion(point, wanted_s)))
-            for cut, lying in product(cuts, self._with_replicas(point, each, gains, loses)):
-                yield replace(point, downsets=cut, devices=lying)
-
-    def _with_replicas(
-        self, point: Point, each: Sequence[int], gains: int, loses: int | None
-    ) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Devices of stages, where one has more of them, from another one or none."""
-        if not self.moves_devices:
-            yield _in_a_row(each, self.question.cluster)
-            return
-        by = each[gains] - len(point.devices[gains])
-        for spare in _spare(point, loses, by, self.search.device_kinds):
-            mine = list(point.devices)
-            mine[gains] += spare
-            if loses is not None:
-                mine[loses] = mine[loses][: each[loses]]
-            yield tuple(mine)
-
-    def _work_s(self, point: Point) -> list[float]:
-        """Per stage, the forwards and backwards of its layers for a micro-batch."""
-        seconds = self.seconds(point.micro_batches)
-        return [sum(seconds[j] for j in members(b & ~a)) for a, b in pairwise(point.downsets)]
-
-    def _in_proportion(self, point: Point, wanted_s: Sequence[float]) -> tuple[int, ...]:
-        """Downsets of stages whose work is about in this proportion, layers in the sequence in
-        which the point's stages have them."""
-        inside = [members(b & ~a) for a, b in pairwise(point.downsets)]
-        sequence = [g for mine in inside for g in sorted({self._group_of[j] for j in mine})]
-        groups, seconds = [self._groups[g] for g in sequence], self.seconds(point.micro_batches)
-        work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
-        masks = [0, *accumulate(groups, int.__or__)]
-        return (0, *(masks[end] for end in even(work_s, wanted_s)))
-
     def device_moves(self, point: Point) -> Iterator[Point]:
         """Two devices in each other's place, or one moved to before or behind another."""
         if not self.moves_devices:
@@ -350,62 +329,6 @@ class Neighbours:
                     seen.add(alike)
                     yield replace(point, devices=devices)
 
-    def stage_moves(self, point: Point) -> Iterator[Point]:
-        """A stage in two, the other one with a device that does nothing, or with some of its
-        replicas; or two stages in one, on the devices of one of them or of both."""
-        most, counts = self.search.most_stages, self.relaxation.replica_counts(point.micro_batches)
-        open_count = any(b.stages is None for b in self.search.branches)
-        if not open_count or numbered_devices(point.devices):
-            return
-        homes, kinds = self.search.device_kinds
-        used = {d for mine in point.devices for d in mine}
-        alike = {(homes[d], kinds[d]): d for d in range(len(homes)) if d not in used}
-        groups, sets = self._groups, point.downsets
-        for s in range(point.stages if point.stages < most else 0):
-            inside = sets[s + 1] & ~sets[s]
-            within = sorted({self._group_of[layer] for layer in members(inside)})
-            if len(within) < 2:
-                continue
-            again = (*point.again[: s + 1], *point.again[s:])
-            middle = sets[s] | sum(groups[g] for g in within[: len(within) // 2])
-            for d, at in product(alike.values(), (s, s + 1)):
-                devices = (*point.devices[:at], (d,), *point.devices[at:])
-                cut = (*sets[: s + 1], middle, *sets[s + 1 :])
-                yield self._with_stages(point, cut, devices, again)
-            yield from self._parted(point, s, again, counts)
-        for s in range(point.stages - 1):
-            cut, (one, other) = (*sets[: s + 1], *sets[s + 2 :]), point.devices[s : s + 2]
-            for mine, like in ((other, s + 1), (one, s), (one + other, s)):
-                if len(mine) in counts:
-                    devices = (*point.devices[:s], mine, *point.devices[s + 2 :])
-                    again = (*point.again[:s], point.again[like], *point.again[s + 2 :])
-                    yield self._with_stages(point, cut, devices, again)
-
-    def _parted(
-        self, point: Point, s: int, again: tuple[Selection, ...], counts: Sequence[int]
-    ) -> Iterator[Point]:
-        """A stage in two that have its replicas, and each of them as much to do as before."""
-        mine, work_s = point.devices[s], self._work_s(point)
-        for first in sorted({1, len(mine) // 2, len(mine) - 1}):
-            if first in counts and len(mine) - first in counts:
-                devices = (*point.devices[:s], mine[:first], mine[first:], *point.devices[s + 1 :])
-                part_s = work_s[s] * first / len(mine)
-                wanted_s = (*work_s[:s], part_s, work_s[s] - part_s, *work_s[s + 1 :])
-                yield self._with_stages(point, self._in_proportion(point, wanted_s), devices, again)
-
-    def _with_stages(
-        self,
-        point: Point,
-        downsets: tuple[int, ...],
-        devices: tuple[tuple[int, ...], ...],
-        again: tuple[Selection, ...],
-    ) -> Point:
-        """The point with another number of stages; on devices as listed, unless these may move."""
-        if not self.moves_devices:
-            devices = _in_a_row([len(mine) for mine in devices], self.question.cluster)
-        limits = next(self.usual_limits(len(devices), devices))
-        return Point(downsets, devices, again, point.micro_batches, limits)
-
     def count_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
         """The same cut with other micro-batches."""
         counts = {b.micro_batches for b in self.search.branches if b.stages in (None, point.stages)}
@@ -428,11 +351,11 @@ class Neighbours:
         for border in order:
             low, mine, high = sets[border - 1], sets[border], sets[border + 1]
             inside = high & ~mine if by > 0 else mine & ~low
-            groups = sorted({self._group_of[layer] for layer in members(inside)})
+            groups = sorted({self.group_of[layer] for layer in members(inside)})
             if len(groups) <= abs(by):
                 return None
             for g in groups[:by] if by > 0 else groups[by:]:
-                mine = mine | self._groups[g] if by > 0 else mine & ~self._groups[g]
+                mine = mine | self.groups[g] if by > 0 else mine & ~self.groups[g]
             sets[border] = mine
         return replace(point, downsets=tuple(sets))
 
@@ -448,25 +371,7 @@ class Neighbours:
         return point
 
 
-def _spare(
-    point: Point,
-    loses: int | None,
-    count: int,
-    device_kinds: tuple[Sequence[Hashable], Sequence[Hashable]],
-) -> Iterator[tuple[int, ...]]:
-    """So many devices that a stage gives, its last ones, or that are of one kind in one machine
-    and have no stage."""
-    if loses is not None:
-        yield point.devices[loses][-count:]
-        return
-    alike = dict[Hashable, list[int]]()
-    for d, like in enumerate(zip(*device_kinds, strict=True)):
-        if not any(d in mine for mine in point.devices):
-            alike.setdefault(like, []).append(d)
-    yield from (tuple(mine[:count]) for mine in alike.values() if len(mine) >= count)
-
-
-def _in_a_row(
+def in_a_row(
     each: Sequence[int], cluster: Cluster, any_sequence: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """So many devices for each stage, as they are listed: the fastest ones, of equal ones the last;

@@ -17,6 +17,7 @@ from timeprest.planner.search import state
 from timeprest.planner.search.local_search import improve
 from timeprest.planner.search.local_search.improve import LocalSearch, climb_on
 from timeprest.planner.search.local_search.neighbours import layings_of
+from timeprest.planner.search.local_search.stage_moves import replica_moves, stage_moves
 from timeprest.planner.search.solve import SearchRequest, explore, question_for, solve
 from timeprest.planner.search.state import OutOfBudget
 
@@ -117,9 +118,9 @@ def test_a_replica_is_moved_with_as_much_work_as_it_had(sequence):
     near = LocalSearch(search, moves_devices=sequence == "any").near
     point = near.point_of(point_with(search, [4, 8], [2, 2, 2]))
     # Three replicas can't share four micro-batches, and two more would be all that a stage has.
-    assert shapes(near.replica_moves(point, range(3))) == set()
+    assert shapes(replica_moves(near, point, range(3))) == set()
     point = near.point_of(point_with(search, [4, 8], [2, 2, 1]))
-    assert shapes(near.replica_moves(point, range(3))) == {
+    assert shapes(replica_moves(near, point, range(3))) == {
         ((4, 4, 4), (2, 2, 2)),
         # Two replicas of the last stage have twice as much to do as its one had.
         ((3, 3, 6), (2, 2, 2)),
@@ -134,11 +135,11 @@ def test_a_stage_is_split_by_its_replicas_and_stages_are_joined_with_all_of_thei
     search = search_for(chain(12), uniform_cluster(6), "gpipe", replicas=True, micro_batches=4)
     near = LocalSearch(search).near
     point = near.point_of(point_with(search, [8], [4, 2]))
-    found = shapes(near.stage_moves(point))
+    found = shapes(stage_moves(near, point))
     split = {each for each in found if len(each[0]) == 3}
     assert split == {((4, 4, 4), (2, 2, 2)), ((8, 2, 2), (4, 1, 1))}
     joined = {each for each in found if len(each[0]) == 1}
     # Six replicas can't share four micro-batches.
     assert joined == {((12,), (4,)), ((12,), (2,))}
     point = near.point_of(point_with(search, [8], [2, 2]))
-    assert ((12,), (4,)) in shapes(near.stage_moves(point))
+    assert ((12,), (4,)) in shapes(stage_moves(near, point))
