@@ -31,10 +31,11 @@ times = seconds(0.01, 10)
 
 @st.composite
 def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8, *, placed=False):
-    """Chains, and some links that skip stages. `placed`: devices have several."""
+    """Chains, and some links that skip stages. `placed`: devices have several; with systems that
+    place their stages themselves they have wherever there are several: no plan has others."""
     variant = VARIANTS[draw(st.sampled_from(variants))]
     stages, placement = draw(st.integers(1, most_stages)), ()
-    if placed:
+    if placed or (variant.placement != "any" and stages > 1):
         placement = draw(placements(variant.placement))
         stages = len(placement)
     least = variant.least_micro_batches(stages)
@@ -48,7 +49,7 @@ def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8, *, placed
         a = draw(st.integers(0, stages - 2))
         links.add((a, draw(st.integers(a + 1, stages - 1))))
     limits = []
-    for least, most in reversed(limit_ranges(variant, stages, several=placed)):
+    for least, most in reversed(limit_ranges(variant, stages, several=bool(placement))):
         low = max(least, limits[0]) if limits else least
         limits.insert(0, draw(st.integers(low, most)))
     backward_s = tuple(draw(times) for _ in range(stages))
@@ -72,7 +73,8 @@ def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8, *, placed
 @st.composite
 def placements(draw, kind="any"):
     """Of more stages than devices; `kind`: as a system's `Variant.placement`."""
-    devices = tuple(range(draw(st.integers(1, 3))))
+    # Of one device's two stages a V would be a loop.
+    devices = tuple(range(draw(st.integers(2 if kind == "v" else 1, 3))))
     if kind == "v":
         return devices + devices[::-1]
     if kind == "loop" or draw(st.booleans()):

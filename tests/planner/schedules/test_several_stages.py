@@ -11,6 +11,7 @@ from helpers.by_hand.nf1b import list_schedule
 from helpers.by_hand.unit_pipelines import equal_stages, unit_pipeline
 from helpers.drawn.pipelines import pipelines
 from helpers.output.schedules import parse_schedule, schedule_text
+from helpers.plans import chain_plan
 from hypothesis import example, given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device
@@ -25,7 +26,7 @@ from timeprest.planner.simulator.pipeline import Link
 from timeprest.planner.simulator.timeline import least_period_s, simulate
 from timeprest.planner.systems.placement import numbered_devices, pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import ScheduleError
+from timeprest.profiles.errors import PlanError, ScheduleError
 
 
 def test_the_patterns_of_placements():
@@ -38,6 +39,24 @@ def test_the_patterns_of_placements():
     assert pattern_of(numbered_devices("aba"), 3) == "v"
     assert pattern_of(numbered_devices("abca"), 4) == "free"
     assert pattern_of(numbered_devices("abc"), 3) == "straight"
+
+
+@pytest.mark.parametrize(
+    ("variant", "placement", "placed"),
+    [
+        # These no schedule could be written for: rows of a V are for two stages on each device.
+        ("zb-v", (), "these 3 are placed straight"),
+        ("v-half", (), "these 3 are placed straight"),
+        ("v-half", (0, 1), "these 2 are placed straight"),
+        ("zb-v", (0, 1, 0, 1), "these 4 are placed loop"),
+        ("zb-v", (0, 1, 0), "these 3 are placed v"),
+        ("interleaved-1f1b", (), "these are placed straight"),
+        ("interleaved-1f1b", (0, 1, 1, 0), "these are placed v"),
+    ],
+)
+def test_no_plan_places_stages_as_its_system_does_not(variant, placement, placed):
+    with pytest.raises(PlanError, match=placed):
+        chain_plan(variant, placement=placement)
 
 
 @given(pipelines(placed=True), st.integers(1, 4))
