@@ -374,10 +374,11 @@ class LocalSearch:
         )
         expected = [(seen.expected_s, p) for p in points if (seen := self.foreseen(p)) is not None]
         expected.sort(key=lambda item: item[0])
+        near_s = inf if here.over else here.period_s * _PROMISING
         replicas = self.relaxation.freedom.replicas
         for _, point in expected[:_MOST_ELSEWHERE]:
             found = self.look(point)
-            if replicas and found is not None and found.period_s > here.period_s * _PROMISING:
+            if replicas and found is not None and found.period_s > near_s:
                 continue
             while found is not None and not found.better(here):
                 found = self._bettered(found, _BORDERS)

@@ -74,7 +74,9 @@ def _in_proportion(near: Neighbours, point: Point, wanted_s: Sequence[float]) ->
     groups, seconds = [near.groups[g] for g in sequence], near.seconds(point.micro_batches)
     work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
     masks = [0, *accumulate(groups, int.__or__)]
-    return (0, *(masks[end] for end in even(work_s, wanted_s)))
+    # Where nothing takes any time, any would do.
+    shares = wanted_s if any(wanted_s) else [1.0] * len(wanted_s)
+    return (0, *(masks[end] for end in even(work_s, shares)))
 
 
 def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from math import inf
+from types import SimpleNamespace
 
 import pytest
-from helpers.by_hand.profiles import chain
+from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
@@ -143,3 +145,26 @@ def test_a_stage_is_split_by_its_replicas_and_stages_are_joined_with_all_of_thei
     assert joined == {((12,), (4,)), ((12,), (2,))}
     point = near.point_of(point_with(search, [8], [2, 2]))
     assert ((12,), (4,)) in shapes(stage_moves(near, point))
+
+
+def test_stages_whose_layers_take_no_time_are_split_too():
+    layers = [(f"n{k}", 1, 0.0, 0.0, 1, []) for k in range(6)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16) for k in range(5)]
+    profile = profile_by_hand(layers, [*edges, ("n5", "output", "last", 4)])
+    search = search_for(profile, uniform_cluster(4), "gpipe", replicas=True, micro_batches=4)
+    near = LocalSearch(search).near
+    point = near.point_of(point_with(search, [3], [2, 2]))
+    assert (1, 1, 2) in {replicas for _, replicas in shapes(stage_moves(near, point))}
+
+
+def test_what_fits_is_gone_to_from_what_does_not_however_much_slower(monkeypatch):
+    """Where stages may have replicas, borders are moved of near plans alone."""
+    search = search_for(chain(6), uniform_cluster(4), "gpipe", replicas=True, micro_batches=4)
+    local = LocalSearch(search)
+    here = local.look(local.near.point_of(point_with(search, [3], [2, 2])))
+    fast = replace(here, over=1.0)
+    slow = replace(here, found=SimpleNamespace(prediction=SimpleNamespace(period_s=1e3)))
+    monkeypatch.setattr(local, "look", lambda *_: slow)
+    monkeypatch.setattr(local, "_bettered", lambda *_: None)
+    assert local._elsewhere(fast) is slow
+    assert local._elsewhere(here) is None
