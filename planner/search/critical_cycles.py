@@ -1,9 +1,9 @@
-"""Bounds, first plans and proofs by the critical cycles of plans with a stage for each device.
+"""Bounds, first plans and proofs by the critical cycles of plans.
 
-Where no stage has replicas, what a plan waits for is known from its cut (`partition.dp
-.critical_cycles`): the least period that any cut keeps to bounds all plans, and that cut, with what
-the period has in flight, is a plan to begin with. Where bounds and the best plan are close, all
-cuts between them are tried.
+What a plan waits for is known from its cut (`partition.dp.critical_cycles`), where stages have a
+device each, and where some have replicas on up to 16 equal devices: the least period that any cut
+keeps to bounds all plans, and that cut, with what the period has in flight, is a plan to begin
+with. Where bounds and the best plan are close, all cuts between them are tried.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Way(NamedTuple):
 
 
 class CycleSearch:
-    """The cycles of one search's branches: of their plans with a device for each stage.
+    """The cycles of one search's branches.
 
     Attributes:
         tables: of stages, by how they are looked at, the largest numbers of stages alone.
@@ -267,6 +267,7 @@ class CycleSearch:
             search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
         if answer.cut is None:
             return answer.bound_s
+        # One by one: those before the budget was used up count, too.
         for each in self._plans(way, answer.cut):
             self.found.append(each)
         if not way.thinned and search.period_s < answer.bound_s * (_WORTH_IT + within):

@@ -1,13 +1,13 @@
 """The search for one system: first plans, bounds, cuts worth trying, and the proof that nothing is
 better.
 
-Plans with a stage for each device are bounded, found and proven by critical cycles
-(`critical_cycles`). First cuts are improved by local search (`local_search`). For each branch that
-has replicas, or no such cycles, a relaxed problem bounds every plan (`relaxed`). Its optimum, and
-those of guesses at what is in flight, are cuts to try: each is evaluated by its real schedule,
-under the in-flight limits that suit it. Then, from the lowest bound on, all cuts whose relaxed load
-is below the best plan's period are tried in turn; when none is left the plan is proven best. Else
-what effort is left goes into local search again.
+Plans are bounded, found and proven by critical cycles where these are known (`critical_cycles`).
+First cuts are improved by local search (`local_search`). Where cycles aren't known, or leave a gap
+and stages may have replicas or devices differ, a relaxed problem bounds every plan (`relaxed`). Its
+optimum, and those of guesses at what is in flight, are cuts to try: each is evaluated by its real
+schedule, under the in-flight limits that suit it. Then, from the lowest bound on, all cuts whose
+relaxed load is below the best plan's period are tried in turn; when none is left the plan is proven
+best. Else what effort is left goes into local search again.
 """
 
 from __future__ import annotations
