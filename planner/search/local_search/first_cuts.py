@@ -14,6 +14,9 @@ border, the better for all that follows. So a dynamic program over borders finds
 And where a pipeline runs empty, the way there and back counts once: for several bounds on the
 busiest stage's work the cut under it whose messages take the least time in all.
 
+Where memory is tight, the cut whose busiest stage has the least to do of those whose stages have
+room for what they hold (`even_within`).
+
 Index letters: S stages; n groups of layers.
 """
 
@@ -98,6 +101,43 @@ def even(weights: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
         within = range(ends[-1] + 1, len(weights) - (len(speeds) - s) + 1)
         ends.append(min(within, key=lambda g: (abs(done[g] - wanted), g)))
     return (*ends[1:], len(weights))
+
+
+def even_within(
+    work_s: Sequence[float],
+    speeds: Sequence[float],
+    held_bytes: NDArray[np.float64],
+    rooms_bytes: Sequence[float],
+) -> tuple[int, ...] | None:
+    """Ends of the stages whose busiest has the least to do, none holding more than its room; None
+    where there are none. By bisection; each stage takes as much as it may, from the first on.
+
+    Args:
+        work_s: of each group, [n].
+        speeds: of each stage's devices, [S].
+        held_bytes: what each stage would hold of each group, [S, n].
+        rooms_bytes: what it may hold, [S].
+    """
+    groups, done = len(work_s), np.array([0.0, *accumulate(work_s)])
+    held = np.pad(np.cumsum(held_bytes, axis=1), ((0, 0), (1, 0)))
+
+    def under(most_s: float) -> tuple[int, ...] | None:
+        at, ends = 0, list[int]()
+        for s, (speed, room) in enumerate(zip(speeds, rooms_bytes, strict=True)):
+            by_time = np.searchsorted(done, (done[at] + most_s * speed) * (1 + 1e-9), side="right")
+            by_room = np.searchsorted(held[s], held[s, at] + room, side="right")
+            end = min(int(by_time) - 1, int(by_room) - 1, groups - (len(speeds) - 1 - s))
+            if end <= at:
+                return None
+            ends.append(at := end)
+        return tuple(ends) if at == groups else None
+
+    low, high = float(done[-1]) / sum(speeds), float(done[-1]) / min(speeds)
+    found = under(high)
+    for _ in range(_HALVINGS if found else 0):
+        cut = under(middle := (low + high) / 2)
+        low, high, found = (middle, high, found) if cut is None else (low, middle, cut)
+    return found
 
 
 def _least_load_s(done: NDArray[np.float64], speeds: Sequence[float]) -> float:

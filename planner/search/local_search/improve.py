@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, islice, pairwise, product
+from itertools import chain, count, islice, pairwise, product, takewhile
 from math import inf
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ from ...schedules.together import (
 )
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
+from ...systems.placement import numbered_devices
 from ..choices import Branch, Choice, PlacedBranch
 from ..effort import operations_of, placed_operations
 from ..relaxed.relaxation import Relaxation
@@ -106,6 +107,9 @@ _MUCH_OVER = 1.3
 
 _NEARLY = 0.2
 """First cuts are looked at under limits that are estimated to need so much more."""
+
+_ROOM = (1.0, 0.9)
+"""Shares of memory that first cuts fit by what their layers hold: messages come on top."""
 
 _MOST_FITTING = 20
 """Of moves to less memory, those that are simulated at a plan that doesn't fit."""
@@ -318,6 +322,8 @@ class LocalSearch:
             for cut in cuts
         )
         found = [x for p in self._expected(list(points)) if (x := self.look(p))]
+        if self.relaxation.limited and not numbered_devices(lying):
+            found += _that_fit(self, lying, micro_batches, under, found)
         if all(standing.over for standing in found):
             # What is slower may need less: even stages.
             found += [x for p in [*points][:_EVEN] if (x := self.look(p))]
@@ -598,6 +604,32 @@ def _that_may_fit(
         if seen is None or share_about(seen.laid, point, local.question) <= _MUCH_OVER:
             return point
     return point
+
+
+def _that_fit(
+    local: LocalSearch,
+    lying: tuple[tuple[int, ...], ...],
+    micro_batches: int,
+    under: Sequence[tuple[tuple[int, ...], Selection]],
+    known: Sequence[Standing],
+) -> Iterator[Standing]:
+    """Cuts that are as even as memory lets them be, under limits and ways to compute again that are
+    likely to be faster than those that known cuts fit with, up to the first that fits."""
+    fits = {(s.point.limits, s.point.again[0]) for s in known if not s.over}
+    for limits, again in takewhile(lambda each: each not in fits, under):
+        for share in _ROOM:
+            cut = local.near.cut_that_fits(micro_batches, lying, limits, again, share)
+            if cut is None:
+                break
+            point = Point(cut, lying, (again,) * len(lying), micro_batches, limits)
+            seen = local.foreseen(point)
+            if seen is None or seen.least_s > local.search.period_s:
+                break
+            standing = local.look(point)
+            if standing is not None:
+                yield standing
+                if not standing.over:
+                    return
 
 
 def _bottlenecks(loads: Sequence[float], period_s: float) -> float:

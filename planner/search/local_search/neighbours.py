@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
+import numpy as np
+
 from ...cluster.cluster import Cluster
 from ...costs.recomputation import Selection, of_stage, selection_of
 from ...costs.stage_costs import sized
@@ -22,10 +24,18 @@ from ...partition.dp.lattice import joined
 from ...partition.placings import pattern
 from ...partition.problem import SAME, members
 from ...systems.placement import numbered_devices
-from ..choices import Branch, Choice, PlacedBranch, capped, caps, unforeseen
+from ..choices import (
+    Branch,
+    Choice,
+    PlacedBranch,
+    capped,
+    caps,
+    in_flight_under,
+    unforeseen,
+)
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .first_cuts import first_cuts
+from .first_cuts import even_within, first_cuts
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -195,6 +205,49 @@ class Neighbours:
                 )
             )
         return self._first_cuts[key]
+
+    def cut_that_fits(
+        self,
+        micro_batches: int,
+        devices: Sequence[tuple[int, ...]],
+        limits: Sequence[int],
+        again: Selection,
+        share: float,
+    ) -> tuple[int, ...] | None:
+        """Downsets of the cut whose busiest stage has the least to do of those that fit, about, in
+        such a share of the devices' memory (`first_cuts.even_within`); None where none does.
+
+        Args:
+            limits: as `usual_limits` has them.
+            again: what all stages compute again.
+        """
+        question, seconds, variant = (
+            self.question,
+            self.seconds(micro_batches),
+            self.question.system,
+        )
+        stages, listed = len(devices), question.cluster.devices
+        flight = in_flight_under(variant, stages, limits[0])
+        always, parameters, kept = self.relaxation.kept.of_layers(micro_batches)
+        names = self.relaxation.graph.names
+        kept = kept * [again is False or (again is not True and x not in again) for x in names]
+        held, rooms, speeds = list[list[float]](), list[float](), list[float]()
+        for s, mine in enumerate(devices):
+            behind, each = stages - 1 - s, len(mine)
+            units = flight.mini_batches(behind) * micro_batches / each
+            if variant.backward_unit == "micro":
+                units = min(flight.micro_batches(behind), micro_batches / each)
+            layers = always + flight.versions(behind) * parameters + units * kept
+            held.append([sum(layers[j] for j in members(mask)) for mask in self.groups])
+            smallest = question.cluster.tightest(mine)
+            room = None if smallest is None else smallest.usable_bytes
+            rooms.append(float("inf") if room is None else share * room)
+            speeds.append(each * min(listed[d].speed for d in mine))
+        seconds = self.seconds(micro_batches)
+        work_s = [sum(seconds[j] for j in members(mask)) for mask in self.groups]
+        ends = even_within(work_s, speeds, np.array(held), rooms)
+        masks = [0, *accumulate(self.groups, int.__or__)]
+        return None if ends is None else (0, *(masks[g] for g in ends))
 
     def _drops(self, devices: Sequence[tuple[int, ...]]) -> list[int]:
         """How many fewer are in flight at each next stage, mini-batches or, where a backward takes
@@ -374,12 +427,36 @@ class Neighbours:
 def in_a_row(
     each: Sequence[int], cluster: Cluster, any_sequence: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """So many devices for each stage, as they are listed: the fastest ones, of equal ones the last;
-    of a list that may be taken in any sequence the last ones."""
+    """So many devices for each stage, as they are listed: the fastest ones, of equal ones the last,
+    or where they are in machines, those that leave the fewest stages in several; of a list that may
+    be taken in any sequence the last ones."""
     speeds = [0.0 if any_sequence else device.speed for device in cluster.devices]
+    spare = len(speeds) - sum(each)
+    if spare and len(set(speeds)) == 1 and not (any_sequence or cluster.flat):
+        return _inside_machines(each, [device.machine for device in cluster.devices], spare)
     ranked = sorted(range(len(speeds)), key=lambda d: (-speeds[d], -d))
     chosen = sorted(ranked[: sum(each)])
     return tuple(tuple(chosen[a:b]) for a, b in pairwise([*accumulate(each, initial=0)]))
+
+
+def _inside_machines(
+    each: Sequence[int], homes: Sequence[str | None], spare: int
+) -> tuple[tuple[int, ...], ...]:
+    """What is left of a machine is left out where the next stage needs more, as long as there are
+    devices to spare.
+
+    Args:
+        homes: each device's machine.
+    """
+    at, found = 0, list[tuple[int, ...]]()
+    for replicas in each:
+        left = next((d for d in range(at, len(homes)) if homes[d] != homes[at]), len(homes)) - at
+        begun = at > 0 and homes[at - 1] == homes[at]
+        if begun and left < replicas and left <= spare:
+            at, spare = at + left, spare - left
+        found.append(tuple(range(at, at + replicas)))
+        at += replicas
+    return tuple(found)
 
 
 def layings_of(
@@ -395,6 +472,24 @@ def layings_of(
         every = list(near.layings(stages, branch.micro_batches, len(cluster.devices)))
         for sequence, lying in product(sequences, every):
             yield tuple(tuple(sequence[d] for d in mine) for mine in lying)
+    # Of some of the devices that are linked well, or fast, replicas may be worth more than of all.
+    counts = near.relaxation.replica_counts(branch.micro_batches)
+    for some, stages in product(_parts(near.search), near.stage_counts(branch)):
+        each = len(some) // stages
+        if each > 1 and each in counts:
+            yield tuple(some[s * each : (s + 1) * each] for s in range(stages))
+
+
+def _parts(search: SearchState) -> list[tuple[int, ...]]:
+    """Devices of one machine, and those of one kind, but for all; of machines that are alike, the
+    first one's."""
+    homes, kinds = search.device_kinds
+    found = dict[Hashable, tuple[int, ...]]()
+    for names in (homes, kinds):
+        for name in dict.fromkeys(names):
+            mine = tuple(d for d, other in enumerate(names) if other == name)
+            found.setdefault(pattern(mine, homes, kinds), mine)
+    return [mine for mine in found.values() if len(mine) < len(homes)]
 
 
 def _sequences(cluster: Cluster) -> Iterable[Sequence[int]]:

@@ -7,9 +7,12 @@ from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.plans import lone_stages
+from hypothesis import given
+from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import evaluate
@@ -17,8 +20,9 @@ from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import state
 from timeprest.planner.search.local_search import improve
+from timeprest.planner.search.local_search.first_cuts import even_within
 from timeprest.planner.search.local_search.improve import LocalSearch, climb_on
-from timeprest.planner.search.local_search.neighbours import layings_of
+from timeprest.planner.search.local_search.neighbours import in_a_row, layings_of
 from timeprest.planner.search.local_search.stage_moves import replica_moves, stage_moves
 from timeprest.planner.search.solve import SearchRequest, explore, question_for, solve
 from timeprest.planner.search.state import OutOfBudget
@@ -51,6 +55,81 @@ def test_slow_devices_are_left_out():
     asked = {"replicas": True, "stages": 2, "time_limit_s": None, "effort": 0}
     plan = solve(chain(8, parameters=1), of_speeds(1, 1, 1, 1, 0.1), "gpipe", **asked)
     assert {d for stage in plan.stages for d in stage.devices} <= {0, 1, 2, 3}
+
+
+def test_devices_are_left_out_where_a_stage_would_be_in_several_machines():
+    cluster = uniform_cluster(6, per_machine=2, between_bandwidth="1GB/s")
+    assert in_a_row([2, 1, 1, 1], cluster) == ((0, 1), (2,), (3,), (4,))
+    assert in_a_row([1, 2, 1], cluster) == ((0,), (2, 3), (4,))
+    # Nothing is to spare, or no longer.
+    assert in_a_row([1, 2, 2], cluster) == ((0,), (2, 3), (4, 5))
+    assert in_a_row([1, 2, 1, 2], cluster) == ((0,), (1, 2), (3,), (4, 5))
+    assert in_a_row([1, 3, 1], cluster) == ((0,), (2, 3, 4), (5,))
+    assert in_a_row([1, 1], uniform_cluster(3)) == ((1,), (2,))
+
+
+def test_replicas_are_first_laid_on_one_machine_or_one_kind_too():
+    """Links between may be slow."""
+
+    def begun(cluster, **asked):
+        search = search_for(chain(8), cluster, "gpipe", replicas=True, micro_batches=4, **asked)
+        local = LocalSearch(search, moves_devices=search.any_sequence)
+        return {*layings_of(local.near, search.branches[0])}
+
+    alike = begun(uniform_cluster(4, per_machine=2, between_bandwidth="1MB/s"))
+    assert {((0, 1),), ((0, 1), (2, 3)), ((0, 1, 2, 3),)} <= alike
+    assert ((2, 3),) not in alike
+    fast_and_slow = begun(of_speeds(1.0, 0.5, 1.0, 0.5))
+    assert {((0, 2),), ((1, 3),)} <= fast_and_slow
+    assert ((0, 1),) not in begun(uniform_cluster(4))
+
+
+@given(st.data())
+def test_even_cuts_that_fit_are_the_most_even_ones(data):
+    amounts = st.integers(1, 9)
+    groups = data.draw(st.integers(2, 6))
+    stages = data.draw(st.integers(1, groups))
+    rows = st.lists(amounts, min_size=groups, max_size=groups)
+    work, held = data.draw(rows), [data.draw(rows) for _ in range(stages)]
+    each = st.lists(st.integers(1, 3), min_size=stages, max_size=stages)
+    speeds = data.draw(each)
+    rooms = data.draw(st.lists(st.integers(3, 30) | st.just(inf), min_size=stages, max_size=stages))
+
+    def busiest(ends):
+        """None: some stage doesn't fit."""
+        parts = [*pairwise([0, *ends])]
+        fits = all(sum(held[s][a:b]) <= rooms[s] for s, (a, b) in enumerate(parts))
+        loads = (sum(work[a:b]) / speeds[s] for s, (a, b) in enumerate(parts))
+        return max(loads) if fits else None
+
+    every = ((*ends, groups) for ends in combinations(range(1, groups), stages - 1))
+    least = min((load for ends in every if (load := busiest(ends)) is not None), default=None)
+    found = even_within(work, speeds, np.array(held, dtype=float), rooms)
+    if least is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert busiest(found) == pytest.approx(least)
+
+
+def test_first_plans_have_the_most_in_flight_that_memory_lets_some_cut_have():
+    """An even cut's first stage has no room for two mini-batches."""
+    profile = chain(12, parameters=4, saved=100)
+    asked = {"stages": 2, "replicas": True, "micro_batches": 4}
+
+    def first(memory):
+        search = search_for(profile, uniform_cluster(4, memory), "timeprest", **asked)
+        local, lying = LocalSearch(search), ((0, 1), (2, 3))
+        return [s for s in local.starts_on(lying, 4) if not s.over]
+
+    roomy = first("1GB")[0]
+    assert roomy.point.limits == (2, 1)
+    assert roomy.found.stages[0].devices == (0, 1)
+    prediction = roomy.found.prediction
+    needs = max(prediction.device_of(s).memory_bytes for s in range(2))
+    found = min(first(f"{needs * 0.8:.0f}B"), key=lambda s: s.period_s)
+    assert found.point.limits == (2, 1)
+    assert len(found.found.stages[0].nodes) < len(found.found.stages[1].nodes)
 
 
 @pytest.mark.choice(3)
