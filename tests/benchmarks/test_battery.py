@@ -18,7 +18,7 @@ from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TimeprestError
 from timeprest.tests.benchmarks.planner import battery
-from timeprest.tests.benchmarks.planner.battery import Found, drawn, replicated, uneven
+from timeprest.tests.benchmarks.planner.battery import Found, drawn, rented, replicated, uneven
 from timeprest.tests.benchmarks.planner.climb import Climb, ReplicaClimb
 
 
@@ -77,6 +77,24 @@ def test_questions_with_replicas_are_those_of_the_battery():
     assert all(case.device_of == tuple(range(case.devices)) for case in cases)
     assert all(VARIANTS[case.system].placement == "any" for case in cases)
     assert {1, 2, 16} <= {case.devices for case in cases} <= {*range(1, 17)}
+
+
+def test_questions_on_rented_machines_are_of_as_many_devices_as_these_have(monkeypatch):
+    monkeypatch.setattr(battery, "profile_of", lambda model: chain(4))
+    monkeypatch.setattr(battery, "profile_path", lambda model: f"{model}.json")
+    cases = [rented(number) for number in range(battery.COUNT)]
+    assert {case.kinds for case in cases} == {*battery.RENTED}
+    assert battery.machine_sizes("a100-80gb:4x2") == [4, 4]
+    assert battery.machine_sizes("h100-80gb:2+a100-80gb:4") == [2, 4]
+    case = next(case for case in cases if case.kinds == "h100-80gb:2+a100-80gb:4")
+    assert case.devices == 6
+    assert case.kinds in str(case)
+    line = battery.command_line(case, 30)
+    assert f"--devices {case.kinds} --between {case.bandwidth_bytes_per_s:.0f}B/s" in line
+    cluster = battery.cluster_of(case)
+    assert len(cluster.devices) == 6
+    assert len({device.machine for device in cluster.devices}) == 2
+    assert cluster.link(1, 2).bandwidth_bytes_per_s < cluster.link(0, 1).bandwidth_bytes_per_s
 
 
 def test_tied_layers_stay_together():

@@ -1,6 +1,6 @@
 """Everyday questions, each held against a hill climb: `make bench-battery`.
 
-    python -m timeprest.tests.benchmarks.planner.battery [--uneven | --replicas] [WORD ...]
+    python -m timeprest.tests.benchmarks.planner.battery [--uneven | --replicas | --rented] [WORD]
 
 Draws models of the zoo and of Hugging Face, 1 to 64 devices of one kind or two, memory from tight
 to none and any system; plans each, and lets `climb` look for a plan too, within the same choices.
@@ -8,7 +8,8 @@ Writes docs/planner_battery.md from planner_battery.head.md beside it; with a sa
 only cases whose lines have them all are run, and no page is written but where `--page` says so.
 `--uneven`: of questions drawn otherwise: two kinds of devices in turns, some slow links, odd
 numbers of devices and mini-batches, replicas. `--replicas`: of those of the battery whose stages
-have a device each, with replicas allowed, as tp-plan has it by default.
+have a device each, with replicas allowed, as tp-plan has it by default. `--rented`: the same on
+machines of one kind of GPUs or two, with the links of their data sheets and slow ones between.
 
 All times are of this process's share of a processor, also those that searches end by, so that
 neither side depends on what else the machine does.
@@ -29,7 +30,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from timeprest.planner.cluster.cluster import Cluster, Device, LinkBetween
+from timeprest.planner.cluster.catalogue import cluster_of_kinds
+from timeprest.planner.cluster.cluster import Cluster, Device, EqualDevices, LinkBetween
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question
@@ -76,6 +78,33 @@ MODELS = {
 }
 """What tp-profile calls them."""
 
+RENTED = (
+    "a100-80gb:2x2",
+    "a100-80gb:2x3",
+    "a100-80gb:2x4",
+    "a100-80gb:4x2",
+    "a100-80gb:8x2",
+    "h100-80gb:2+a100-80gb:2",
+    "h100-80gb:2+a100-80gb:4",
+    "h100-80gb:4+a100-80gb:4",
+    "a100-40gb:4+l4:4",
+    "v100-sxm2-32gb:4+t4:4",
+    "l4:2x2",
+    "t4:4x2",
+)
+"""As `--devices` names them."""
+
+RENTED_SYSTEMS = (
+    "gpipe",
+    "pipedream",
+    "pipedream-2bw",
+    "pipedream-flush",
+    "spectrain",
+    "timeprest",
+    "v-timeprest",
+    "zb-h1",
+)
+
 UNEVEN_SYSTEMS = (
     "gpipe",
     "interleaved-1f1b",
@@ -106,6 +135,8 @@ class Case:
         turns: each so many-th device is of the second kind; 0: the second half of them.
         slow: k where the link between devices k and k + 1 has a tenth of the bandwidth.
         replicas: allowed, with any number of stages.
+        kinds: of RENTED; then memory is that of the data sheets, and the bandwidth is that between
+            machines.
     """
 
     number: int
@@ -124,6 +155,7 @@ class Case:
     turns: int = 0
     slow: tuple[int, ...] = ()
     replicas: bool = False
+    kinds: str = ""
 
     @property
     def stages(self) -> int:
@@ -141,6 +173,7 @@ class Case:
     def __str__(self) -> str:
         memory = "no limit" if self.memory is None else f"{self.memory}"
         memory += " GiB" if isinstance(self.memory, float) else ""
+        memory = f"{self.kinds}" if self.kinds else memory
         kinds = "" if self.second is None else " of two kinds" + " in turns" * bool(self.turns)
         each = "" if self.per_device == 1 else f", {self.per_device} stages each ({self.placement})"
         n = "" if self.micro_batches is None else f", N = {self.micro_batches}"
@@ -240,6 +273,33 @@ def replicated(number: int) -> Case:
     )
 
 
+def rented(number: int) -> Case:
+    """The question with this number, of clusters that people rent, with replicas allowed."""
+    rng = random.Random(f"rented {number}")
+    kinds, system = rng.choice(RENTED), rng.choice(RENTED_SYSTEMS)
+    several = {"system": system, "second": None, "micro_batches": None, "run_ahead": "paper"}
+    models = [x for x in sorted(MODELS) if VARIANTS[system].flushes or x not in TIED]
+    return Case(
+        number=number,
+        model=rng.choice(models),
+        devices=sum(machine_sizes(kinds)),
+        memory=None,
+        bandwidth_bytes_per_s=rng.choice([10e9, 25e9, 100e9, 400e9]) / 8,
+        recompute=rng.choice(["off", "auto"]),
+        per_device=1,
+        placement="auto",
+        replicas=True,
+        kinds=kinds,
+        **several,
+    )
+
+
+def machine_sizes(kinds: str) -> list[int]:
+    """Devices of each machine, as `--devices` names them."""
+    parts = [kind.split(":")[1].split("x") for kind in kinds.split("+")]
+    return [int(part[0]) for part in parts for _ in range(int(part[1]) if part[1:] else 1)]
+
+
 # What tp-plan is given ----------------------------------------------------------------------------
 
 
@@ -262,6 +322,9 @@ def profile_of(model: str) -> Profile:
 
 def cluster_of(case: Case) -> Cluster:
     """Its devices; a second kind has the second half of the places."""
+    if case.kinds:
+        asked = EqualDevices(devices=case.kinds, between_bandwidth=case.bandwidth_bytes_per_s)
+        return cluster_of_kinds(asked, profile_of(case.model), Headroom(), str)[0]
     memory = case.memory
     if isinstance(memory, str):
         nbytes: float | None = float(memory.rstrip("×")) * even_bytes(case)
@@ -324,7 +387,26 @@ def options_of(case: Case) -> dict[str, Any]:
 
 
 def command_line(case: Case, seconds: float) -> str:
-    """What asks tp-plan the same; the cluster's file is written for it."""
+    """What asks tp-plan the same; where a cluster's file is needed, it is written."""
+    if case.kinds:
+        words = [f"--devices {case.kinds} --between {case.bandwidth_bytes_per_s:.0f}B/s"]
+    else:
+        words = [f"--cluster {cluster_file(case)} --sequence listed"]
+    stages = "--replicas auto" if case.replicas else f"--replicas off --stages {case.stages}"
+    words.append(f"--variant {case.system} {stages} --mini-batch {case.mini_batch}")
+    if case.per_device > 1:
+        words.append(f"--stages-per-device {case.per_device} --placement {case.placement}")
+    if case.micro_batches:
+        words.append(f"--micro-batches {case.micro_batches}")
+    words.append(
+        f"--recompute {case.recompute} --tied {tied_of(case)} --run-ahead {case.run_ahead}"
+    )
+    words.append(f"--tolerance 0% --headroom 0% --time-limit {seconds:g}")
+    return f"tp-plan solve {profile_path(case.model)} {' '.join(words)} -o plan.json"
+
+
+def cluster_file(case: Case) -> Path:
+    """Its devices and links, written."""
     path = WORK / "clusters" / f"{case.number}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     cluster = cluster_of(case)
@@ -340,18 +422,7 @@ def command_line(case: Case, seconds: float) -> str:
         lines += ["[[links]]", f"between = {[*link.between]}", f'bandwidth = "{slow}"']
         lines += [f'latency = "{link.network.latency_s * 1e6:g}us"']
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    stages = "--replicas auto" if case.replicas else f"--replicas off --stages {case.stages}"
-    words = [f"--cluster {path} --variant {case.system} {stages} --sequence listed"]
-    words.append(f"--mini-batch {case.mini_batch}")
-    if case.per_device > 1:
-        words.append(f"--stages-per-device {case.per_device} --placement {case.placement}")
-    if case.micro_batches:
-        words.append(f"--micro-batches {case.micro_batches}")
-    words.append(
-        f"--recompute {case.recompute} --tied {tied_of(case)} --run-ahead {case.run_ahead}"
-    )
-    words.append(f"--tolerance 0% --headroom 0% --time-limit {seconds:g}")
-    return f"tp-plan solve {profile_path(case.model)} {' '.join(words)} -o plan.json"
+    return path
 
 
 # One question, both ways --------------------------------------------------------------------------
@@ -500,6 +571,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="WORD", help="cases whose lines have them all")
     parser.add_argument("--uneven", action="store_true", help="questions that are drawn otherwise")
     parser.add_argument("--replicas", action="store_true", help="questions with replicas")
+    parser.add_argument("--rented", action="store_true", help="on machines that people rent")
     parser.add_argument("--sample", type=int, help="so many, drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--seconds", type=float, default=30.0, help="for a search")
@@ -508,14 +580,15 @@ def main() -> None:
     parser.add_argument("--beaten", type=Path, help="where lines to repeat beaten plans go")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
-    draw = uneven if asked.uneven else replicated if asked.replicas else drawn
+    others = {uneven: asked.uneven, replicated: asked.replicas, rented: asked.rented}
+    draw = next((draw for draw, wanted in others.items() if wanted), drawn)
     cases = [draw(number) for number in range(COUNT)]
     if asked.numbers:
         cases = [draw(int(number)) for number in asked.numbers.split(",")]
     cases = [case for case in cases if all(word in str(case) for word in asked.words)]
     if asked.sample:
         cases = random.Random(asked.seed).sample(cases, min(asked.sample, len(cases)))
-    whole = not (asked.words or asked.sample or asked.numbers or asked.uneven or asked.replicas)
+    whole = not (asked.words or asked.sample or asked.numbers) and draw is drawn
     path = asked.page or (DOCS / "planner_battery.md" if whole else None)
     for model in {case.model for case in cases}:
         profile_of(model)
