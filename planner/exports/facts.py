@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tracing.call import Call, unchanged
-from ...profiles.tracing.graph import TracedModel, tied_layers, values
+from ...profiles.tracing.graph import TracedModel, shared_state, values
 from ...profiles.tracing.shapes import specs_and_result
 from ...runtime.prepare.devices import modes_of_profile
 from ...runtime.prepare.loss import kind_of_loss
@@ -45,7 +45,7 @@ def _facts_of(plan: Plan) -> ModelFacts:
     return ModelFacts(
         layers=tuple(names),
         calls=calls,
-        ties=[[names[k] for k in group] for group in tied_layers(graph)],
+        ties=[[names[k] for k in group] for group in shared_state(graph).tied],
         one_tensor=isinstance(result, Tensor),
         weighted=kind_of_loss(task, result, wanted).weighted,
         unused_hooks=tuple(hook for hook in _NOT_CALLED if hasattr(task, hook)),

@@ -36,9 +36,8 @@ from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import (
     TracedModel,
     fingerprint,
-    shared_parameters,
+    shared_state,
     state_of,
-    tied_layers,
     unused_parameters,
 )
 from ..tracing.pieces import map_items
@@ -323,12 +322,11 @@ def _trial_case(
     free = bench.traced.only_size is None and bench.batch_size > _FEW
     size = _FEW if free else case.size
     samples = trial_samples(*call_of(size * TRIAL_MICRO_BATCHES), platform.place)
-    shared = shared_parameters(case.traced, case.saved.rewritten)
+    shared = shared_state(case.traced, case.saved.rewritten)
     bound = {
-        *case.saved.bound_by_changes(case.values, len(bench.names)),
-        *case.saved.bound_by_hooks(case.values, len(bench.names)),
+        *case.saved.bound(case.values, len(bench.names)),
         *by_values,
-        *(g for g in tied_layers(case.traced, case.saved.rewritten) if g not in shared),
+        *(group for group in shared.tied if group not in shared.copied),
     }
     return TrialCase(
         name=target.name,

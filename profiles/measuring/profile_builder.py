@@ -26,10 +26,8 @@ from ..profile import (
 from ..tracing.graph import (
     OUTPUT,
     is_frozen,
-    shared_frozen,
-    shared_parameters,
+    shared_state,
     state_of,
-    tied_layers,
 )
 from ..tracing.matrices import hidden_matrices
 from .bench import Bench, relative_error
@@ -57,14 +55,9 @@ def assemble(
         unversioned: parameters that backwards take as memory has them.
     """
     traced, first = bench.traced, bench.cases[0]
-    bound = {
-        *first.saved.bound_by_changes(first.values, len(bench.names)),
-        *first.saved.bound_by_hooks(first.values, len(bench.names)),
-        *by_values,
-    }
-    rewritten = first.saved.rewritten
-    shared = shared_parameters(traced, rewritten)
-    tied = sorted({*tied_layers(traced, rewritten), *bound})
+    bound = first.saved.bound(first.values, len(bench.names)).union(by_values)
+    shared = shared_state(traced, first.saved.rewritten)
+    tied = sorted({*shared.tied, *bound})
     platform, reserved = bench.platform, bench.reserved
     return Profile(
         target=bench.target.name,
@@ -86,9 +79,9 @@ def assemble(
         storages=_storages(bench),
         tied=tuple(tuple(bench.names[k] for k in group) for group in tied),
         shared=_shared(
-            bench.names, {group: n for group, n in shared.items() if group not in set(bound)}
+            bench.names, {group: n for group, n in shared.copied.items() if group not in bound}
         ),
-        shared_frozen=_shared(bench.names, shared_frozen(traced, rewritten)) or msgspec.UNSET,
+        shared_frozen=_shared(bench.names, shared.frozen) or msgspec.UNSET,
         loss=_measurements(bench, len(bench.names)) if bench.target.task else (),
         optimizer=optimizer,
         whole_model=tuple(

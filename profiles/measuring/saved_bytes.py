@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +70,12 @@ class SavedByForward:
         found = {self.sent[name].storage for k, name in self.in_place if k == layer}
         return tuple(sorted(found))
 
-    def bound_by_changes(self, values: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+    def bound(self, values: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+        """Layers that must stay together for what some do with values that others take."""
+        groups = {*self._bound_by_changes(values, layers), *self._bound_by_hooks(values, layers)}
+        return {group for group in groups if len(group) > 1}
+
+    def _bound_by_changes(self, values: Sequence[Value], layers: int) -> Iterator[tuple[int, ...]]:
         """Layers that must stay together because one changes in place what the others use.
 
         On different stages, they would see copies from before and after the change. On one stage
@@ -79,7 +84,6 @@ class SavedByForward:
         Then the layers that make the views are there, too; and those that hand on a buffer which is
         changed, since a change of a copy isn't one of it.
         """
-        groups = set()
         for k, name in self.in_place:
             same = [
                 value
@@ -95,19 +99,15 @@ class SavedByForward:
                 together |= {value.producer for value in same[1:] if value.producer is not None}
             if self.sent[name].storage in self.of_state:
                 together |= makers
-            groups.add(tuple(sorted(c for c in together if c < layers)))
-        return {group for group in groups if len(group) > 1}
+            yield tuple(sorted(c for c in together if c < layers))
 
-    def bound_by_hooks(self, values: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+    def _bound_by_hooks(self, values: Sequence[Value], layers: int) -> Iterator[tuple[int, ...]]:
         """Layers that must stay together because one has a hook on the gradient of a value that
         others take, too: on another stage than these it would see its own part of it."""
         takers = {value.node.name: value.consumers for value in values}
         # What goes into the result as it is, the last stage takes.
-        groups = {
-            tuple(sorted({min(k, layers - 1) for k in (layer, *takers[name])}))
-            for layer, name in self.hooked
-        }
-        return {group for group in groups if len(group) > 1}
+        for layer, name in self.hooked:
+            yield tuple(sorted({min(k, layers - 1) for k in (layer, *takers[name])}))
 
 
 @dataclass(frozen=True)

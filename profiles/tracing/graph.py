@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -261,20 +261,6 @@ def _inside(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-def tied_layers(
-    traced: TracedModel, rewritten: Collection[int] = ()
-) -> tuple[tuple[int, ...], ...]:
-    """Groups of layers (positions, rising) that share a trained parameter or a buffer.
-
-    Args:
-        rewritten: storages of frozen parameters that forwards change, as they do buffers.
-    """
-    shared = _shared_state(traced)
-    return tuple(
-        sorted({group for group, tensors in shared if not _one_frozen(tensors, rewritten)})
-    )
-
-
 def unused_parameters(model: nn.Module, body: GraphBody) -> dict[str, nn.Parameter]:
     """Those of a model that are to be trained and that its graph has no use for, by name."""
     used = {id(p) for p in body.parameters()}
@@ -286,67 +272,57 @@ def unused_parameters(model: nn.Module, body: GraphBody) -> dict[str, nn.Paramet
     }
 
 
-def shared_parameters(
-    traced: TracedModel, rewritten: Collection[int] = ()
-) -> dict[tuple[int, ...], int]:
-    """Those groups of `tied_layers` that share whole trained parameters alone, and how many bytes.
+class SharedState(NamedTuple):
+    """Groups of layers (positions, rising) that share state.
 
-    Each layer of such a group could as well have a copy, with gradients summed over the copies.
+    Attributes:
+        tied: share a trained parameter or a buffer.
+        copied: those of them that share whole trained parameters alone, and how many bytes: each
+            layer could as well have a copy, with gradients summed over the copies.
+        frozen: share whole parameters that aren't trained, and how many bytes: each layer could as
+            well have a copy, with nothing to sum.
     """
-    found: dict[tuple[int, ...], int] = {}
-    others: set[tuple[int, ...]] = set()
-    for group, tensors in _shared_state(traced):
-        if _one_frozen(tensors, rewritten):
-            continue
-        if _one_parameter(tensors) and not is_frozen(tensors[0]):
-            found[group] = found.get(group, 0) + tensors[0].nbytes
-        else:
-            others.add(group)
-    return {group: nbytes for group, nbytes in found.items() if group not in others}
+
+    tied: tuple[tuple[int, ...], ...]
+    copied: dict[tuple[int, ...], int]
+    frozen: dict[tuple[int, ...], int]
 
 
-def shared_frozen(
-    traced: TracedModel, rewritten: Collection[int] = ()
-) -> dict[tuple[int, ...], int]:
-    """Groups of layers (positions, rising) that share whole parameters which aren't trained, and
-    how many bytes: each layer could as well have a copy, with nothing to sum.
+def shared_state(traced: TracedModel, rewritten: Collection[int] = ()) -> SharedState:
+    """What layers share.
 
-    `rewritten`: left out (`tied_layers`).
+    Args:
+        rewritten: storages of frozen parameters that forwards change, as they do buffers.
     """
-    found: dict[tuple[int, ...], int] = {}
-    for group, tensors in _shared_state(traced):
-        if _one_frozen(tensors, rewritten):
-            found[group] = found.get(group, 0) + tensors[0].nbytes
-    return found
-
-
-def _one_parameter(tensors: Sequence[Tensor]) -> bool:
-    whole = all(isinstance(t, nn.Parameter) for t in tensors)
-    return whole and len({id(t) for t in tensors}) == 1
-
-
-def _one_frozen(tensors: Sequence[Tensor], rewritten: Collection[int] = ()) -> bool:
-    one = _one_parameter(tensors) and is_frozen(tensors[0])
-    return one and storage_key(tensors[0]) not in rewritten
-
-
-def is_frozen(tensor: Tensor) -> bool:
-    """Whether this is a parameter that isn't trained (`requires_grad` off)."""
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-
-
-def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tensor]]]:
-    """For each memory that several layers use, their positions, and the tensors that lie in it."""
     users: dict[int, dict[int, list[Tensor]]] = {}
     for k, layer in enumerate(traced.layers):
         for tensor in state_of(traced, layer.nodes).values():
             if tensor.numel():
                 users.setdefault(storage_key(tensor), {}).setdefault(k, []).append(tensor)
-    return [
-        (tuple(sorted(by_layer)), [t for tensors in by_layer.values() for t in tensors])
-        for by_layer in users.values()
-        if len(by_layer) > 1
-    ]
+    tied, in_part = set[tuple[int, ...]](), set[tuple[int, ...]]()
+    copied: dict[tuple[int, ...], int] = {}
+    frozen: dict[tuple[int, ...], int] = {}
+    for key, by_layer in users.items():
+        group = tuple(sorted(by_layer))
+        if len(group) == 1:
+            continue
+        first, *others = (tensor for tensors in by_layer.values() for tensor in tensors)
+        whole = isinstance(first, nn.Parameter) and all(tensor is first for tensor in others)
+        if whole and is_frozen(first) and key not in rewritten:
+            frozen[group] = frozen.get(group, 0) + first.nbytes
+            continue
+        tied.add(group)
+        if whole and not is_frozen(first):
+            copied[group] = copied.get(group, 0) + first.nbytes
+        else:
+            in_part.add(group)
+    copied = {group: nbytes for group, nbytes in copied.items() if group not in in_part}
+    return SharedState(tuple(sorted(tied)), copied, frozen)
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether this is a parameter that isn't trained (`requires_grad` off)."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 # A digest of a traced model's graph -------------------------------------------------------------

@@ -22,13 +22,7 @@ from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import Call
-from ...profiles.tracing.graph import (
-    GraphBody,
-    shared_frozen,
-    shared_parameters,
-    tied_layers,
-    values,
-)
+from ...profiles.tracing.graph import GraphBody, shared_state, values
 from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
@@ -435,10 +429,11 @@ def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]]
     position = {name: k for k, name in enumerate(names)}
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     stage_of = {k: s for s, group in enumerate(groups) for k in group}
-    apart = any(len({stage_of[k] for k in layers}) > 1 for layers in shared_frozen(traced))
+    shared_by = shared_state(traced)
+    apart = any(len({stage_of[k] for k in layers}) > 1 for layers in shared_by.frozen)
     rewritten = task.rewritten(samples) if apart else ()
-    free = shared_parameters(traced)
-    for layers in tied_layers(traced, rewritten):
+    free = shared_by.copied
+    for layers in shared_state(traced, rewritten).tied:
         of = {stage_of[k] for k in layers}
         may_copy = plan.tied == "split" or len({plan.stages[s].devices for s in of}) == 1
         if len(of) > 1 and not (layers in free and may_copy):

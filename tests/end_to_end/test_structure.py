@@ -76,7 +76,6 @@ lines 69 cli/run_commands/report.py print_run
 lines 63 cli/tables/run.py summary_lines
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 63 profiles/measuring/profile_builder.py assemble
 lines 65 runtime/records/recording.py _recording
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check

@@ -17,7 +17,7 @@ from timeprest.profiles.autograd.split_backward import SplitBackward
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
-from timeprest.profiles.tracing.graph import tied_layers
+from timeprest.profiles.tracing.graph import shared_state
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from torch import nn
@@ -43,7 +43,7 @@ def cuts_of(traced, pieces):
     """Consecutive layers in about so many groups, tied ones on one."""
     count = len(traced.layers)
     borders = {round(k * count / pieces) for k in range(1, pieces)}
-    for group in tied_layers(traced):
+    for group in shared_state(traced).tied:
         borders -= set(range(min(group) + 1, max(group) + 1))
     ends = [0, *sorted(borders), count]
     return [list(range(a, b)) for a, b in itertools.pairwise(ends)]

@@ -23,7 +23,7 @@ from timeprest.profiles.errors import TargetError, TraceError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import InputSpec, Target, parse_input, resolve
 from timeprest.profiles.tracing.front_ends import trace
-from timeprest.profiles.tracing.graph import fingerprint, tied_layers
+from timeprest.profiles.tracing.graph import fingerprint, shared_state
 from timeprest.profiles.tracing.pieces import cut
 
 
@@ -151,7 +151,7 @@ def test_edges_carry_bytes_and_gradients():
 
 def test_tied_layers_are_found_and_kept_together():
     traced = graph_of("tied", build("tied")[0])
-    assert [traced.layers[k].name for k in tied_layers(traced)[0]] == ["embed", "head"]
+    assert [traced.layers[k].name for k in shared_state(traced).tied[0]] == ["embed", "head"]
     profile = measure(as_target("tied"), batch_size=2, micro_batch_sizes=[2], seconds=0)
     assert profile.tied == (("embed", "head"),)
     assert len(places_to_cut(profile)) == 2
