@@ -17,12 +17,12 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import FileError, TargetError, UserError
 from ..files import read_json
-from ..profile import Profile
+from ..profile import Measurement, Profile
 from ..units import parse_bytes, parse_seconds
 from .cost_graph import (
     MAX_BYTES,
@@ -30,7 +30,6 @@ from .cost_graph import (
     Sizes,
     Tensor,
     choose_sizes,
-    costs_of,
     make_profile,
     readable,
     topological_order,
@@ -69,23 +68,6 @@ class TableRow:
     micro_batch: int | None = None
     update_s: float | None = None
     workspace_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class TableLayer:
-    """A layer, from its rows.
-
-    Attributes:
-        activation_bytes: at the largest size of the table.
-        fixed_bytes: what of them doesn't grow with the samples.
-        cost: with what it keeps besides.
-        own: it was taken to keep its own activation.
-    """
-
-    activation_bytes: int
-    fixed_bytes: float
-    cost: Cost
-    own: bool
 
 
 @dataclass(frozen=True)
@@ -150,41 +132,48 @@ def profile_of(
     for row in rows:
         by_name.setdefault(row.name, []).append(row)
     layers = [_layer(where, front_end, of, sizes) for of in by_name.values()]
+    costs, activations = zip(*layers, strict=True)
+    names = list(by_name)
     graph = nx.DiGraph()
-    for k, layer in enumerate(layers):
-        graph.add_node(k, name=layer.cost.name)
+    for k, name in enumerate(names):
+        graph.add_node(k, name=name)
     graph.add_edges_from((edge.source, edge.target) for edge in edges)
     order = topological_order(edges_at or where, graph, int)
     results = [k for k in order if not graph.succ[k]]
-    names = [layer.cost.name for layer in layers]
-    uses = [(names[e.source], names[e.target], _tensor(layers, e)) for e in edges]
-    uses += [(names[k], "output", _tensor(layers, TableEdge(k, k, None))) for k in results]
+    uses = [
+        (names[e.source], names[e.target], _part(activations[e.source], e.nbytes)) for e in edges
+    ]
+    uses += [(names[k], "output", activations[k]) for k in results]
     return make_profile(
         where,
         front_end,
         sizes,
-        [layers[k].cost for k in order],
+        [costs[k] for k in order],
         uses,
-        storage_bytes={layer.cost.name: float(layer.activation_bytes) for layer in layers},
+        storage_bytes={whole.storage: whole.nbytes for whole in activations},
         assumptions=[
-            *_assumptions(front_end, layers, sizes),
+            *_assumptions(front_end, costs, sizes, sum(map(_keeps_own, by_name.values()))),
             *assumptions,
             _result(names, results),
         ],
     )
 
 
-def _tensor(layers: Sequence[TableLayer], edge: TableEdge) -> Tensor:
-    layer = layers[edge.source]
-    name, whole = layer.cost.name, layer.activation_bytes
-    if edge.nbytes is None or edge.nbytes == whole:
-        return Tensor(name, name, whole, needs_grad=True, fixed_bytes=layer.fixed_bytes)
-    part = layer.fixed_bytes * edge.nbytes / whole if whole else 0.0
-    return Tensor(f"{name}[{edge.nbytes}]", name, edge.nbytes, needs_grad=True, fixed_bytes=part)
+def _part(whole: Tensor, nbytes: int | None) -> Tensor:
+    """So much of an activation; None: all of it."""
+    if nbytes is None or nbytes == whole.nbytes:
+        return whole
+    fixed = whole.fixed_bytes * nbytes / whole.nbytes if whole.nbytes else 0.0
+    return replace(whole, name=f"{whole.name}[{nbytes}]", nbytes=nbytes, fixed_bytes=fixed)
 
 
-def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> TableLayer:
-    """Of all rows of a layer. Raises FileError where they contradict each other."""
+def _keeps_own(rows: Sequence[TableRow]) -> bool:
+    """Whether a layer was taken to keep its own activation."""
+    return any(row.saved_bytes is None for row in rows)
+
+
+def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> tuple[Cost, Tensor]:
+    """A layer, and its activation. Raises FileError where its rows contradict each other."""
     rows = sorted(rows, key=lambda row: row.micro_batch or 0)
     first, name = rows[0], rows[0].name
     for row in rows:
@@ -193,16 +182,15 @@ def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> Tab
                 f"{where}: layer {name!r}: has {first.parameter_bytes} and {row.parameter_bytes} "
                 "parameter bytes; they are the same at all micro-batch sizes"
             )
-    activation, fixed = _activation(where, rows, sizes.given)
+    activation = _activation(where, rows, sizes.given)
     updates = [row.update_s for row in rows if row.update_s is not None]
-    own = any(row.saved_bytes is None for row in rows)
     measured = [
-        costs_of(
-            row.micro_batch or sizes.given,
-            row.forward_s,
-            row.backward_s,
-            row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
-            row.workspace_bytes or 0,
+        Measurement(
+            micro_batch=row.micro_batch or sizes.given,
+            forward_s=row.forward_s,
+            backward_s=row.backward_s,
+            saved_bytes=row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
+            workspace_bytes=row.workspace_bytes or 0,
         )
         for row in rows
     ]
@@ -211,15 +199,15 @@ def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> Tab
         kind=kind,
         measured=measured,
         parameter_bytes=first.parameter_bytes,
-        saves=(name,) if own and activation else (),
+        saves=(name,) if _keeps_own(rows) and activation.nbytes else (),
         update_s=statistics.median(updates) if updates else None,
     )
-    return TableLayer(activation, fixed, cost, own)
+    return cost, activation
 
 
-def _activation(where: str, rows: Sequence[TableRow], given: int) -> tuple[int, float]:
-    """Bytes of a layer's activation at a size, and what of them is there for no sample. Raises
-    FileError for bytes that aren't a fixed part and so much for each sample."""
+def _activation(where: str, rows: Sequence[TableRow], given: int) -> Tensor:
+    """A layer's activation at a size. Raises FileError for bytes that aren't a fixed part and so
+    much for each sample."""
     sizes, found = [row.micro_batch or given for row in rows], [r.activation_bytes for r in rows]
     fixed = 0.0
     if len(rows) > 1:
@@ -234,26 +222,30 @@ def _activation(where: str, rows: Sequence[TableRow], given: int) -> tuple[int, 
                 f"{where}: layer {rows[0].name!r}: activation bytes of micro-batches of {size} "
                 f"don't fit those of {sizes[-1]}: what one sample adds is the same at all sizes"
             )
-    return round(fixed + per_sample * given), fixed
+    name, nbytes = rows[0].name, round(fixed + per_sample * given)
+    return Tensor(name, name, nbytes, needs_grad=True, fixed_bytes=fixed)
 
 
-def _assumptions(front_end: str, layers: Sequence[TableLayer], sizes: Sizes) -> Iterator[str]:
+def _assumptions(
+    front_end: str, costs: Sequence[Cost], sizes: Sizes, keep_own: int
+) -> Iterator[str]:
+    """`keep_own`: so many layers were taken to keep their own activations."""
     whose = "table" if front_end == "table" else "graph"
     if len(sizes.measured) == 1:
         yield f"The {whose}'s times and activations were taken to be for {sizes.given} samples."
-    for layer in layers:
-        own = [m.micro_batch for m in layer.cost.measured]
+    for cost in costs:
+        own = [m.micro_batch for m in cost.measured]
         missing = [m for m in sizes.measured if m in sizes.micro_batches and m not in own]
         if missing:
             how = "in proportion to" if len(own) == 1 else "on the line through"
             yield (
-                f"{layer.cost.name} has no row for {', '.join(map(str, missing))} samples: its "
+                f"{cost.name} has no row for {', '.join(map(str, missing))} samples: its "
                 f"costs were taken to be {how} those for {', '.join(map(str, own))}."
             )
-    unsaid = sum(layer.own for layer in layers)
-    if unsaid:
-        which = "Each layer" if unsaid == len(layers) else f"{unsaid} layers without saved bytes"
-        keeps = "keeps its" if unsaid == len(layers) else "keep their"
+    if keep_own:
+        every = keep_own == len(costs)
+        which = "Each layer" if every else f"{keep_own} layers without saved bytes"
+        keeps = "keeps its" if every else "keep their"
         yield f"{which} {keeps} own activation for the backward, and nothing else."
     yield "Gradients are as large as the tensors they belong to."
 
