@@ -333,7 +333,7 @@ class Bench:
         case.captured[which].replay(probe)
 
 
-class _WorkspaceProbe:
+class _WorkspaceProbe(Probe):
     """Notes each layer's largest working set besides what it is given and what it leaves."""
 
     def __init__(
@@ -353,7 +353,7 @@ class _WorkspaceProbe:
         self.case.workspace[k] = max(self.case.workspace[k], used, 0)
 
 
-class _TimeProbe:
+class _TimeProbe(Probe):
     """Takes a mark before and after everything. `partly`: no empty pieces are called."""
 
     def __init__(self, bench: Bench, clock: Clock, say: str, *, partly: bool = False) -> None:

@@ -7,7 +7,7 @@ run's graphs (`--graphs` of tp-run) it doesn't.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -19,15 +19,7 @@ Step = Callable[[Probe, list[Any]], object]
 """Runs a step, and appends what it takes from outside to a list."""
 
 
-class _Silent:
-    """A probe that does nothing."""
-
-    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None: ...
-
-    def after(self, k: int, phase: Phase) -> None: ...
-
-
-class CapturedStep:
+class CapturedStep(Probe):
     """The graphs of one step, in its sequence; they share memory.
 
     As in a run, gradients are added to those that there are: somebody keeps these.
@@ -37,39 +29,25 @@ class CapturedStep:
         """Runs the step as ever, and captures it. Raises what can't be captured raises."""
         self._on, self._pool = on, on.pool()
         self._graphs: list[tuple[int, Phase, Graph]] = []
-        self._open: AbstractContextManager[Graph] | None = None
         self._kept: list[Any] = []
         with on.trying():
-            step(_Silent(), [])
+            step(Probe(), [])
         # What autograd makes between layers belongs to the stream that is captured, too: no
         # backward may wait for another one.
-        with on.aside():
-            try:
-                step(self, self._kept)
-            except BaseException as error:
-                self._end(error)
-                raise
+        with on.aside(), ExitStack() as self._open:
+            step(self, self._kept)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
         """Capture begins."""
-        self._open = self._on.of(self._pool)
-        self._graphs.append((k, phase, self._open.__enter__()))
+        graph = self._open.enter_context(self._on.of(self._pool))
+        self._graphs.append((k, phase, graph))
 
     def after(self, k: int, phase: Phase) -> None:
         """It ends."""
-        self._end(None)
-
-    def _end(self, error: BaseException | None) -> None:
-        ended, self._open = self._open, None
-        if ended is None:
-            return
-        if error is None:
-            ended.__exit__(None, None, None)
-        else:
-            ended.__exit__(type(error), error, error.__traceback__)
+        self._open.pop_all().close()
 
     def replay(self, probe: Probe) -> None:
         """Compute the step; the probe is told as by the step itself, but what arrives."""

@@ -229,14 +229,15 @@ def _edges(bench: Bench) -> tuple[Edge, ...]:
     for value in bench.cases[-1].values:
         if value.producer is None:
             continue
-        found = [case.saved.sent[value.node.name] for case in bench.cases]
+        name = value.node.name
+        found = [case.saved.sent[name] for case in bench.cases]
         for consumer in value.consumers:
             edges.append(
                 Edge(
                     producer=bench.names[value.producer],
                     consumer=bench.names[consumer] if consumer < len(bench.names) else OUTPUT,
-                    tensor=value.node.name,
-                    storage=found[-1].storage,
+                    tensor=name,
+                    storage=bench.cases[-1].saved.storage_of[name],
                     needs_grad=found[-1].needs_grad,
                     **_affine(bench.sizes, [values.nbytes for values in found]),
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,23 +16,10 @@ from ..tasks.task import root_of
 from ..tracing.call import Call, mark_of
 from ..tracing.graph import TracedModel, Value, is_frozen, values
 from ..tracing.pieces import Piece, cut, encode
+from ..tracing.shapes import ValueSpec, describe
 from .captured import CapturedStep
 from .platforms import Platform
 from .step import Phase
-
-
-@dataclass(frozen=True)
-class CutValue:
-    """A value that goes between layers, or into the model, at one micro-batch size.
-
-    Attributes:
-        nbytes: of the message that carries it.
-        storage: name of the memory behind it.
-    """
-
-    nbytes: int
-    storage: str
-    needs_grad: bool
 
 
 @dataclass(frozen=True)
@@ -42,8 +29,10 @@ class SavedByForward:
     Attributes:
         by_layer: for each layer, and the result with its loss at the end, bytes by storage; the
             keys tell storages apart, named ones by their name.
-        storages: bytes of the named storages: those of values that cross.
-        sent: by the value's name.
+        storages: bytes of the named storages: those of values that go between layers, or into the
+            model.
+        sent: these, by name.
+        storage_of: the name of the memory behind each.
         in_place: (layer, value): the layer changes the value in place.
         of_state: named storages that are a parameter's or a buffer's.
         tensors: how many each of them saved, parameters too.
@@ -53,12 +42,13 @@ class SavedByForward:
 
     by_layer: tuple[dict[str | int, int], ...]
     storages: dict[str, int]
-    sent: dict[str, CutValue]
+    sent: dict[str, ValueSpec]
+    storage_of: dict[str, str]
     in_place: tuple[tuple[int, str], ...]
     tensors: tuple[int, ...]
     of_state: frozenset[str]
-    rewritten: frozenset[int] = frozenset()
-    hooked: tuple[tuple[int, str], ...] = ()
+    rewritten: frozenset[int]
+    hooked: tuple[tuple[int, str], ...]
 
     @property
     def total(self) -> int:
@@ -67,8 +57,7 @@ class SavedByForward:
 
     def changed_by(self, layer: int) -> tuple[str, ...]:
         """Storages that a layer takes and changes in place."""
-        found = {self.sent[name].storage for k, name in self.in_place if k == layer}
-        return tuple(sorted(found))
+        return tuple(sorted({self.storage_of[name] for k, name in self.in_place if k == layer}))
 
     def bound(self, values: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
         """Layers that must stay together for what some do with values that others take."""
@@ -88,7 +77,7 @@ class SavedByForward:
             same = [
                 value
                 for value in values
-                if self.sent[value.node.name].storage == self.sent[name].storage
+                if self.storage_of[value.node.name] == self.storage_of[name]
                 and (value.producer is None or value.producer < k)
             ]
             makers = {value.producer for value in same if value.producer is not None}
@@ -97,7 +86,7 @@ class SavedByForward:
             if len(taken) > 1:
                 # All but the first are made of it, in other layers or with it in one.
                 together |= {value.producer for value in same[1:] if value.producer is not None}
-            if self.sent[name].storage in self.of_state:
+            if self.storage_of[name] in self.of_state:
                 together |= makers
             yield tuple(sorted(c for c in together if c < layers))
 
@@ -189,11 +178,13 @@ def count_saved(
         for k, piece in enumerate(case.pieces):
             with SavedBytes(ignore=state) as saved:
                 entries = {name: env[name] for name in piece.inputs}
-                before, hooks = _versions(entries), _hooks(entries)
+                before = _versions_and_hooks(entries)
                 out = piece.module(*entries.values())
-            changed = _versions(entries).items() - before.items()
-            in_place += [(k, name) for name, _ in sorted(changed)]
-            hooked += [(k, name) for name, count in _hooks(entries).items() if count > hooks[name]]
+            for name, (version, hooks) in sorted(_versions_and_hooks(entries).items()):
+                if version != before[name][0]:
+                    in_place.append((k, name))
+                if hooks > before[name][1]:
+                    hooked.append((k, name))
             env.update(zip(piece.outputs, out, strict=True))
             saved_by.append(saved.storages)
             tensors.append(saved.tensors)
@@ -206,41 +197,28 @@ def count_saved(
         tensors.append(saved.tensors)
     if target.task is not None:
         _check_loss(target, loss)
-    held = set(map(storage_key, state))
-    found = _describe(env, set(names), saved_by, in_place, tensors, held)
-    rewritten = frozenset(storage_key(p) for p, mark in frozen if mark_of(p) != mark)
-    return replace(found, rewritten=rewritten, hooked=tuple(hooked))
-
-
-def _describe(
-    env: dict[str, Any],
-    inputs: set[str],
-    saved_by: list[dict[int, int]],
-    in_place: list[tuple[int, str]],
-    tensors: list[int],
-    held: set[int],
-) -> SavedByForward:
-    """Names in place of addresses, which mean nothing once the tensors are gone. `held`: storages
-    of parameters and buffers."""
+    # Names in place of addresses, which mean nothing once the tensors are gone.
     labels: dict[int, str] = {}
     storages: dict[str, int] = {}
-    sent = {}
+    storage_of: dict[str, str] = {}
     for name, value in env.items():
-        label = f"input:{name}" if name in inputs else name
+        label = f"input:{name}" if name in names else name
         if isinstance(value, Tensor):
-            key = storage_key(value)
-            if key not in labels:
-                labels[key] = label
-                storages[label] = storage_bytes(value)
-            nbytes = value.numel() * value.element_size()
-            sent[name] = CutValue(nbytes, labels[key], value.requires_grad)
-        else:
-            # Numbers and sizes between layers travel as int64 tensors.
-            storages[label] = storage_bytes(encode(value, name))
-            sent[name] = CutValue(storages[label], label, False)
-    saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
-    of_state = frozenset(labels[key] for key in held & labels.keys())
-    return SavedByForward(saved, storages, sent, tuple(in_place), tuple(tensors), of_state)
+            label = labels.setdefault(storage_key(value), label)
+        # Numbers and sizes between layers travel as int64 tensors.
+        storages.setdefault(label, storage_bytes(encode(value, name)))
+        storage_of[name] = label
+    return SavedByForward(
+        by_layer=tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by),
+        storages=storages,
+        sent={name: describe(name, value) for name, value in env.items()},
+        storage_of=storage_of,
+        in_place=tuple(in_place),
+        tensors=tuple(tensors),
+        of_state=frozenset(labels[key] for key in map(storage_key, state) if key in labels),
+        rewritten=frozenset(storage_key(p) for p, mark in frozen if mark_of(p) != mark),
+        hooked=tuple(hooked),
+    )
 
 
 def _check_loss(target: Target, loss: Any) -> None:
@@ -252,15 +230,10 @@ def _check_loss(target: Target, loss: Any) -> None:
         )
 
 
-def _versions(entries: dict[str, Any]) -> dict[str, int]:
-    """How often each tensor has been changed in place."""
-    return {name: value._version for name, value in entries.items() if isinstance(value, Tensor)}
-
-
-def _hooks(entries: dict[str, Any]) -> dict[str, int]:
-    """How many hooks there are on the gradient of each tensor."""
+def _versions_and_hooks(entries: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """How often each tensor has been changed in place, and how many hooks are on its gradient."""
     return {
-        name: len(value._backward_hooks or ())
+        name: (value._version, len(value._backward_hooks or ()))
         for name, value in entries.items()
         if isinstance(value, Tensor)
     }

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ Partly = Callable[[int, Sequence[GradientEdge], Sequence[Tensor], Sequence[Inlet
 """Layer, where its gradients enter, those, and its inputs."""
 
 
-class Probe(Protocol):
+class Probe:
     """Is told when a layer's forward or backward is about to run, and when it has run.
 
     Layers are counted from 0; the loss comes after the last.
@@ -48,7 +48,8 @@ class Probe(Protocol):
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
         """`arriving`: for a backward, the gradients of the layer's outputs."""
 
-    def after(self, k: int, phase: Phase) -> None: ...
+    def after(self, k: int, phase: Phase) -> None:
+        """It has run."""
 
 
 @dataclass(frozen=True)
