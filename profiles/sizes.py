@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .profile import Measurement
@@ -27,32 +27,28 @@ def measured_at(measurements: Sequence[Measurement], micro_batch: int) -> Measur
     for m in measurements:
         if m.micro_batch == micro_batch:
             return m
-    if len(measurements) == 1:
-        return _made(micro_batch, lambda field: _in_proportion(measurements[0], field, micro_batch))
-    above = next((k for k, m in enumerate(measurements) if m.micro_batch > micro_batch), None)
-    high = len(measurements) - 1 if above is None else max(above, 1)
-    low = measurements[high - 1]
-    return _made(micro_batch, lambda field: _on_line(low, measurements[high], field, micro_batch))
-
-
-def _made(micro_batch: int, cost: Callable[[str], float | None]) -> Measurement:
-    found: dict[str, Any] = {name: cost(name) for name in _COSTS}
+    low, high = None, measurements[0]
+    if len(measurements) > 1:
+        above = (k for k, m in enumerate(measurements) if m.micro_batch > micro_batch)
+        end = max(next(above, len(measurements) - 1), 1)
+        low, high = measurements[end - 1], measurements[end]
+    found: dict[str, Any] = {name: _on_line(low, high, name, micro_batch) for name in _COSTS}
     for name, value in found.items():
         if value is not None and name.endswith(("_bytes", "_tensors")):
             found[name] = round(value)
     return Measurement(micro_batch=micro_batch, **found)
 
 
-def _in_proportion(known: Measurement, field: str, micro_batch: int) -> float | None:
-    value: float | None = getattr(known, field)
-    if value is None or field.endswith("_tensors"):
-        return value
-    return value * (micro_batch / known.micro_batch)
-
-
-def _on_line(low: Measurement, high: Measurement, field: str, micro_batch: int) -> float | None:
-    a: float | None = getattr(low, field)
+def _on_line(
+    low: Measurement | None, high: Measurement, field: str, micro_batch: int
+) -> float | None:
+    """Through both, or in proportion to `high`, where there is nothing else."""
     b: float | None = getattr(high, field)
+    if low is None:
+        if b is None or field.endswith("_tensors"):
+            return b
+        return b * (micro_batch / high.micro_batch)
+    a: float | None = getattr(low, field)
     if a is None or b is None:
         return None
     share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
