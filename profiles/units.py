@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from decimal import Decimal
 from math import inf, nan
 from numbers import Real
@@ -16,8 +17,9 @@ from .files import MAX_BYTES, MAX_SECONDS, MIN_SECONDS
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BYTES = {k + unit: factor for k, factor in (_DECIMAL | _BINARY).items() for unit in ("", "b")}
 # Micro is written with the sign of that name, or with the Greek letter.
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
 _QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Z\u00b5\u03bc/]*)\s*$")
 
 _BANDWIDTH = re.compile(r"^\s*(.*?)(b|B|bits?|Bits?)?(/s|ps)?\s*$")
@@ -127,7 +129,11 @@ def _written(amount: object, what: str, example: str) -> str:
     return amount
 
 
-def _split(text: str, what: str, example: str, given: str) -> tuple[float, str]:
+def _quantity(
+    text: str, what: str, example: str, units: Mapping[str, float], given: str | None = None
+) -> float:
+    """A number with one of these units. `given`: what the user wrote, which `text` is a part of."""
+    given = text if given is None else given
     match = _QUANTITY.match(text)
     if not match:
         raise UserError(f"{what}: can't read {given!r}; write it like {example}")
@@ -135,13 +141,16 @@ def _split(text: str, what: str, example: str, given: str) -> tuple[float, str]:
     value = float(f"{number}e{exponent or 0}")
     if value == inf:
         raise UserError(f"{what}: {given!r} is too large; write it like {example}")
-    return value, unit.lower()
+    factor = units.get(unit.lower())
+    if factor is None:
+        raise UserError(f"{what}: unknown unit in {given!r}; write it like {example}")
+    return value * factor
 
 
 def parse_bytes(text: str | float, what: str = "bytes", *, most: int = MAX_BYTES) -> int:
     """``"16GiB"``, ``"500MB"``, ``"4096"``, ``4096`` → bytes. Raises UserError naming `what`."""
     example = "16GiB, 500MB or 4096"
-    amount = _amount(_written(text, what, example), what, example)
+    amount = _quantity(_written(text, what, example), what, example, _BYTES)
     if amount > most:
         raise UserError(f"{what}: {text!r} is more than {format_bytes(most)}")
     return int(amount)
@@ -190,7 +199,7 @@ def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
             f"{what}: {text!r} may mean bits or bytes; write {number}bit/s or {number}B/s"
         )
     bits = 8 if unit.lower().startswith("bit") or unit == "b" else 1
-    bandwidth = _amount(number, what, example, text) / bits
+    bandwidth = _quantity(number, what, example, _BYTES, text) / bits
     if bandwidth > _MOST_BANDWIDTH:
         raise UserError(f"{what}: {text!r} is more than {format_bytes(_MOST_BANDWIDTH)}/s")
     if bandwidth < 1:
@@ -201,29 +210,14 @@ def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
     return bandwidth if bits > 1 else float(int(bandwidth))
 
 
-def _amount(text: str, what: str, example: str, given: str | None = None) -> float:
-    """A number with k, M, Gi and the like, and B for bytes. `given`: what the user wrote, which
-    `text` is a part of."""
-    given = text if given is None else given
-    value, unit = _split(text, what, example, given)
-    unit = unit.removesuffix("b")
-    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
-    if factor is None:
-        raise UserError(f"{what}: unknown unit in {given!r}; write it like {example}")
-    return value * factor
-
-
 def parse_seconds(text: str | float, what: str = "time") -> float:
     """``"10us"``, ``"0.5ms"``, ``"2"``, ``2`` → seconds. Raises UserError naming `what`."""
     example = "10us, 0.5ms or 2s"
     text = _written(text, what, example)
-    value, unit = _split(text, what, example, text)
-    factor = _SECONDS.get(unit or "s")
-    if factor is None:
-        raise UserError(f"{what}: unknown unit in {text!r}; write it like {example}")
-    if value * factor > MAX_SECONDS:
+    seconds = _quantity(text, what, example, _SECONDS)
+    if seconds > MAX_SECONDS:
         raise UserError(f"{what}: {text!r} is more than {MAX_SECONDS:.0e} s")
-    return value * factor if value * factor >= MIN_SECONDS else 0.0
+    return seconds if seconds >= MIN_SECONDS else 0.0
 
 
 def parse_latency(text: str | float, what: str = "latency") -> float:
