@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -42,43 +42,43 @@ class ValueSpec:
 
 
 class _NodeByNode(fx.Interpreter):
+    """Runs a graph, and keeps what its nodes of some names make.
+
+    Args:
+        on_node: is told the name of each node before it runs.
+    """
+
     def __init__(
-        self, module: GraphBody, on_node: Callable[[str], None] = lambda node: None
+        self,
+        module: GraphBody,
+        wanted: Collection[str] = (),
+        on_node: Callable[[str], None] = lambda node: None,
     ) -> None:
         super().__init__(module, graph=graph_of(module))
-        self._on_node = on_node
+        self._wanted, self._on_node = wanted, on_node
+        self._made: dict[str, Any] = {}
 
     def fetch_attr(self, target: str) -> Any:
         return fetch_attribute(self.module, target)
 
     def run_node(self, n: fx.Node) -> Any:
         self._on_node(n.name)
-        return super().run_node(n)
+        result = super().run_node(n)
+        if n.name in self._wanted:
+            self._made[n.name] = result
+        return result
+
+    @property
+    def found(self) -> dict[str, ValueSpec]:
+        """Specs after the run: what is written into a tensor gives it a gradient afterwards."""
+        return {name: describe(name, value) for name, value in self._made.items()}
 
 
 def run_node_by_node(
     traced: TracedModel, inputs: Sequence[Tensor], on_node: Callable[[str], None]
 ) -> None:
     """Run a graph; `on_node` is told the name of each node before it runs."""
-    _NodeByNode(traced.module, on_node).run(*inputs)
-
-
-class _Recorder(_NodeByNode):
-    def __init__(self, module: GraphBody, wanted: set[str]) -> None:
-        super().__init__(module)
-        self.wanted = wanted
-        self.made: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.name in self.wanted:
-            self.made[n.name] = result
-        return result
-
-    @property
-    def found(self) -> dict[str, ValueSpec]:
-        """Specs after the run: what is written into a tensor gives it a gradient afterwards."""
-        return {name: describe(name, value) for name, value in self.made.items()}
+    _NodeByNode(traced.module, on_node=on_node).run(*inputs)
 
 
 def describe(name: str, value: Any) -> ValueSpec:
@@ -105,13 +105,13 @@ def specs_and_result(
     if fake:
         try:
             with without_data(traced.module) as mode:
-                recorder = _Recorder(traced.module, wanted)
+                recorder = _NodeByNode(traced.module, wanted)
                 result = recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
                 return recorder.found, result
         except Exception:  # an operation without a fake form, of whatever library
             pass
     with unchanged(traced.module):
-        recorder = _Recorder(traced.module, wanted)
+        recorder = _NodeByNode(traced.module, wanted)
         result = recorder.run(*[tensor.clone() for tensor in inputs])
     return recorder.found, result
 
