@@ -119,11 +119,11 @@ def group(
             made_by = len(groups) - 1
         groups[made_by].append(node)
         owner[node] = made_by
-    taken: set[str] = set()
+    taken = {OUTPUT}
     layers = []
     for nodes in groups:
         name = _op_name(nodes[0], homes) if granularity == OP else _name(nodes, inner)
-        layers.append(LayerNodes(_unique(name, taken), _kind(nodes, inner), tuple(nodes)))
+        layers.append(LayerNodes(_unique(name, taken, "@"), _kind(nodes, inner), tuple(nodes)))
     _name_values(graph, layers)
     return tuple(layers)
 
@@ -181,11 +181,11 @@ def _op_name(node: fx.Node, homes: ModuleStack) -> str:
     return f"{path}.{operation_name(node)}" if path else operation_name(node)
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def _unique(name: str, taken: set[str], before_number: str) -> str:
     candidate, k = name, 1
-    while candidate in taken or candidate == OUTPUT:
+    while candidate in taken:
         k += 1
-        candidate = f"{name}@{k}"
+        candidate = f"{name}{before_number}{k}"
     taken.add(candidate)
     return candidate
 
@@ -212,11 +212,5 @@ def _name_values(graph: fx.Graph, layers: Sequence[LayerNodes]) -> None:
             if all(owner.get(user) == k for user in node.users):
                 continue
             count += 1
-            name = wanted = stem if count == 1 else f"{stem}_{count}"
             taken.discard(node.name)
-            k_name = 1
-            while name in taken:
-                k_name += 1
-                name = f"{wanted}_v{k_name}"
-            taken.add(name)
-            node.name = name
+            node.name = _unique(stem if count == 1 else f"{stem}_{count}", taken, "_v")

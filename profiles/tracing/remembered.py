@@ -135,18 +135,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
-def marks(
-    attributes: Mapping[str, Any], own: Collection[int] = (), *, gradients: bool = True
-) -> dict[str, Any]:
-    """The marks of a module's or another object's attributes that have one, by name."""
-    found = {
-        name: mark(value, own, gradients=gradients)
-        for name, value in attributes.items()
-        if name not in OF_EVERY_MODULE
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def dense(tensor: Tensor) -> Tensor:
     """The same numbers as a tensor laid out as most are."""
     if tensor.is_quantized:

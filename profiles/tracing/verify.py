@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
@@ -21,7 +21,7 @@ from ..errors import TraceError
 from .call import Call, numbers_unchanged, unchanged
 from .pieces import Built, take_apart
 from .random_states import seed_everywhere
-from .remembered import changes, dense, marks, marks_of_places
+from .remembered import OF_EVERY_MODULE, changes, dense, mark, marks_of_places
 
 _WITHIN = 1e-3, 5e-2
 """Of a gradient, what may differ at once: in single and double precision, in half."""
@@ -103,8 +103,11 @@ def run(
         if module is model:
             with numbers_unchanged(model):
                 alone = _result(model, call)
-        with numbers_unchanged(model):
-            other = _of_others(module, call)
+        # Of other samples, after which what is left elsewhere than in the result is neither what
+        # the next call leaves, nor what the trace left. The user's forward runs here.
+        other: tuple[Any, ...] = ()
+        with numbers_unchanged(model), suppress(Exception):
+            other = _result(module, call.of_first())
         left = marks_of_places(model) if module is model else {}
         seed_everywhere(0)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -124,7 +127,7 @@ def run(
         counted = tuple(changes(numbers, after))
         if twice or changed or counted:
             with torch.no_grad():
-                second = _leaves(module, call)
+                second, _ = _taken_apart(module, call)
             buffers.append(_buffers(model, module))
     return RunResult(other, kept, gradients, tuple(buffers), second, counted, structure)
 
@@ -209,26 +212,13 @@ def _apart(mine: Any, own: Any, where: str = "") -> str | None:
     return None if same else f"{mine!r} at {where or 'its place'} where the model has {own!r}"
 
 
-def _of_others(module: nn.Module, call: Call) -> tuple[Any, ...]:
-    """The result for other samples, after which what is left elsewhere than in the result is
-    neither what the next call leaves, nor what the trace left."""
-    try:
-        return _result(module, call.of_first())
-    except Exception:  # the user's forward runs here
-        return ()
-
-
 def _result(module: nn.Module, call: Call) -> tuple[Any, ...]:
     seed_everywhere(0)
-    return _kept(_leaves(module, call))
+    return _kept(_taken_apart(module, call)[0])
 
 
 def _kept(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves)
-
-
-def _leaves(module: nn.Module, call: Call) -> tuple[Any, ...]:
-    return _taken_apart(module, call)[0]
 
 
 def _taken_apart(module: nn.Module, call: Call) -> tuple[tuple[Any, ...], Any]:
@@ -252,7 +242,8 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{name}".lstrip("."): found
         for path, module in model.named_modules()
-        for name, found in marks(vars(module)).items()
+        for name, value in vars(module).items()
+        if name not in OF_EVERY_MODULE and (found := mark(value)) is not None
     }
 
 
@@ -365,7 +356,7 @@ def _whole(
     last_digits = _shaken(model) if shaken else nullcontext()
     with unchanged(model), _moved(model), last_digits, torch.enable_grad():
         seed_everywhere(0)
-        leaves = _leaves(module, call if module is model else call.flat())
+        leaves, _ = _taken_apart(module, call if module is model else call.flat())
         _backward(model, leaves, take)
     return found
 
