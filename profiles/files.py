@@ -401,11 +401,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     Raises FileError: it can't be written, or something stands there that isn't an empty folder.
     """
     path = Path(path)
-    run = run_above(path)
-    if run is not None:
-        raise FileError(
-            f"{path}: belongs to the run in {run}, which needs it as it is; give another name"
-        )
+    _check_no_runs(path)
     temporary: str | None = None
     try:
         with file_errors(path, "written"):
@@ -512,11 +508,7 @@ def check_output(path: str | Path, kind: Kind) -> None:
     """
     path = Path(path)
     check_writable(path)
-    run = run_above(path)
-    if run is not None:
-        raise FileError(
-            f"{path}: belongs to the run in {run}, which needs it as it is; give another name"
-        )
+    _check_no_runs(path)
     if not path.is_file() or is_stream(path):
         return
     found = _standing(path)
@@ -583,6 +575,14 @@ def _ends_with(path: Path, mark: bytes) -> bool:
         file.seek(-min(len(mark) + 1, path.stat().st_size), os.SEEK_END)
         return file.read().rstrip() == mark
     return False
+
+
+def _check_no_runs(path: Path) -> None:
+    run = run_above(path)
+    if run is not None:
+        raise FileError(
+            f"{path}: belongs to the run in {run}, which needs it as it is; give another name"
+        )
 
 
 def run_above(path: Path) -> Path | None:

@@ -181,7 +181,13 @@ def kind_of(hint: Any) -> Kind:
         found = kind_of(arguments[0])
         for note in arguments[1:]:
             if isinstance(note, Meta):
-                found = dataclasses.replace(found, **_bounds(note))
+                found = dataclasses.replace(
+                    found,
+                    least=note.gt if note.ge is None else note.ge,
+                    most=note.lt if note.le is None else note.le,
+                    above=note.gt is not None,
+                    below=note.lt is not None,
+                )
         return found
     if origin in (Union, types.UnionType):
         some = [each for each in arguments if each is not type(None)]
@@ -189,17 +195,6 @@ def kind_of(hint: Any) -> Kind:
     if origin is Literal:
         return Kind(arguments)
     return Kind(hint if hint in (bool, int, float, str) else None)
-
-
-def _bounds(note: Meta) -> dict[str, Any]:
-    least = note.gt if note.ge is None else note.ge
-    most = note.lt if note.le is None else note.le
-    return {
-        "least": least,
-        "most": most,
-        "above": note.gt is not None,
-        "below": note.lt is not None,
-    }
 
 
 def spelled_out(record: Any, values: Mapping[str, Any]) -> list[str]:

@@ -173,20 +173,17 @@ class Target:
         if self._first_batch is None:
             return None
         like, names = self._first_batch[0], self._argument_names
-        return call_users_code(
-            self.name,
-            "loading mini-batches",
-            lambda: self._look(mini_batch, like, names, most),
-        )
 
-    def _look(self, mini_batch: int, like: Call, names: Any, most: int | None) -> LookedAt | None:
-        training = self._training()
-        sets = []
-        if getattr(training, "own_lengths", False):
-            assert self.task is not None
-            sets = [training, self.task.data("test")]
-        alone = samples_alone(sets, names)
-        return look_at_batches(training, mini_batch, like, names, most, alone)
+        def look() -> LookedAt | None:
+            training = self._training()
+            sets = []
+            if getattr(training, "own_lengths", False):
+                assert self.task is not None
+                sets = [training, self.task.data("test")]
+            alone = samples_alone(sets, names)
+            return look_at_batches(training, mini_batch, like, names, most, alone)
+
+        return call_users_code(self.name, "loading mini-batches", look)
 
     def _training(self) -> Any:
         task = self.task

@@ -87,7 +87,7 @@ class Bench:
         platform: Platform,
         cases: Sequence[MicroBatchCase],
         batch_size: int,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         self.target = target
         self.model = model
@@ -136,8 +136,6 @@ class Bench:
                 self._time_halves(case, clock)
 
     def _report(self, what: str) -> None:
-        if self.progress is None:
-            return
         now = time.perf_counter()
         begin, end = self._begin_and_end or (now, now)
         # Of a round that takes longer than those before nothing is known.

@@ -167,6 +167,7 @@ def measure(
     """
     how = ProfileRequest(target.name, **asked).read()
     own_sizes, platform = how["micro_batch_sizes"], platform or platform_of("cpu")
+    report: Progress = progress or (lambda *_: None)
     for line in misspelt_hooks(target.task) if target.task is not None else ():
         _warn(line)
     batch_size = _batch_size(target, how["batch_size"], own_sizes)
@@ -183,14 +184,14 @@ def measure(
             _try_parts(target, model, platform)
         _try(target, lambda: settle(model, call, target.name))
         sizes, left_out = (sizes, ()) if own_sizes else _without_ones(target, model, placed, sizes)
-        _report(progress, "finding the graph")
+        report("finding the graph", 0, 0)
         if not platform.computed:
             _try_reads(target, model, placed[TRACE_SAMPLES], platform)
         traced = _graph(target, model, platform, call, looked, how)
         print_of_graph = fingerprint(traced)
         with _failures(target):
             cases = _cases(target, model, platform, traced, {n: placed[n] for n in sizes})
-            bench = Bench(target, model, platform, cases, batch_size, progress)
+            bench = Bench(target, model, platform, cases, batch_size, report)
             if target.task is not None:
                 # Of one sample, a figure for each is a number too.
                 several = next((size for size in sizes if size > 1), sizes[0])
@@ -292,22 +293,17 @@ def _tried(
     """Layers whose shapes depend on values, and what a trial found."""
     if bench.platform.computed:
         return set(), TrialReport()
-    _report(bench.progress, "shapes that depend on values")
+    bench.progress("shapes that depend on values", 0, 0)
     # Of a few samples hardly all have the same value.
     case = next((case for case in bench.cases if case.size >= _FEW), bench.cases[-1])
     by_values = bound_by_values(case.traced, case.inputs)
     if trial is None or bench.target.task is None:
         return by_values, TrialReport()
-    _report(bench.progress, "training two mini-batches")
+    bench.progress("training two mini-batches", 0, 0)
     tried = trial(_trial_case(bench, call_of, by_values))
     for line in tried.lines:
         _warn(line)
     return by_values, tried
-
-
-def _report(progress: Progress | None, what: str) -> None:
-    if progress is not None:
-        progress(what, 0, 0)
 
 
 def _trial_case(
@@ -498,7 +494,7 @@ def _loading_s(bench: Bench, call: Call) -> float | None:
     task = bench.target.task
     if task is None or bench.platform.computed:
         return None
-    _report(bench.progress, "loading samples")
+    bench.progress("loading samples", 0, 0)
     given = call_hook("data('train')", task.data, "train")
     size = size_of(given, "train", bench.batch_size)
     if size is not None and size < bench.batch_size:
