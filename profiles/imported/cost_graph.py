@@ -137,6 +137,23 @@ class Cost:
     update_s: float | None = None
 
 
+def costs_of(
+    size: int,
+    forward_s: float,
+    backward_s: float,
+    saved_bytes: float = 0,
+    workspace_bytes: int = 0,
+) -> Measurement:
+    """What a file says of a layer at one size."""
+    return Measurement(
+        micro_batch=size,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        saved_bytes=round(saved_bytes),
+        workspace_bytes=workspace_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor, in bytes at the size that the file's numbers are for, the largest of these.

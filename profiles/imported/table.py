@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..errors import FileError, TargetError, UserError
 from ..files import read_json
-from ..profile import Measurement, Profile
+from ..profile import Profile
 from ..units import parse_bytes, parse_seconds
 from .cost_graph import (
     MAX_BYTES,
@@ -30,6 +30,7 @@ from .cost_graph import (
     Sizes,
     Tensor,
     choose_sizes,
+    costs_of,
     make_profile,
     readable,
     topological_order,
@@ -185,12 +186,12 @@ def _layer(where: str, kind: str, rows: Sequence[TableRow], sizes: Sizes) -> tup
     activation = _activation(where, rows, sizes.given)
     updates = [row.update_s for row in rows if row.update_s is not None]
     measured = [
-        Measurement(
-            micro_batch=row.micro_batch or sizes.given,
-            forward_s=row.forward_s,
-            backward_s=row.backward_s,
-            saved_bytes=row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
-            workspace_bytes=row.workspace_bytes or 0,
+        costs_of(
+            row.micro_batch or sizes.given,
+            row.forward_s,
+            row.backward_s,
+            row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
+            row.workspace_bytes or 0,
         )
         for row in rows
     ]

@@ -30,10 +30,11 @@ from ..imported.cost_graph import (
     Sizes,
     Tensor,
     choose_sizes,
+    costs_of,
     make_profile,
 )
 from ..options import Option
-from ..profile import KindTimes, Measurement, OptimizerCost, Profile
+from ..profile import KindTimes, OptimizerCost, Profile
 
 _GROUP = "Profiles of Sailor"
 _PROFILES = "model → GPU → micro-batch → tensor-parallel degree → layer"
@@ -130,13 +131,7 @@ class _OnGpu:
             name=name,
             kind=kind,
             measured=[
-                Measurement(
-                    micro_batch=size,
-                    forward_s=layers[name][0],
-                    backward_s=layers[name][1],
-                    saved_bytes=saved * size,
-                    workspace_bytes=0,
-                )
+                costs_of(size, *layers[name][:2], saved * size)
                 for size, layers in sorted(self.measured.items())
             ],
             parameter_bytes=_FLOAT_BYTES * self.tp * facts.params_floats,
