@@ -75,7 +75,7 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-class SavedBytes:
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Context manager that notes every storage saved for backward under it, each once.
 
     Storages in `ignore` (parameters, buffers) don't count: they are held anyway. The saved
@@ -90,7 +90,7 @@ class SavedBytes:
         self.ignored = {storage_key(tensor) for tensor in ignore}
         self.storages: dict[int, int] = {}
         self.tensors = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+        super().__init__(self._pack, lambda kept: kept)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.tensors += 1
@@ -101,12 +101,9 @@ class SavedBytes:
         # An operation's own output would keep its operation, and that the output, for good.
         return tensor.detach()
 
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
+    def __enter__(self) -> SavedBytes:  # type: ignore[override]
+        super().__enter__()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
 
     @property
     def total(self) -> int:

@@ -225,7 +225,7 @@ def _storages(bench: Bench) -> tuple[Storage, ...]:
 
 
 def _edges(bench: Bench) -> tuple[Edge, ...]:
-    edges = []
+    edges, ends = [], [*bench.names, OUTPUT]
     for value in bench.cases[-1].values:
         if value.producer is None:
             continue
@@ -234,8 +234,8 @@ def _edges(bench: Bench) -> tuple[Edge, ...]:
         for consumer in value.consumers:
             edges.append(
                 Edge(
-                    producer=bench.names[value.producer],
-                    consumer=bench.names[consumer] if consumer < len(bench.names) else OUTPUT,
+                    producer=ends[value.producer],
+                    consumer=ends[consumer],
                     tensor=name,
                     storage=bench.cases[-1].saved.storage_of[name],
                     needs_grad=found[-1].needs_grad,
@@ -246,16 +246,14 @@ def _edges(bench: Bench) -> tuple[Edge, ...]:
 
 
 def _inputs(bench: Bench) -> tuple[ModelInput, ...]:
-    case = bench.cases[-1]
+    case, ends = bench.cases[-1], [*bench.names, OUTPUT]
     used = {value.node: value.consumers for value in case.values if value.producer is None}
     return tuple(
         ModelInput(
             name=node.name,
             shape=tuple(tensor.shape[1:]),
             dtype=_name(tensor.dtype),
-            consumers=tuple(
-                bench.names[k] if k < len(bench.names) else OUTPUT for k in used.get(node, ())
-            ),
+            consumers=tuple(ends[k] for k in used.get(node, ())),
         )
         for node, tensor in zip(bench.traced.inputs, case.inputs, strict=False)
     )

@@ -183,15 +183,12 @@ class _Asked:
         except Exception:  # the user's code, which may be for float32
             self._exact = False
 
-    def follow(self) -> None:
-        """Have gradients go to the tensors that the loss is asked of."""
+    def follow(self) -> list[Tensor]:
+        """Have gradients go to the tensors that the loss is asked of; those that are by samples, in
+        the result's sequence."""
         self.leaves = tuple(
             leaf.detach().requires_grad_() if _is_float(leaf) else leaf for leaf in self.leaves
         )
-
-    @property
-    def followed(self) -> list[Tensor]:
-        """Those, in the result's sequence, of tensors by samples."""
         return [self.leaves[k] for k in self.by_sample if self.leaves[k].requires_grad]
 
     def of(self, samples: Sequence[int]) -> Loss:
@@ -251,12 +248,11 @@ def _in_parts(asked: _Asked, sizes: Sequence[int]) -> LossInParts | None:
 def _takes(asked: _Asked, every: range, parts: Sequence[range]) -> tuple[str, ...]:
     """Outputs whose part in the loss isn't the sum of what it is in parts: by their gradients."""
     names = [asked.names[k] for k in asked.by_sample if _is_float(asked.leaves[k])]
-    asked.follow()
+    given = asked.follow()
     with torch.enable_grad():
         together, mean = asked.mean([every])[0], asked.mean(parts)[0]
         if not (together.requires_grad and mean.requires_grad):
             return ()
-        given = asked.followed
         whole = torch.autograd.grad(together, given, allow_unused=True)
         summed = torch.autograd.grad(mean, given, allow_unused=True)
     takes = []

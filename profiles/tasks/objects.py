@@ -47,7 +47,8 @@ def name_of(target: object) -> str:
         return target
     maker = target if inspect.isclass(target) or inspect.isroutine(target) else type(target)
     module = sys.modules.get(str(getattr(maker, "__module__", None)))
-    name = None if module is None else _name_in(module, target)
+    named_so = {} if module is None else vars(module)
+    name = next((name for name, found in named_so.items() if found is target), None)
     if module is not None and name is not None:
         named = _module_name(module)
         if named is not None and (maker is target or _is_imported(f"{named}:{name}", target)):
@@ -74,10 +75,6 @@ def _is_imported(name: str, target: object) -> bool:
 def _plain_attributes(target: object) -> dict[str, Any]:
     attributes = getattr(target, "__dict__", {})
     return {k: v for k, v in attributes.items() if isinstance(v, int | float | str | None)}
-
-
-def _name_in(module: ModuleType, target: object) -> str | None:
-    return next((name for name, found in vars(module).items() if found is target), None)
 
 
 def _module_name(module: ModuleType) -> str | None:

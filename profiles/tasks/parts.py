@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def reader(
     if found is None:
         return None
     if not own:
-        return found, Collate(parts, names)
+        return found, partial(_put_together, parts=parts, names=names)
     together = getattr(found, collate.__name__, None)
     if not callable(together):
         raise TargetError(
@@ -131,14 +132,9 @@ def reader(
     return found, together
 
 
-class Collate:
-    """Puts parts of samples together as torch does whole ones."""
-
-    def __init__(self, parts: Parts, names: Names) -> None:
-        self._parts, self._names = parts, names
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        return default_collate([part_of_sample(each, self._parts, self._names) for each in samples])
+def _put_together(samples: Sequence[Any], parts: Parts, names: Names) -> Any:
+    """Parts of samples, as torch does it with whole ones."""
+    return default_collate([part_of_sample(each, parts, names) for each in samples])
 
 
 def part_of_sample(sample: Any, parts: Parts, names: Names) -> Any:
@@ -177,7 +173,7 @@ def fetch_parts(
         inputs, target = dataset.tensors
         wanted = TARGET in parts
         return () if wanted else (inputs[indices],), target[indices] if wanted else None, False
-    if isinstance(dataset, TensorDataset) or (parts == ALL and seeds is None):
+    if isinstance(dataset, TensorDataset):
         call, target = fetch(dataset, indices, names)
         return call.tensors if INPUTS in parts else (), target if TARGET in parts else None, False
     indices, drew = [int(k) for k in indices], False

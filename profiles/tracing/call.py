@@ -168,6 +168,12 @@ class _Makeup:
         modules = _python_modules(model)
         self._attributes = [(module, type(module), dict(vars(module))) for module in modules]
         tables = [then[name] for _, _, then in self._attributes for name in _TABLES if name in then]
+        self._hooks = [
+            (p, name, getattr(p, name))
+            for p in model.parameters()
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        ]
+        tables += [hooks for _, _, hooks in self._hooks if hooks is not None]
         # Most of them are, of every module: of hooks that it has none of.
         self._empty = [table for table in tables if not table]
         # What a class or the scope around a hook has is looked at with the rest.
@@ -175,12 +181,6 @@ class _Makeup:
             id(table): Remembered(table) for table in tables if table
         }
         self._learnt = [(p, p.requires_grad) for p in model.parameters()]
-        self._hooks = [
-            (p, name, hooks, hooks and Remembered(hooks))
-            for p, _ in self._learnt
-            for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-            for hooks in (getattr(p, name),)
-        ]
 
     def put_back(self) -> None:
         for module, kind, then in self._attributes:
@@ -194,11 +194,9 @@ class _Makeup:
             table.clear()
         for kept in self._inside.values():
             kept.put_back()
-        for p, name, hooks, kept in self._hooks:
+        for p, name, hooks in self._hooks:
             if getattr(p, name) is not hooks:
                 setattr(p, name, hooks)
-            if hooks:
-                kept.put_back()
         for p, learns in self._learnt:
             if p.requires_grad != learns:
                 p.requires_grad_(learns)

@@ -19,7 +19,7 @@ from .call import Call
 from .fx import functions_called, transformers_opened
 from .graph import GraphBody, TracedModel, fetch_attribute, output_node
 from .layers import Home, group
-from .pieces import put_together, take_apart
+from .pieces import fill, take_apart
 
 _PREFIX = "model."
 
@@ -183,7 +183,7 @@ def _copy(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     (leaves,) = output_node(exported.graph).args
     nodes = tuple(copies[leaf] for leaf in leaves)  # type: ignore[union-attr, index]
-    graph.output(put_together(graph, structure, nodes))
+    graph.output(fill(structure, nodes, graph.call_function))
     return graph, attributes
 
 

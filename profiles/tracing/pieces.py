@@ -270,26 +270,21 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return fill(structure, [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def fill(structure: Any, leaves: Sequence[Any]) -> Any:
-    """A structure with these in place of its slots."""
+def fill(structure: Any, leaves: Sequence[Any], call: Callable[..., Any] | None = None) -> Any:
+    """A structure with these in place of its slots.
+
+    Args:
+        call: is given what makes a container, its arguments and those by name, and has it made;
+            `fx.Graph.call_function`, where leaves are nodes. None: it is made here.
+    """
 
     def filled(item: Any) -> Any:
         if isinstance(item, Slot):
             return leaves[item.index]
-        if isinstance(item, Built):
-            kwargs = {name: filled(field) for name, field in item.kwargs.items()}
-            return item.make(*(filled(field) for field in item.args), **kwargs)
-        return map_items(filled, item)
+        if not isinstance(item, Built):
+            return map_items(filled, item)
+        args = tuple(filled(field) for field in item.args)
+        kwargs = {name: filled(field) for name, field in item.kwargs.items()}
+        return item.make(*args, **kwargs) if call is None else call(item.make, args, kwargs)
 
     return filled(structure)
-
-
-def put_together(graph: fx.Graph, structure: Any, leaves: tuple[fx.Node, ...]) -> Any:
-    """The structure as an argument of the graph's output, containers built by nodes."""
-    if isinstance(structure, Slot):
-        return leaves[structure.index]
-    if isinstance(structure, Built):
-        args = tuple(put_together(graph, item, leaves) for item in structure.args)
-        kwargs = {k: put_together(graph, item, leaves) for k, item in structure.kwargs.items()}
-        return graph.call_function(structure.make, args, kwargs)
-    return map_items(lambda item: put_together(graph, item, leaves), structure)
