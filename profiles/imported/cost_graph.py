@@ -218,11 +218,7 @@ def make_profile(
             loss=(),
             optimizer=optimizer,
             whole_model=totals(layers, sizes.micro_batches),
-            assumptions=(
-                *sizes.assumption,
-                *assumptions,
-                *_left_out(layers, optimizer),
-            ),
+            assumptions=(*sizes.assumption, *assumptions, *_left_out(layers, optimizer)),
         ),
         where,
     )

@@ -20,10 +20,9 @@ from ..errors import TaskWarning
 from ..target import Target
 from ..tracing.graph import GraphBody
 from . import capture
-from .captured import CapturedStep
 from .platforms import Clock, CudaMeter, LiveBytes, Platform, Reserved
 from .saved_bytes import MicroBatchCase, count_saved
-from .step import Phase, PiecewiseStep, Probe, roots_of
+from .step import CapturedStep, Phase, PiecewiseStep, Probe, roots_of
 
 # How sure a time is, and when to stop measuring -------------------------------------------------
 
@@ -174,7 +173,7 @@ class Bench:
         for case in self.cases:
             case.captured = None
 
-    def _step(self, case: MicroBatchCase, kept: list[Any] | None = None) -> PiecewiseStep:
+    def _step(self, case: MicroBatchCase) -> PiecewiseStep:
         return PiecewiseStep(
             pieces=case.pieces,
             result=case.result,
@@ -182,13 +181,10 @@ class Bench:
             roots=lambda result: roots_of(self.target, result, case.target),
             has_loss=self.target.task is not None,
             forward_context=self.platform.forward_context,
-            kept=kept,
         )
 
-    def _run_layers(
-        self, case: MicroBatchCase, probe: Probe, kept: list[Any] | None = None
-    ) -> None:
-        self._step(case, kept).run(case.inputs, probe)
+    def _run_layers(self, case: MicroBatchCase, probe: Probe) -> None:
+        self._step(case).run(case.inputs, probe)
 
     def _begin(self, case: MicroBatchCase) -> None:
         """Forget gradients where a step of this size is to find none: a mini-batch in one
@@ -210,9 +206,7 @@ class Bench:
             self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
         self._forget_gradients()
 
-    def _run_halves(
-        self, case: MicroBatchCase, probe: Probe, kept: list[Any] | None = None
-    ) -> None:
+    def _run_halves(self, case: MicroBatchCase, probe: Probe) -> None:
         """Run a step whose backwards go to the layers' inputs alone; then their rest. Count what is
         kept between them."""
         halves: dict[int, SplitBackward] = {}
@@ -226,7 +220,7 @@ class Bench:
             halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
             halves[k].inputs()
 
-        self._step(case, kept).run(case.inputs, probe, partly)
+        self._step(case).run(case.inputs, probe, partly)
         case.postponed = [0] * len(self.parts)
         for k, half in halves.items():
             case.postponed[k] = half.held_bytes
@@ -236,11 +230,10 @@ class Bench:
             halves.pop(k).weights()
             probe.after(k, "W")
 
-    def _run_whole(self, case: MicroBatchCase, probe: Probe, kept: list[Any] | None = None) -> None:
+    def _run_whole(self, case: MicroBatchCase, probe: Probe) -> None:
         """Run a step of the model in one piece, as layer 0."""
         inputs = [tensor.clone() for tensor in case.inputs]
-        if kept is not None:
-            kept += inputs
+        probe.keep(inputs)
         with self.platform.forward_context():
             probe.before(0, "F", ())
             roots = roots_of(self.target, case.traced.module(*inputs), case.target)

@@ -33,13 +33,7 @@ from ..tasks.samples import comes_in_batches, dataset_size, pick, rows_of, size_
 from ..tasks.task import Task
 from ..tracing.call import Call, settle, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
-from ..tracing.graph import (
-    TracedModel,
-    fingerprint,
-    shared_state,
-    state_of,
-    unused_parameters,
-)
+from ..tracing.graph import TracedModel, fingerprint, shared_state, state_of, unused_parameters
 from ..tracing.pieces import map_items
 from ..tracing.shapes import bound_by_values
 from .bench import Bench, Progress

@@ -23,12 +23,7 @@ from ..profile import (
     Totals,
     VaryingShapes,
 )
-from ..tracing.graph import (
-    OUTPUT,
-    is_frozen,
-    shared_state,
-    state_of,
-)
+from ..tracing.graph import OUTPUT, is_frozen, shared_state, state_of
 from ..tracing.matrices import hidden_matrices
 from .bench import Bench, relative_error
 

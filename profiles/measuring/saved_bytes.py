@@ -17,9 +17,8 @@ from ..tracing.call import Call, mark_of
 from ..tracing.graph import TracedModel, Value, is_frozen, values
 from ..tracing.pieces import Piece, cut, encode
 from ..tracing.shapes import ValueSpec, describe
-from .captured import CapturedStep
 from .platforms import Platform
-from .step import Phase
+from .step import CapturedStep, Phase
 
 
 @dataclass(frozen=True)

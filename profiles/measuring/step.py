@@ -7,8 +7,8 @@ are as they will be in training, and every layer gets the gradient it really get
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ..autograd.boundary import Inlet
 from ..target import Target
 from ..tasks.task import root_of
 from ..tracing.pieces import Piece
+from .capture import Capture, Graph
 
 Phase = Literal["F", "B", "I", "W"]
 """Forward, backward, the part of a backward that gives the gradients of inputs alone, the rest."""
@@ -51,6 +52,9 @@ class Probe:
     def after(self, k: int, phase: Phase) -> None:
         """It has run."""
 
+    def keep(self, values: Iterable[Any]) -> None:
+        """Layers are given these from outside of them."""
+
 
 @dataclass(frozen=True)
 class PiecewiseStep:
@@ -63,7 +67,6 @@ class PiecewiseStep:
         roots: where the backward of a result begins (`roots_of`); gradients of ones enter there.
         has_loss: they are a loss, which is a part of the step.
         forward_context: what forwards run under, such as autocast.
-        kept: if given, gets what layers are given from outside of them.
     """
 
     pieces: tuple[Piece, ...]
@@ -72,7 +75,6 @@ class PiecewiseStep:
     roots: Callable[[Any], list[Tensor]]
     has_loss: bool
     forward_context: Callable[[], AbstractContextManager[Any]]
-    kept: list[Any] | None = None
 
     def run(self, tensors: Sequence[Tensor], probe: Probe, partly: Partly | None = None) -> None:
         """Run it once; gradients of the parameters accumulate.
@@ -81,8 +83,7 @@ class PiecewiseStep:
             partly: runs a layer's backward to its inputs alone, instead of the whole of it.
         """
         walk = _Walk(self, dict(zip(self.inputs, (t.clone() for t in tensors), strict=False)))
-        if self.kept is not None:
-            self.kept.extend(walk.values.values())
+        probe.keep(walk.values.values())
         with self.forward_context():
             for k in range(len(self.pieces)):
                 walk.forward(k, probe)
@@ -145,8 +146,7 @@ class _Walk:
         graph, arguments = self._admit(end, self.step.result)
         self.graphs.append(graph)
         found = self.step.result.module(*arguments)[0]
-        if self.step.kept is not None:
-            self.step.kept.append(found)
+        probe.keep([found])
         if not self.step.has_loss:
             return self.step.roots(found)
         probe.before(end, "F", ())
@@ -193,3 +193,49 @@ class _Walk:
             if inlet.grad is not None:
                 self.gradients.setdefault(name, []).append(inlet.grad)
                 inlet.grad = None
+
+
+class CapturedStep(Probe):
+    """A step's layers as CUDA graphs, in its sequence; they share memory: what they take where a
+    run replays them.
+
+    Layer by layer, operation by operation, a GPU waits for the host wherever kernels are short; in
+    a run's graphs (`--graphs` of tp-run) it doesn't.
+
+    As in a run, gradients are added to those that there are: somebody keeps these.
+    """
+
+    def __init__(self, on: Capture, step: Callable[[Probe], object]) -> None:
+        """Runs the step as ever, and captures it. Raises what can't be captured raises."""
+        self._on, self._pool = on, on.pool()
+        self._graphs: list[tuple[int, Phase, Graph]] = []
+        self._kept: list[Any] = []
+        with on.trying():
+            step(Probe())
+        # What autograd makes between layers belongs to the stream that is captured, too: no
+        # backward may wait for another one.
+        with on.aside(), ExitStack() as self._open:
+            step(self)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
+        """Capture begins."""
+        graph = self._open.enter_context(self._on.of(self._pool))
+        self._graphs.append((k, phase, graph))
+
+    def after(self, k: int, phase: Phase) -> None:
+        """It ends."""
+        self._open.pop_all().close()
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """Graphs read them wherever they are."""
+        self._kept += values
+
+    def replay(self, probe: Probe) -> None:
+        """Compute the step; the probe is told as by the step itself, but what arrives."""
+        for k, phase, graph in self._graphs:
+            probe.before(k, phase, ())
+            graph.replay()
+            probe.after(k, phase)

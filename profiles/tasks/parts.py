@@ -47,10 +47,7 @@ def only(given: Any, parts: Parts, names: Names) -> Any:
         # As many rows of nothing: taking some of them costs nothing.
         nothing = torch.empty((len(given), 0))
         x, y = given.tensors
-        return TensorDataset(
-            x if INPUTS in parts else nothing,
-            y if TARGET in parts else nothing,
-        )
+        return TensorDataset(x if INPUTS in parts else nothing, y if TARGET in parts else nothing)
     if type(given) is Subset:
         inside = only(given.dataset, parts, names)
         return None if inside is None else Subset(inside, given.indices)

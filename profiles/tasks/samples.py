@@ -293,10 +293,7 @@ def first_rows(call: Call, target: Any, split: Split, count: int) -> tuple[Call,
     """So many samples of a batch, the first ones again where it has fewer. Raises TargetError."""
     rows = rows_of(call.tensors, split)
     taken = torch.arange(count) % rows
-    return (
-        call.with_tensors(pick(call.tensors, taken, rows)),
-        pick(target, taken, rows),
-    )
+    return call.with_tensors(pick(call.tensors, taken, rows)), pick(target, taken, rows)
 
 
 def first_batch(given: Given, split: Split, mini_batch: int) -> Any:

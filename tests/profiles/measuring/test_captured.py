@@ -14,9 +14,9 @@ from mlp_task import MLPTask
 from timeprest.profiles.autograd import boundary
 from timeprest.profiles.errors import TaskWarning
 from timeprest.profiles.measuring import capture
-from timeprest.profiles.measuring.captured import CapturedStep
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import Clock, Platform
+from timeprest.profiles.measuring.step import CapturedStep
 from timeprest.profiles.target import resolve
 
 START = 10
