@@ -275,7 +275,7 @@ class Bench:
         for case in self.cases:
             pairs = [
                 [f + b for f, b in zip(fs, bs, strict=True)]
-                for fs, bs in zip(case.forward_s, case.backward_s, strict=True)
+                for fs, bs in zip(case.times["F"], case.times["B"], strict=True)
             ]
             found = max(found, worst_error(list(zip(*pairs, strict=True))))
         return found
@@ -293,8 +293,8 @@ class Bench:
                 else:
                     whole = self._time_whole(case, clock)
             if keep:
-                case.forward_s.append(probe.seconds("F"))
-                case.backward_s.append(probe.seconds("B"))
+                case.times["F"].append(probe.seconds("F"))
+                case.times["B"].append(probe.seconds("B"))
                 case.whole.append(whole)
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
@@ -307,8 +307,8 @@ class Bench:
         self._begin(case)
         probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", partly=True)
         self._timed(case, 1, probe)
-        case.input_s.append(probe.seconds("I"))
-        case.weight_s.append(probe.seconds("W"))
+        case.times["I"].append(probe.seconds("I"))
+        case.times["W"].append(probe.seconds("W"))
 
     def _time_whole(self, case: MicroBatchCase, clock: Clock) -> tuple[float, float]:
         probe = _TimeProbe(self, clock, "", partly=True)

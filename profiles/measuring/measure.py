@@ -41,7 +41,7 @@ from .optimizer_cost import measure_optimizer, optimizer_roofline
 from .platforms import Platform, platform_of
 from .profile_builder import assemble
 from .request import ProfileRequest, check_sizes
-from .saved_bytes import MicroBatchCase, parts_of
+from .saved_bytes import MicroBatchCase, pieces_of
 
 if TYPE_CHECKING:
     from ..tasks.shapes import LookedAt
@@ -274,9 +274,9 @@ def _cases(
     """What is measured at each size."""
     with platform.forward_context():
         graphs = [_for_size(traced, model, target, call) for call, _ in placed.values()]
-    parts = {id(graph): parts_of(graph) for graph in {id(g): g for g in graphs}.values()}
+    pieces = {id(graph): pieces_of(graph) for graph in {id(g): g for g in graphs}.values()}
     return [
-        MicroBatchCase(size, *placed[size], parts[id(graph)])
+        MicroBatchCase(size, *placed[size], graph, pieces[id(graph)])
         for size, graph in zip(placed, graphs, strict=True)
     ]
 

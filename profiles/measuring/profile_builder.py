@@ -26,6 +26,8 @@ from ..profile import (
 from ..tracing.graph import OUTPUT, is_frozen, shared_state, state_of
 from ..tracing.matrices import hidden_matrices
 from .bench import Bench, relative_error
+from .saved_bytes import MicroBatchCase
+from .step import Phase
 
 
 def assemble(
@@ -134,30 +136,28 @@ def _assumptions(bench: Bench) -> tuple[str, ...]:
     )
 
 
+def _seconds(case: MicroBatchCase, k: int, phase: Phase, empty: Phase) -> float:
+    """Of a part in a phase. What it costs to call an empty piece isn't the part's own."""
+    found = median(times[k] for times in case.times[phase])
+    return _rounded(max(found - median(case.empty_s[empty] or [0.0]), 0.0))
+
+
 def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
     found = []
     for case in bench.cases:
-        # What it costs to call an empty piece isn't the layer's own.
-        call_s = median(case.empty_s["F"] or [0.0])
-        engine_s = median(case.empty_s["B"] or [0.0])
-        rest_s = median(case.empty_s["W"] or [0.0])
-        forward_s = [times[k] for times in case.forward_s]
-        backward_s = [times[k] for times in case.backward_s]
-        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-        whole_s = _rounded(max(median(backward_s) - engine_s, 0.0))
-        input_s, weight_s = whole_s, None
+        both = [f[k] + b[k] for f, b in zip(case.times["F"], case.times["B"], strict=True)]
+        backward_s = input_s = _seconds(case, k, "B", "B")
+        weight_s = None
         if _has_weights(bench, k):
-            partly_s = median(times[k] for times in case.input_s)
-            input_s = min(_rounded(max(partly_s - engine_s, 0.0)), whole_s)
+            input_s = min(_seconds(case, k, "I", "B"), backward_s)
             if input_s:
                 # Else it has no first part: all of its backward is the second.
-                later_s = median(times[k] for times in case.weight_s)
-                weight_s = _rounded(max(later_s - rest_s, 0.0))
+                weight_s = _seconds(case, k, "W", "W")
         found.append(
             Measurement(
                 micro_batch=case.size,
-                forward_s=_rounded(max(median(forward_s) - call_s, 0.0)),
-                backward_s=whole_s,
+                forward_s=_seconds(case, k, "F", "F"),
+                backward_s=backward_s,
                 saved_bytes=sum(case.saved.by_layer[k].values()),
                 workspace_bytes=case.workspace[k],
                 relative_error=None if bench.platform.computed else round(relative_error(both), 4),

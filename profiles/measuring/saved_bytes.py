@@ -98,43 +98,30 @@ class SavedByForward:
             yield tuple(sorted({min(k, layers - 1) for k in (layer, *takers[name])}))
 
 
-@dataclass(frozen=True)
-class Parts:
+def pieces_of(traced: TracedModel) -> list[Piece]:
     """A graph in pieces, one for each layer, and one behind them that makes the result."""
-
-    traced: TracedModel
-    pieces: tuple[Piece, ...]
-    result: Piece
-    values: tuple[Value, ...]
-
-
-def parts_of(traced: TracedModel) -> Parts:
-    """Cut a graph between all its layers."""
-    *pieces, result = cut(traced, [*([k] for k in range(len(traced.layers))), []])
-    return Parts(traced, tuple(pieces), result, values(traced))
+    return cut(traced, [*([k] for k in range(len(traced.layers))), []])
 
 
 class MicroBatchCase:
     """All that belongs to one micro-batch size: inputs at hand, and what was measured."""
 
-    def __init__(self, size: int, call: Call, target: Any, parts: Parts) -> None:
+    def __init__(
+        self, size: int, call: Call, target: Any, traced: TracedModel, pieces: Sequence[Piece]
+    ) -> None:
+        """Args: `pieces`: of the graph (`pieces_of`)."""
         self.size = size
         self.inputs = call.tensors
         self.target = target
-        self.traced = parts.traced
-        self.pieces = parts.pieces
-        self.result = parts.result
-        self.values = parts.values
+        self.traced = traced
+        *self.pieces, self.result = pieces
+        self.values = values(traced)
         self.saved: SavedByForward
         self.workspace: list[int] = []
-        self.forward_s: list[list[float]] = []
-        self.backward_s: list[list[float]] = []
-        self.input_s: list[list[float]] = []
-        """Of the backwards, what gives the gradients of inputs alone; not in every round."""
-        self.weight_s: list[list[float]] = []
-        """Of the rest, run afterwards."""
+        self.times: dict[Phase, list[list[float]]] = {"F": [], "B": [], "I": [], "W": []}
+        """Seconds of each part, round by round; of backwards in two parts not in every round."""
         self.postponed: list[int] = []
-        """Bytes of gradients that wait for the rest then."""
+        """Bytes of gradients that wait for the rest of these."""
         self.whole: list[tuple[float, float]] = []
         self.empty_s: dict[Phase, list[float]] = {"F": [], "B": [], "W": []}
         """Seconds of calling a piece without a layer in it, amid the others; of captured ones, of
@@ -147,9 +134,9 @@ class MicroBatchCase:
         """Note what it cost to begin a graph, by the last round: a stage is one, its layers here
         are many."""
         forward_s, backward_s = self.whole[-1]
-        self.empty_s["F"].append(_start_s(self.forward_s[-1], forward_s))
+        self.empty_s["F"].append(_start_s(self.times["F"][-1], forward_s))
         for phase in ("B", "W"):
-            self.empty_s[phase].append(_start_s(self.backward_s[-1], backward_s))
+            self.empty_s[phase].append(_start_s(self.times["B"][-1], backward_s))
 
 
 def _start_s(layers: Sequence[float], whole_s: float) -> float:

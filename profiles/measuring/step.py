@@ -69,7 +69,7 @@ class PiecewiseStep:
         forward_context: what forwards run under, such as autocast.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     result: Piece
     inputs: tuple[str, ...]
     roots: Callable[[Any], list[Tensor]]
