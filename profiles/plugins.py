@@ -192,7 +192,9 @@ def load_file(plugin: str) -> Any:
         for kind in KINDS:
             _check_table(plugin, path, module, kind)
         _FILES[path] = module
-    _remember(path)
+    given = plugins_given()
+    if path not in given:
+        os.environ[VARIABLE] = json.dumps([*given, path])
     return _FILES[path]
 
 
@@ -277,12 +279,6 @@ def call_plugin(plugin: str, run: Callable[[], _T], part: str = "") -> _T:
         said = str(error).splitlines()
         what = f"{type(error).__name__}: {said[0] if said else ''}".rstrip(": ")
         raise PluginError(f"{plugin}: {line}{part and f'{part}: '}{what}") from error
-
-
-def _remember(path: str) -> None:
-    given = plugins_given()
-    if path not in given:
-        os.environ[VARIABLE] = json.dumps([*given, path])
 
 
 def plugins_given() -> list[str]:

@@ -23,11 +23,10 @@ from statistics import median
 import torch
 
 from ..errors import TargetError
-from ..measuring.process_settings import keep_freed_memory
 from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
 from .platforms import Platform, platform_of
-from .process_settings import end_with_parent
+from .process_settings import end_with_parent, keep_freed_memory
 from .step import roots_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60

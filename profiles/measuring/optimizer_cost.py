@@ -21,9 +21,12 @@ from .platforms import Clock
 
 _STEPS = 7
 
+Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+"""A task's `optimizer`."""
+
 
 def measure_optimizer(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None,
+    make: Make | None,
     parameters: Sequence[nn.Parameter],
     groups: Sequence[Sequence[nn.Parameter]],
     clock: Clock,
@@ -63,10 +66,7 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def _scratch(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-    parameters: Sequence[nn.Parameter],
-) -> float | msgspec.UnsetType:
+def _scratch(make: Make, parameters: Sequence[nn.Parameter]) -> float | msgspec.UnsetType:
     """Bytes that a step takes besides for each of parameters, where these are on a GPU: torch's
     optimizers go over many at once there, term by term."""
     if not all(p.is_cuda for p in parameters):
@@ -86,9 +86,7 @@ def _scratch(
 
 
 def _time_step(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-    parameters: Sequence[nn.Parameter],
-    clock: Clock,
+    make: Make, parameters: Sequence[nn.Parameter], clock: Clock
 ) -> tuple[torch.optim.Optimizer, float]:
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -108,9 +106,7 @@ def _time_step(
 
 
 def optimizer_roofline(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None,
-    spec: DeviceSpec,
-    dtype: torch.dtype = torch.float32,
+    make: Make | None, spec: DeviceSpec, dtype: torch.dtype = torch.float32
 ) -> OptimizerCost:
     """What an optimizer step would cost on a device, from one small real parameter.
 

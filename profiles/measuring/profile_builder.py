@@ -23,8 +23,7 @@ from ..profile import (
     Totals,
     VaryingShapes,
 )
-from ..tracing.graph import OUTPUT, is_frozen, shared_state, state_of
-from ..tracing.matrices import hidden_matrices
+from ..tracing.graph import OUTPUT, hidden_matrices, is_frozen, shared_state, state_of
 from .bench import Bench, relative_error
 from .saved_bytes import MicroBatchCase
 from .step import Phase

@@ -84,8 +84,10 @@ def _module_name(module: ModuleType) -> str | None:
         spec = module.__spec__
         if hasattr(sys, "ps1") or file is None:
             return None
-        # python -m pkg.module
-        return spec.name if spec is not None else _script(file)
+        if spec is not None:  # python -m pkg.module
+            return spec.name
+        # A script, unless it can't be imported: "<stdin>", or one without .py.
+        return file if file.endswith(".py") and is_file(Path(file)) else None
     try:
         spec = importlib.util.find_spec(module.__name__)
     except (ImportError, ValueError):
@@ -95,11 +97,6 @@ def _module_name(module: ModuleType) -> str | None:
         return module.__name__
     # A neighbour of the script, which other processes find by its file alone.
     return str(file) if file is not None and str(file).endswith(".py") else None
-
-
-def _script(file: str) -> str | None:
-    """A script's file, where it can be imported again: not "<stdin>", nor one without .py."""
-    return file if file.endswith(".py") and is_file(Path(file)) else None
 
 
 def _is_installed(file: str | None) -> bool:

@@ -22,8 +22,7 @@ from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import Call
-from ...profiles.tracing.graph import GraphBody, shared_state, values
-from ...profiles.tracing.matrices import hidden_matrices
+from ...profiles.tracing.graph import GraphBody, hidden_matrices, shared_state, values
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
 from .data import Segment, check_padding, run_length, segments, training_samples
