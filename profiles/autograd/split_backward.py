@@ -12,6 +12,7 @@ part; so do those of group norms.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -143,7 +144,8 @@ class _BackwardGraph:
         branches: dict[Node, dict[int, Any]] = {}
         # Per node off the chain, the weights that it leads to.
         leads: dict[Node, dict[int, Any]] = {}
-        for node in _children_first(roots):
+        order = _children_first(roots)
+        for node in order:
             if not node.next_functions:
                 variable = getattr(node, "variable", None)
                 if id(variable) in arrivals:
@@ -168,7 +170,7 @@ class _BackwardGraph:
         off_chain: dict[int, Any] = {}
         for root in roots:
             off_chain.update(leads.get(root, {}))
-        at_once = self._twice(branches)
+        at_once = self._twice(order, branches)
         at_once.update(*(found for node, found in branches.items() if node.name() == _WHOLE))
         self.at_once = [weights[key] for key in at_once]
         self.off_chain = [p for key, p in off_chain.items() if key not in at_once]
@@ -178,30 +180,21 @@ class _BackwardGraph:
         )
         self.branches = {node: reached for node, reached in kept if reached}
 
-    def _twice(self, branches: dict[Node, dict[int, Any]]) -> set[int]:
+    def _twice(
+        self, children_first: Sequence[Node], branches: dict[Node, dict[int, Any]]
+    ) -> set[int]:
         """Weights that branch off at a node and again behind it on the chain."""
-        places: dict[int, list[Node]] = {}
-        for node, found in branches.items():
-            for key in found:
-                places.setdefault(key, []).append(node)
-        return {
-            key
-            for key, nodes in places.items()
-            if len(nodes) > 1 and any(self._leads_to(node, set(nodes)) for node in nodes)
-        }
-
-    def _leads_to(self, start: Node, targets: set[Node]) -> bool:
-        """Whether the chain leads from a node to one of these others."""
-        seen = {start}
-        pending = [start]
-        while pending:
-            for child, _ in pending.pop().next_functions:
-                if child in self.chain and child not in seen:
-                    if child in targets:
-                        return True
-                    seen.add(child)
-                    pending.append(child)
-        return False
+        places = Counter(key for found in branches.values() for key in found)
+        several = {key for key, count in places.items() if count > 1}
+        twice: set[int] = set()
+        behind: dict[Node, set[int]] = {}
+        for node in filter(self.chain.__contains__, children_first) if several else ():
+            children = [child for child, _ in node.next_functions if child is not None]
+            found = {key for child in children for key in behind.get(child, ())}
+            own = several.intersection(branches.get(node, ()))
+            twice |= own & found
+            behind[node] = own | found
+        return twice
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:

@@ -21,7 +21,7 @@ from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_our
 from ..tracing.call import Call, unchanged
 from ..tracing.pieces import map_tensors
 from ..tracing.random_states import GENERATORS, seed_everywhere, set_own_states, state_of
-from ..tracing.remembered import changes, kept_in, marks_of_places, places_of, scope_of
+from ..tracing.remembered import Remembered, changes, kept_in, marks_of_places, places_of, scope_of
 from .task import Loss, Task, read_figure, read_loss
 
 
@@ -190,8 +190,8 @@ def task_unchanged(task: Task) -> Iterator[None]:
     """Afterwards a task is what it was: its loss may count its calls, draw from a generator of its
     own, or have a module with buffers."""
     attributes = getattr(task, "__dict__", {})
-    before, around = dict(attributes), places_of(nn.Module(), [task.loss])
-    inside = kept_in({**attributes, **around})
+    around = places_of(nn.Module(), [task.loss])
+    inside = [Remembered(attributes), *kept_in({**attributes, **around}).values()]
     own = {id(g): g for g in [*attributes.values(), *around.values()] if isinstance(g, GENERATORS)}
     generators = [(g, state_of(g)) for g in own.values()]
     modules = [value for value in attributes.values() if isinstance(value, nn.Module)]
@@ -201,10 +201,7 @@ def task_unchanged(task: Task) -> Iterator[None]:
                 stack.enter_context(unchanged(module))
             yield
     finally:
-        for name in attributes.keys() - before.keys():
-            del attributes[name]
-        attributes.update(before)
-        for kept in inside.values():
+        for kept in inside:
             kept.put_back()
         set_own_states(generators)
 
