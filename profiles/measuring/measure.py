@@ -316,7 +316,7 @@ def _trial_case(
     bound = {
         *case.saved.bound(case.values, len(bench.names)),
         *by_values,
-        *(group for group in shared.tied if group not in shared.copied),
+        *(group for group in shared.tied if group not in shared.copyable),
     }
     return TrialCase(
         name=target.name,

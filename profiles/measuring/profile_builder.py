@@ -75,7 +75,7 @@ def assemble(
         storages=_storages(bench),
         tied=tuple(tuple(bench.names[k] for k in group) for group in tied),
         shared=_shared(
-            bench.names, {group: n for group, n in shared.copied.items() if group not in bound}
+            bench.names, {group: n for group, n in shared.copyable.items() if group not in bound}
         ),
         shared_frozen=_shared(bench.names, shared.frozen) or msgspec.UNSET,
         loss=_measurements(bench, len(bench.names)) if bench.target.task else (),

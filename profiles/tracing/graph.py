@@ -277,14 +277,14 @@ class SharedState(NamedTuple):
 
     Attributes:
         tied: share a trained parameter or a buffer.
-        copied: those of them that share whole trained parameters alone, and how many bytes: each
+        copyable: those of them that share whole trained parameters alone, and how many bytes: each
             layer could as well have a copy, with gradients summed over the copies.
         frozen: share whole parameters that aren't trained, and how many bytes: each layer could as
             well have a copy, with nothing to sum.
     """
 
     tied: tuple[tuple[int, ...], ...]
-    copied: dict[tuple[int, ...], int]
+    copyable: dict[tuple[int, ...], int]
     frozen: dict[tuple[int, ...], int]
 
 
@@ -300,7 +300,7 @@ def shared_state(traced: TracedModel, rewritten: Collection[int] = ()) -> Shared
             if tensor.numel():
                 users.setdefault(storage_key(tensor), {}).setdefault(k, []).append(tensor)
     tied, in_part = set[tuple[int, ...]](), set[tuple[int, ...]]()
-    copied: dict[tuple[int, ...], int] = {}
+    copyable: dict[tuple[int, ...], int] = {}
     frozen: dict[tuple[int, ...], int] = {}
     for key, by_layer in users.items():
         group = tuple(sorted(by_layer))
@@ -313,11 +313,11 @@ def shared_state(traced: TracedModel, rewritten: Collection[int] = ()) -> Shared
             continue
         tied.add(group)
         if whole and not is_frozen(first):
-            copied[group] = copied.get(group, 0) + first.nbytes
+            copyable[group] = copyable.get(group, 0) + first.nbytes
         else:
             in_part.add(group)
-    copied = {group: nbytes for group, nbytes in copied.items() if group not in in_part}
-    return SharedState(tuple(sorted(tied)), copied, frozen)
+    copyable = {group: nbytes for group, nbytes in copyable.items() if group not in in_part}
+    return SharedState(tuple(sorted(tied)), copyable, frozen)
 
 
 def is_frozen(tensor: Tensor) -> bool:

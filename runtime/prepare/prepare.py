@@ -431,7 +431,7 @@ def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]]
     shared_by = shared_state(traced)
     apart = any(len({stage_of[k] for k in layers}) > 1 for layers in shared_by.frozen)
     rewritten = task.rewritten(samples) if apart else ()
-    free = shared_by.copied
+    free = shared_by.copyable
     for layers in shared_state(traced, rewritten).tied:
         of = {stage_of[k] for k in layers}
         may_copy = plan.tied == "split" or len({plan.stages[s].devices for s in of}) == 1
