@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import shorten
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,13 +123,6 @@ def nothing_left_on_host(
         raise CannotCaptureError("Python's or NumPy's random numbers are drawn")
 
 
-class Graph(Protocol):
-    """What was captured."""
-
-    def replay(self) -> None:
-        """Compute it, on the tensors that it was captured with."""
-
-
 class Capture:
     """Captures what is handed to a GPU.
 
@@ -166,7 +159,7 @@ class Capture:
             yield
 
     @contextmanager
-    def of(self, pool: Any) -> Iterator[Graph]:
+    def of(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture what is run in the context. Raises whatever can't be captured raises; then the
         device is as it was."""
         graph = torch.cuda.CUDAGraph()

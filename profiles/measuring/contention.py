@@ -30,8 +30,6 @@ from .process_settings import end_with_parent, keep_freed_memory
 from .step import roots_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60
-_SETTLING_STEPS = 1
-"""Steps after the others stop or go on that don't count: caches and clocks follow."""
 _LEAST_STEP_S = 0.05
 _PATIENCE_S = 120.0
 """Longest wait for another process to import and build the model."""
@@ -88,8 +86,8 @@ def size_to_time(whole_model: Sequence[Totals]) -> int:
 
 
 def _timed(step: Callable[[], None]) -> float:
-    for _ in range(_SETTLING_STEPS):
-        step()
+    # The first one after the others stop or go on doesn't count: caches and clocks follow.
+    step()
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin

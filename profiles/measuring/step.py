@@ -21,7 +21,7 @@ from ..autograd.boundary import Inlet
 from ..target import Target
 from ..tasks.task import root_of
 from ..tracing.pieces import Piece
-from .capture import Capture, Graph
+from .capture import Capture
 
 Phase = Literal["F", "B", "I", "W"]
 """Forward, backward, the part of a backward that gives the gradients of inputs alone, the rest."""
@@ -208,7 +208,7 @@ class CapturedStep(Probe):
     def __init__(self, on: Capture, step: Callable[[Probe], object]) -> None:
         """Runs the step as ever, and captures it. Raises what can't be captured raises."""
         self._on, self._pool = on, on.pool()
-        self._graphs: list[tuple[int, Phase, Graph]] = []
+        self._graphs: list[tuple[int, Phase, torch.cuda.CUDAGraph]] = []
         self._kept: list[Any] = []
         with on.trying():
             step(Probe())

@@ -93,7 +93,7 @@ class Slot:
     micro: MicroBatch = field(default_factory=MicroBatch)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    graphs: dict[str, capture.Graph] = field(default_factory=dict)
+    graphs: dict[str, torch.cuda.CUDAGraph] = field(default_factory=dict)
     inlets: tuple[str, ...] = ()
     back: dict[str, Tensor] = field(default_factory=dict)
     leads: dict[str, set[Leaf]] = field(default_factory=dict)
