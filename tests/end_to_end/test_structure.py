@@ -60,7 +60,7 @@ imports 20 profiles/measuring/measure.py
 imports 17 runtime/calibration/link_worker.py
 imports 16 runtime/calibration/overhead.py
 imports 18 runtime/checkpoint/start.py
-imports 21 runtime/prepare/prepare.py
+imports 20 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
 imports 19 runtime/stage/runner.py
