@@ -47,7 +47,7 @@ these bounds alone."""
 
 def first_cuts(
     work_s: Sequence[float],
-    messages_s: Sequence[float],
+    messages_s: Sequence[Sequence[float]],
     speeds: Sequence[float],
     drops: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
@@ -55,7 +55,8 @@ def first_cuts(
 
     Args:
         work_s: of each group, [n].
-        messages_s: what is sent where a stage ends before the first, second, … group, [n].
+        messages_s: what is sent where a stage ends before the first, second, … group, over the
+            link to the next one, [S - 1, n].
         speeds: of each stage's devices, [S].
         drops: how many fewer are in flight at the next stage, [S - 1].
     """
@@ -71,7 +72,7 @@ def first_cuts(
 
 def _all_cuts(
     work_s: Sequence[float],
-    messages_s: Sequence[float],
+    messages_s: Sequence[Sequence[float]],
     speeds: Sequence[float],
     drops: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
@@ -79,7 +80,8 @@ def _all_cuts(
     yield even([1.0] * len(work_s), speeds)
     if len(speeds) == 1:
         return
-    done, sent_s = np.array([0.0, *accumulate(work_s)]), np.append(messages_s, 0.0)
+    done = np.array([0.0, *accumulate(work_s)])
+    sent_s = np.pad(np.array(messages_s), ((0, 0), (0, 1)))
     low, high = float(done[-1]) / sum(speeds), float(done[-1]) / min(speeds) + float(sent_s.sum())
     least_s = _least_period_s(done, sent_s, speeds, drops, low, high)
     yield from _turning(done, sent_s, speeds, drops, [least_s * factor for factor in _TURNS])
@@ -203,7 +205,7 @@ def _kept(
 
     Args:
         done: work before each place, [n + 1].
-        sent_s: messages where a stage ends there, [n + 1].
+        sent_s: messages where a stage ends there, [S - 1, n + 1].
         begins: where those of each stage are noted that are best for its ends, [P, n + 1].
     """
     each_s = np.array(periods_s)[:, None]
@@ -212,7 +214,7 @@ def _kept(
     for s, speed in enumerate(speeds):
         work_s = done / speed
         if s:
-            before = np.maximum(-each_s, above + sent_s - drops[s - 1] * each_s)
+            before = np.maximum(-each_s, above + sent_s[s - 1] - drops[s - 1] * each_s)
             before[:, 0] = np.inf
         else:
             before = np.where(places == 0, -each_s, np.inf)
@@ -254,7 +256,7 @@ def _cheapest(
     later = places[:, None] > places[None, :]
     for s, speed in enumerate(speeds):
         within = later & (done[:, None] - done[None, :] <= most_s * speed * (1 + 1e-9))
-        sent = cost if not s else cost + sent_s
+        sent = cost if not s else cost + sent_s[s - 1]
         through = np.where(within, sent[None, :], np.inf)
         begins.append(through.argmin(axis=1))
         cost = through[places, begins[-1]]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...cluster.cluster import Cluster
+from ...cluster.links import Network
 from ...costs.recomputation import Selection, of_stage, selection_of
 from ...costs.stage_costs import sized
 from ...costs.tied_parameters import misplaced
@@ -187,20 +188,25 @@ class Neighbours:
         self, micro_batches: int, devices: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
         """Downsets of cuts to begin with (`first_cuts`)."""
-        listed, several = self.question.cluster.devices, Counter(devices)
+        cluster, several = self.question.cluster, Counter(devices)
         speeds = tuple(
-            len(mine) * min(listed[d].speed for d in mine) / several[mine] for mine in devices
+            len(mine) * min(cluster.devices[d].speed for d in mine) / several[mine]
+            for mine in devices
         )
-        key = micro_batches, speeds
+        links = tuple(cluster.link(a[-1], b[0]) for a, b in pairwise(devices))
+        key = micro_batches, speeds, links
         if key not in self._first_cuts:
             groups, seconds = self.groups, self.seconds(micro_batches)
             work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
             masks = [0, *accumulate(groups, int.__or__)]
             drops = self._drops(devices)
+            over = {link: self._messages_s(micro_batches, link) for link in dict.fromkeys(links)}
+            # A single stage sends nothing.
+            sent = [*zip(*(over[link] for link in links), strict=True)] or [()]
             self._first_cuts[key] = list(
                 dict.fromkeys(
                     (0, *(masks[g] for g in ends))
-                    for sent_s in self._messages_s(micro_batches)
+                    for sent_s in sent
                     for ends in first_cuts(work_s, sent_s, speeds, drops)
                 )
             )
@@ -257,12 +263,12 @@ class Neighbours:
         limits = next(self.usual_limits(len(devices), devices))
         return [a - b for a, b in pairwise(limits)]
 
-    def _messages_s(self, micro_batches: int) -> tuple[list[float], list[float]]:
+    def _messages_s(self, micro_batches: int, network: Network) -> tuple[list[float], list[float]]:
         """What the messages of a micro-batch take, and their gradients, where a stage ends before
-        each group, [n], over the links inside of machines: the longest one, as others may go to
-        other stages, over wires of their own; and all together."""
+        each group, [n], over such a link: the longest one, as others may go to other stages, over
+        wires of their own; and all together."""
         size = -(-self.question.mini_batch // micro_batches)
-        network, there = self.question.cluster.network, self.group_of
+        there = self.group_of
         longest, together = ([0.0] * len(self.groups) for _ in range(2))
         for tensor in self.relaxation.graph.tensors:
             ends = [there[layer] for layer in members(tensor.ends) if layer in there]
@@ -474,21 +480,23 @@ def layings_of(
             yield tuple(tuple(sequence[d] for d in mine) for mine in lying)
     # Of some of the devices that are linked well, or fast, replicas may be worth more than of all.
     counts = near.relaxation.replica_counts(branch.micro_batches)
-    for some, stages in product(_parts(near.search), near.stage_counts(branch)):
+    for some, stages in product(_parts(near), near.stage_counts(branch)):
         each = len(some) // stages
         if each > 1 and each in counts:
             yield tuple(some[s * each : (s + 1) * each] for s in range(stages))
 
 
-def _parts(search: SearchState) -> list[tuple[int, ...]]:
+def _parts(near: Neighbours) -> list[tuple[int, ...]]:
     """Devices of one machine, and those of one kind, but for all; of machines that are alike, the
-    first one's."""
-    homes, kinds = search.device_kinds
+    first one's. Of a list that may be taken in no other sequence, those that are neighbours there:
+    as stages' replicas are."""
+    homes, kinds = near.search.device_kinds
     found = dict[Hashable, tuple[int, ...]]()
     for names in (homes, kinds):
         for name in dict.fromkeys(names):
             mine = tuple(d for d, other in enumerate(names) if other == name)
-            found.setdefault(pattern(mine, homes, kinds), mine)
+            if near.moves_devices or mine[-1] - mine[0] < len(mine):
+                found.setdefault(pattern(mine, homes, kinds), mine)
     return [mine for mine in found.values() if len(mine) < len(homes)]
 
 

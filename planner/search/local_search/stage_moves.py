@@ -80,15 +80,19 @@ def _in_proportion(near: Neighbours, point: Point, wanted_s: Sequence[float]) ->
 
 
 def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
-    """A stage in two, the other one with a device that does nothing, or with some of its
-    replicas; or two stages in one, on the devices of one of them or of both."""
+    """A stage in two, the other one with a device that does nothing, or as many of them as are
+    alike in a machine, or with some of its replicas; or two stages in one, on the devices of one of
+    them or of both."""
     most, counts = near.search.most_stages, near.relaxation.replica_counts(point.micro_batches)
     open_count = any(b.stages is None for b in near.search.branches)
     if not open_count or numbered_devices(point.devices):
         return
-    homes, kinds = near.search.device_kinds
-    used = {d for mine in point.devices for d in mine}
-    alike = {(homes[d], kinds[d]): d for d in range(len(homes)) if d not in used}
+    spare = {
+        mine[:r]: None
+        for r in counts
+        for mine in _idle(near, point)
+        if r == 1 or r <= len(mine) < 2 * r
+    }
     groups, sets = near.groups, point.downsets
     for s in range(point.stages if point.stages < most else 0):
         inside = sets[s + 1] & ~sets[s]
@@ -97,8 +101,8 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
             continue
         ways = (*point.again[: s + 1], *point.again[s:])
         middle = sets[s] | sum(groups[g] for g in within[: len(within) // 2])
-        for d, at in product(alike.values(), (s, s + 1)):
-            devices = (*point.devices[:at], (d,), *point.devices[at:])
+        for mine, at in product(spare, (s, s + 1)):
+            devices = (*point.devices[:at], mine, *point.devices[at:])
             cut = (*sets[: s + 1], middle, *sets[s + 1 :])
             yield _with_stages(near, point, cut, devices, ways)
         yield from _parted(near, point, s, ways, counts)
@@ -141,13 +145,17 @@ def _with_stages(
 def _spare(
     near: Neighbours, point: Point, loses: int | None, count: int
 ) -> Iterator[tuple[int, ...]]:
-    """So many devices that a stage gives, its last ones, or that are of one kind in one machine
-    and have no stage."""
+    """So many devices that a stage gives, its last ones, or that have no stage."""
     if loses is not None:
         yield point.devices[loses][-count:]
         return
-    alike = dict[Hashable, list[int]]()
+    yield from (mine[:count] for mine in _idle(near, point) if len(mine) >= count)
+
+
+def _idle(near: Neighbours, point: Point) -> list[tuple[int, ...]]:
+    """Devices that have no stage, those together that are of one kind in one machine."""
+    alike, used = dict[Hashable, list[int]](), {d for mine in point.devices for d in mine}
     for d, like in enumerate(zip(*near.search.device_kinds, strict=True)):
-        if not any(d in mine for mine in point.devices):
+        if d not in used:
             alike.setdefault(like, []).append(d)
-    yield from (tuple(mine[:count]) for mine in alike.values() if len(mine) >= count)
+    return [tuple(mine) for mine in alike.values()]

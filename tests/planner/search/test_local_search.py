@@ -71,16 +71,18 @@ def test_devices_are_left_out_where_a_stage_would_be_in_several_machines():
 def test_replicas_are_first_laid_on_one_machine_or_one_kind_too():
     """Links between may be slow."""
 
-    def begun(cluster, **asked):
-        search = search_for(chain(8), cluster, "gpipe", replicas=True, micro_batches=4, **asked)
-        local = LocalSearch(search, moves_devices=search.any_sequence)
+    def begun(cluster, *, moves_devices=False):
+        search = search_for(chain(8), cluster, "gpipe", replicas=True, micro_batches=4)
+        local = LocalSearch(search, moves_devices=moves_devices)
         return {*layings_of(local.near, search.branches[0])}
 
     alike = begun(uniform_cluster(4, per_machine=2, between_bandwidth="1MB/s"))
     assert {((0, 1),), ((0, 1), (2, 3)), ((0, 1, 2, 3),)} <= alike
     assert ((2, 3),) not in alike
-    fast_and_slow = begun(of_speeds(1.0, 0.5, 1.0, 0.5))
-    assert {((0, 2),), ((1, 3),)} <= fast_and_slow
+    fast_and_slow = of_speeds(1.0, 0.5, 1.0, 0.5)
+    assert {((0, 2),), ((1, 3),)} <= begun(fast_and_slow, moves_devices=True)
+    # Replicas are neighbours in a list that may be taken in no other sequence.
+    assert ((1, 3),) not in begun(fast_and_slow)
     assert ((0, 1),) not in begun(uniform_cluster(4))
 
 
@@ -224,6 +226,42 @@ def test_a_stage_is_split_by_its_replicas_and_stages_are_joined_with_all_of_thei
     assert joined == {((12,), (4,)), ((12,), (2,))}
     point = near.point_of(point_with(search, [8], [2, 2]))
     assert ((12,), (4,)) in shapes(stage_moves(near, point))
+
+
+def test_a_stage_in_two_may_have_all_idle_devices_that_are_alike():
+    search = search_for(chain(12), uniform_cluster(7), "gpipe", replicas=True, micro_batches=4)
+    near = LocalSearch(search).near
+    found = shapes(stage_moves(near, near.point_of(point_with(search, [], [2]))))
+    # Five are idle; as replicas four may share four micro-batches.
+    assert {replicas for layers, replicas in found if layers == (6, 6)} == {
+        (2, 1),
+        (1, 2),
+        (2, 4),
+        (4, 2),
+        (1, 1),
+    }
+
+
+def test_first_cuts_know_which_link_is_slow():
+    """A border between machines is where little is sent."""
+    layers = [(f"n{k}", 1, 1e-3, 2e-3, 1, []) for k in range(12)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16 if k == 5 else 4000) for k in range(11)]
+    profile = profile_by_hand(layers, [*edges, ("n11", "output", "last", 4)])
+
+    def borders(cluster):
+        search = search_for(profile, cluster, "timeprest", stages=3, micro_batches=1)
+        near = LocalSearch(search).near
+        lying = next(layings_of(near, search.branches[0]))
+        return {cut[1].bit_length() for cut in near.first_cuts(1, lying)}
+
+    inside = Network(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    slow = Network(bandwidth_bytes_per_s=1e6, latency_s=0.0)
+    devices = [Device(name=f"d{k}", machine="ab"[k > 0]) for k in range(3)]
+    one = Cluster(devices=(*devices,), network=inside)
+    two = Cluster(devices=(*devices,), network=inside, between_machines=slow)
+    # Device 0 is alone in its machine: what its stage sends goes over the slow link.
+    assert 6 not in borders(one)
+    assert 6 in borders(two)
 
 
 def test_stages_whose_layers_take_no_time_are_split_too():
