@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from math import lcm
 from pathlib import Path
 
@@ -16,14 +15,15 @@ from ..simulator.pipeline import Link, Pipeline
 from ..systems.operations import (
     BACKWARDS,
     FORWARD,
-    FORWARDS,
     UPDATE,
     UPDATES,
-    WEIGHTS,
     Op,
+    Pattern,
+    Row,
     Schedule,
     op_text,
     parse_op,
+    row_of,
 )
 from ..systems.orders import Order, OrderRow, Step, parse_order
 from ..systems.variants import VARIANTS, Variant, under_order, variant_named
@@ -229,78 +229,21 @@ def _endless(row: OrderRow, left: Mapping[int, int]) -> Iterator[Step]:
         yield step
 
 
-@dataclass(frozen=True)
-class OrderPattern:
-    """A device's operations in an order, as `Pattern` has those of a rule."""
-
-    order: Order
-    row: OrderRow
-
-    def steps(self, updates: int) -> tuple[Step, ...]:
-        """Until all its stages have updated so often, in a run without an end."""
-        return tuple(islice(self.row.steps(), self._length(updates)))
-
-    def kinds(self, updates: int) -> bytes:
-        """Of these."""
-        return bytes(kind for kind, _ in self.steps(updates))
-
-    def turns(self, updates: int) -> tuple[int, ...]:
-        """The stages of these."""
-        return tuple(s for _, s in self.steps(updates))
-
-    def block(self, b: int) -> tuple[tuple[Step, ...], dict[int, tuple[int, ...]]]:
-        """What comes after all have updated b times, until they have once more; and what of each
-        kind each stage has run before."""
-        before = self._length(b)
-        steps = tuple(islice(self.row.steps(), before, self._length(b + 1)))
-        return steps, {s: self._counts(s, before) for s in self.row.stages}
-
-    def _counts(self, stage: int, length: int) -> tuple[int, ...]:
-        """Of a stage's forwards, backwards, updates and weight parts among the first steps."""
-        row = self.row
-        if length <= len(row.first):
-            part = row.first[:length]
-            rounds, rest = 0, tuple[Step, ...]()
-        else:
-            part = row.first
-            rounds, left = divmod(length - len(row.first), len(row.repeat))
-            rest = row.repeat[:left]
-        return tuple(
-            part.count((kind, stage))
-            + rest.count((kind, stage))
-            + rounds * row.cycle * self.order.each(kind)
-            for kind in (FORWARDS, BACKWARDS, UPDATES, WEIGHTS)
-        )
-
-    def _length(self, updates: int) -> int:
-        """Steps until all stages have updated so often."""
-        if not updates:
-            return 0
-        row = self.row
-        begun = min(row.first.count((UPDATES, s)) for s in row.stages)
-        rounds = max(0, (updates - begun - 1) // row.cycle)
-        left = {s: updates - row.first.count((UPDATES, s)) - rounds * row.cycle for s in row.stages}
-        if max(left.values()) <= 0:
-            left = dict.fromkeys(row.stages, updates)
-            return 1 + _last(row.first, left)
-        return (
-            len(row.first) + rounds * len(row.repeat) + 1 + _last((*row.repeat, *row.repeat), left)
-        )
-
-
-def _last(steps: Sequence[Step], left: dict[int, int]) -> int:
-    """Position of the step with which each stage has made so many updates, the last one's."""
-    left = {s: count for s, count in left.items() if count > 0}
-    for position, (kind, s) in enumerate(steps):
-        if kind == UPDATES and s in left:
-            left[s] -= 1
-            if not left[s]:
-                del left[s]
-                if not left:
-                    return position
-    raise AssertionError("an order's repeated part updates every stage")
-
-
-def order_patterns(order: Order) -> tuple[OrderPattern, ...]:
+def order_patterns(order: Order) -> tuple[Pattern, ...]:
     """Per device."""
-    return tuple(OrderPattern(order, row) for row in order.rows)
+    return tuple(map(_pattern, order.rows))
+
+
+def _pattern(row: OrderRow) -> Pattern:
+    blocks, steps = list[Row](), list[Step]()
+    updates = dict.fromkeys(row.stages, 0)
+    for kind, s in row.steps():
+        steps.append((kind, s))
+        updates[s] += kind == UPDATES
+        if min(updates.values()) > len(blocks):
+            blocks.append(row_of(steps))
+            steps = []
+            # What is run behind that is all of what repeats.
+            if len(blocks) > row.begins + row.cycle:
+                break
+    return Pattern(tuple(blocks), row.cycle)

@@ -16,10 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS
-
-Rows = tuple[tuple[bytes, tuple[int, ...]], ...]
-"""Per device, kinds and stages of a mini-batch's operations, updates left out."""
+from ..systems.operations import BACKWARDS, FORWARDS, Row, Rows, row_of
 
 
 def interleaved(pipeline: Pipeline) -> Rows:
@@ -29,7 +26,7 @@ def interleaved(pipeline: Pipeline) -> Rows:
 
 def rows_of(devices: Sequence[tuple[int, ...]], micro_batches: int) -> Rows:
     """Of devices that have these stages each."""
-    n, found = micro_batches, []
+    n, found = micro_batches, list[Row]()
     for d, stages in enumerate(devices):
         forwards = list(_in_groups(stages, n, len(devices)))
         backwards = list(_in_groups(stages[::-1], n, len(devices)))
@@ -43,7 +40,7 @@ def rows_of(devices: Sequence[tuple[int, ...]], micro_batches: int) -> Rows:
             if ahead + position < len(forwards):
                 row.append((FORWARDS, forwards[ahead + position]))
             row.append((BACKWARDS, s))
-        found.append((bytes(kind for kind, _ in row), tuple(s for _, s in row)))
+        found.append(row_of(row))
     return tuple(found)
 
 

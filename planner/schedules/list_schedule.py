@@ -19,7 +19,7 @@ from math import inf
 from ..simulator.clock import SimulatedClock
 from ..simulator.event_loop import EventLoop, Offer
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, Rows, row_of
 from .nf1b import SAME
 from .zero_bubble import GAP
 
@@ -75,14 +75,13 @@ class MicroBatchScheduler(EventLoop):
         for d in range(len(self._devices)):
             self._offer(d)
 
-    def rows(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+    def rows(self) -> Rows:
         """Per device, kinds and stages of what it has run, updates left out."""
         found = []
         for turns in self.turns:
             upcoming = {s: iter(self.kinds[s]) for s in turns}
             both = [(next(upcoming[s]), s) for s in turns]
-            left = [(kind, s) for kind, s in both if kind != UPDATES]
-            found.append((bytes(kind for kind, _ in left), tuple(s for _, s in left)))
+            found.append(row_of((kind, s) for kind, s in both if kind != UPDATES))
         return tuple(found)
 
     @property

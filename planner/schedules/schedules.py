@@ -28,12 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import B, F, Schedule, U, W, numbered_schedule
+from ..systems.operations import B, F, Pattern, Row, Rows, Schedule, U, W, numbered_schedule
 from ..systems.variants import ScheduleRule, Variant
-from .given import OrderPattern, ordered_schedule
+from .given import ordered_schedule
 from .interleaved import interleaved
 from .list_schedule import MicroBatchScheduler
 from .nf1b import ListScheduler
@@ -173,29 +172,6 @@ def _ahead(pipeline: Pipeline, more: int = 0) -> list[int]:
 # Schedules that do ------------------------------------------------------------------------------
 
 
-class Pattern(NamedTuple):
-    """A device's operations in a schedule that repeats.
-
-    Attributes:
-        first, further: kinds of those up to its first update (of all its stages), and of those of
-            each further mini-batch.
-        first_turns, further_turns: the stage of each.
-    """
-
-    first: bytes
-    further: bytes
-    first_turns: tuple[int, ...]
-    further_turns: tuple[int, ...]
-
-    def kinds(self, updates: int) -> bytes:
-        """Up to so many updates, in a run without an end."""
-        return self.first + self.further * (updates - 1) if updates else b""
-
-    def turns(self, updates: int) -> tuple[int, ...]:
-        """The stages of these."""
-        return self.first_turns + self.further_turns * (updates - 1) if updates else ()
-
-
 def is_patterned(pipeline: Pipeline) -> bool:
     """Whether the schedule repeats with every mini-batch."""
     return has_pattern(pipeline.variant, several=bool(pipeline.placement))
@@ -222,7 +198,7 @@ def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
     variant, n = pipeline.variant, pipeline.micro_batches
     if pipeline.placement or variant.schedule in ROWS:
         rows = ROWS.get(variant.schedule, _flushed)(pipeline)
-        return tuple(_with_updates(*row) for row in rows)
+        return tuple(Pattern((_with_updates(*row),) * 2) for row in rows)
     make = PATTERNS[variant.schedule]
     found = [
         make(n, ahead, limit)
@@ -232,13 +208,12 @@ def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
         rows_of = [further.replace(W, b"").replace(U, b"") for _, further in found]
         found = [(kinds + U, kinds + U) for kinds in postponed(pipeline, rows_of)]
     return tuple(
-        Pattern(first, further, (s,) * len(first), (s,) * len(further))
-        for s, (first, further) in enumerate(found)
+        Pattern(tuple((kinds, (s,) * len(kinds)) for kinds in both)) for s, both in enumerate(found)
     )
 
 
 def kinds_by_stage(
-    pipeline: Pipeline, patterns: Sequence[Pattern] | Sequence[OrderPattern], updates: int
+    pipeline: Pipeline, patterns: Sequence[Pattern], updates: int
 ) -> tuple[bytes, ...]:
     """Per stage, kinds of its operations up to so many updates."""
     if not pipeline.placement:
@@ -250,18 +225,13 @@ def kinds_by_stage(
     return tuple(map(bytes, found))
 
 
-_Row = tuple[bytes, tuple[int, ...]]
-"""Kinds of a device's operations in one mini-batch, without updates, and the stage of each."""
-
-
-def _with_updates(kinds: bytes, turns: tuple[int, ...]) -> Pattern:
+def _with_updates(kinds: bytes, turns: tuple[int, ...]) -> Row:
     """With those of all the device's stages at the end."""
     stages = tuple(sorted(set(turns)))
-    row, of = kinds + U * len(stages), turns + stages
-    return Pattern(row, row, of, of)
+    return kinds + U * len(stages), turns + stages
 
 
-def _flushed(pipeline: Pipeline) -> tuple[_Row, ...]:
+def _flushed(pipeline: Pipeline) -> Rows:
     """A mini-batch of systems that flush, by the list schedule."""
     variant, n = pipeline.variant, pipeline.micro_batches
     keep = [n] * pipeline.stages if variant.forwards_first else _ahead(pipeline, 1)
@@ -323,7 +293,7 @@ PATTERNS: dict[ScheduleRule, Callable[[int, int, int], tuple[bytes, bytes]]] = {
 mini-batch: from N, the micro-batches that 1F1B has ahead of the first backward, and the stage's
 limit."""
 
-ROWS: dict[ScheduleRule, Callable[[Pipeline], tuple[_Row, ...]]] = {
+ROWS: dict[ScheduleRule, Callable[[Pipeline], Rows]] = {
     "interleaved": interleaved,
     "v-shaped": v_shaped,
 }

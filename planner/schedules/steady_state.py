@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ...profiles.errors import ScheduleError
 from ..simulator.clock import SimulatedClock
-from ..simulator.executor import ContendedExecutor, ListExecutor, Task, coded, codes
+from ..simulator.executor import ContendedExecutor, ListExecutor, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
 from ..systems.operations import (
@@ -17,20 +17,11 @@ from ..systems.operations import (
     FORWARDS,
     UPDATES,
     WEIGHTS,
-    B,
-    F,
     Schedule,
-    W,
     numbered_schedule,
 )
-from .given import OrderPattern, order_patterns
-from .schedules import (
-    Pattern,
-    is_patterned,
-    kinds_by_stage,
-    list_scheduler,
-    schedule_patterns,
-)
+from .given import order_patterns
+from .schedules import is_patterned, kinds_by_stage, list_scheduler, schedule_patterns
 
 MOST_OPERATIONS = 400_000
 """A simulation has about so many at most, settled or not."""
@@ -201,16 +192,16 @@ class _Patterned:
         self.length = length
         self.clock = clock = SimulatedClock(pipeline)
         order = pipeline.variant.order
-        self._patterns: tuple[Pattern, ...] | tuple[OrderPattern, ...]
         self._patterns = order_patterns(order) if order else schedule_patterns(pipeline)
         # In an order, stages of one device may be apart by what both have in flight.
         self._ahead = max(pipeline.limits) * (2 if order else 1)
         self._run: ListExecutor | ContendedExecutor = ListExecutor(clock)
         self._blocks = 0
+        self._counts: dict[int, list[int]] = {}
         if clock.contended:
             clock.grow(length + 2 * self._ahead)
             most = length + self._ahead
-            lists = [coded(clock, p.kinds(most), p.turns(most)) for p in self._patterns]
+            lists = [coded(clock, (p.kinds(most), p.turns(most)), {}) for p in self._patterns]
             self._run = ContendedExecutor(clock, lists)
 
     @property
@@ -238,24 +229,6 @@ class _Patterned:
         order = pipeline.variant.order
         return updates + (max(r.begins for r in order.rows) + 2 * order.cycle if order else 0)
 
-    def _block(self, d: int, b: int) -> list[Task]:
-        """What a device runs from its b-th update to the next, or those of all its stages."""
-        pattern = self._patterns[d]
-        if isinstance(pattern, OrderPattern):
-            steps, done_by_stage = pattern.block(b)
-            kinds, turns = zip(*steps, strict=True)
-            return coded(self.clock, kinds, turns, by_stage=done_by_stage)
-        if not b:
-            return coded(self.clock, pattern.first, pattern.first_turns)
-        # All stages of one device have run as many.
-        stages = len(self.clock.pipeline.stages_of[d])
-        forwards, backwards, weights = (
-            (pattern.first.count(kind) + (b - 1) * pattern.further.count(kind)) // stages
-            for kind in (F, B, W)
-        )
-        done = (forwards, backwards, b, weights)
-        return coded(self.clock, pattern.further, pattern.further_turns, done)
-
     def run(self, mini_batches: int) -> bool:
         if isinstance(self._run, ContendedExecutor):
             return self._run.run(mini_batches)
@@ -277,7 +250,7 @@ class _Patterned:
         self._blocks += 1
         self.clock.grow(self._blocks + self._ahead)
         for d, ops in enumerate(executor.lists):
-            ops += self._block(d, self._blocks - 1)
+            ops += coded(self.clock, self._patterns[d].block(self._blocks - 1), self._counts)
         return executor.run()
 
     def _updated(self, mini_batches: int) -> bool:

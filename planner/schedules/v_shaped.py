@@ -17,15 +17,15 @@ Index letters: D devices; S = 2·D stages; N micro-batches.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate, product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, WEIGHTS
+from ..systems.operations import BACKWARDS, FORWARDS, WEIGHTS, Row, Rows, row_of
 from .list_schedule import MicroBatchScheduler
-from .zero_bubble import Rows, WeightsWhenIdle, shortest
+from .zero_bubble import WeightsWhenIdle, shortest
 
 _UNITS = 6
 """Between two micro-batches: a forward, a backward and a weight part of each of two stages."""
@@ -65,7 +65,7 @@ def v_shaped(pipeline: Pipeline) -> Rows:
         blocks = blocks[:1]
     found = []
     for block in blocks:
-        placed = WeightsWhenIdle(pipeline, *_in_sequence(pipeline, block), most)
+        placed = WeightsWhenIdle(pipeline, _in_sequence(pipeline, block), most)
         rows = placed.place()
         if placed.complete:
             found.append(rows)
@@ -90,7 +90,7 @@ def _by_count(pipeline: Pipeline) -> Rows:
     part; while the pipeline drains, weight parts wait. Replicas of a device do alike."""
     devices, r = len(pipeline.stages_of), pipeline.replicas(0)
     n = max(2 * devices - 1, -(-pipeline.micro_batches // r))
-    rows = []
+    rows = list[Row]()
     for d, mine in enumerate(pipeline.stages_of):
         (f, b, w), (up_f, up_b, up_w) = (
             [(kind, s) for kind in (FORWARDS, BACKWARDS, WEIGHTS)] for s in mine
@@ -106,7 +106,7 @@ def _by_count(pipeline: Pipeline) -> Rows:
             count = min(r, pipeline.micro_batches - done[op])
             row += [op] * count
             done[op] += count
-        rows.append((bytes(kind for kind, _ in row), tuple(s for _, s in row)))
+        rows.append(row_of(row))
     return tuple(rows)
 
 
@@ -115,21 +115,17 @@ def _most_kept(pipeline: Pipeline, devices: int) -> int:
     return pipeline.replicas(0) * pipeline.variant.places(devices)
 
 
-_Sequence: TypeAlias = tuple[list[bytes], list[tuple[int, ...]]]
-"""Per device, kinds of forwards and backwards, and their stages."""
-
-
-def _in_sequence(pipeline: Pipeline, block: _Block) -> _Sequence:
-    """The sequence of a repeated block."""
+def _in_sequence(pipeline: Pipeline, block: _Block) -> Rows:
+    """Forwards and backwards in the sequence of a repeated block."""
     ahead = None
     if pipeline.variant.half_memory and block == _HALF[0]:
         ahead = _ahead(pipeline.stages, pipeline.micro_batches, block)
     return ahead or _in_blocks(pipeline, block)
 
 
-def _in_blocks(pipeline: Pipeline, block: _Block) -> _Sequence:
+def _in_blocks(pipeline: Pipeline, block: _Block) -> Rows:
     starts = _starts(pipeline.stages, block)
-    found = []
+    found = list[Row]()
     for mine in pipeline.stages_of:
         row = sorted(
             (at[s] + _UNITS * i, kind, s)
@@ -137,8 +133,8 @@ def _in_blocks(pipeline: Pipeline, block: _Block) -> _Sequence:
             for s in mine
             for i in range(pipeline.micro_batches)
         )
-        found.append([(kind, s) for _, kind, s in row])
-    return _coded(found)
+        found.append(row_of((kind, s) for _, kind, s in row))
+    return tuple(found)
 
 
 def _starts(stages: int, block: _Block) -> tuple[tuple[int, list[int]], tuple[int, list[int]]]:
@@ -151,19 +147,14 @@ def _starts(stages: int, block: _Block) -> tuple[tuple[int, list[int]], tuple[in
     return (FORWARDS, forward_at), (BACKWARDS, [*accumulate(back, initial=first)][::-1])
 
 
-def _coded(rows: Iterable[Sequence[tuple[int, int]]]) -> _Sequence:
-    pairs = [(bytes(kind for kind, _ in row), tuple(s for _, s in row)) for row in rows]
-    return [kinds for kinds, _ in pairs], [turns for _, turns in pairs]
-
-
 # Ahead of the block's times ----------------------------------------------------------------------
 
-_Op: TypeAlias = tuple[int, int, int]
+_Op = tuple[int, int, int]
 """Kind, stage, micro-batch."""
 
 
 @lru_cache(maxsize=256)
-def _ahead(stages: int, n: int, block: _Block) -> _Sequence | None:
+def _ahead(stages: int, n: int, block: _Block) -> Rows | None:
     """The sequence of a repeated block whose operations begin in the first free unit that they may,
     until the first micro-batch is back and once the last one has begun; no device keeps more at
     once than before. With equal times as short as the authors' own (their program to 2405.15362).
@@ -192,7 +183,7 @@ def _ahead(stages: int, n: int, block: _Block) -> _Sequence | None:
                     break
         ends |= op == (FORWARDS, 0, n - 1)
     ordered = ([row[t] for t in sorted(row)] for row in rows)
-    return _coded([(kind, s) for kind, s, _ in row if kind != WEIGHTS] for row in ordered)
+    return tuple(row_of((kind, s) for kind, s, _ in row if kind != WEIGHTS) for row in ordered)
 
 
 _NOTHING: _Op = (BACKWARDS, 0, 0)

@@ -12,15 +12,22 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from math import inf
-from typing import TypeAlias
 
 from ..simulator.clock import SimulatedClock
 from ..simulator.executor import ContendedExecutor, ListExecutor, coded
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
-
-Rows: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
-"""Per device, kinds of a mini-batch's operations, updates left out, and their stages."""
+from ..systems.operations import (
+    BACKWARDS,
+    FORWARDS,
+    UPDATES,
+    WEIGHTS,
+    B,
+    F,
+    Rows,
+    U,
+    W,
+    row_of,
+)
 
 ROUNDING = 1 + 1e-9
 
@@ -48,12 +55,12 @@ def postponed(pipeline: Pipeline, rows: Sequence[bytes]) -> tuple[bytes, ...]:
     if sum(map(len, late)) > _MOST_TRIED:
         return late
     at_once = tuple(row.replace(B, B + W) for row in rows)
-    turns = [(s,) * len(row) for s, row in enumerate(rows)]
-    idle = tuple(kinds for kinds, _ in WeightsWhenIdle(pipeline, rows, turns, most).place())
-    found = [
-        tuple((kinds, (s,) * len(kinds)) for s, kinds in enumerate(each))
-        for each in (late, idle, at_once)
-    ]
+
+    def of_stages(found: Sequence[bytes]) -> Rows:
+        return tuple((kinds, (s,) * len(kinds)) for s, kinds in enumerate(found))
+
+    idle = WeightsWhenIdle(pipeline, of_stages(rows), most).place()
+    found = [of_stages(late), idle, of_stages(at_once)]
     return tuple(kinds for kinds, _ in shortest(pipeline, found))
 
 
@@ -102,7 +109,7 @@ def _period_s(pipeline: Pipeline, rows: Rows, best_s: float) -> float:
     clock = SimulatedClock(pipeline)
     clock.grow(2)
     both = [
-        coded(clock, (row + U * len(mine)) * 2, (of + mine) * 2)
+        coded(clock, ((row + U * len(mine)) * 2, (of + mine) * 2), {})
         for (row, of), mine in zip(rows, pipeline.stages_of, strict=True)
     ]
     updates = clock.starts_s[UPDATES]
@@ -128,21 +135,16 @@ class WeightsWhenIdle:
     wire: what comes of it is a schedule, which the clock then times exactly.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        rows: Sequence[bytes],
-        turns: Sequence[Sequence[int]],
-        most: Sequence[int],
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, rows: Rows, most: Sequence[int]) -> None:
         """
         Args:
-            rows, turns: per device, kinds of its forwards and backwards, and their stages.
+            rows: of forwards and backwards.
             most: per device, micro-batches that its stages may keep at once, all together.
         """
         stages = range(pipeline.stages)
-        self._rows, self._turns, self._most = rows, turns, most
-        self._device_of = {s: d for d, mine in enumerate(turns) for s in mine}
+        self._rows = [list(zip(*row, strict=True)) for row in rows]
+        self._most = most
+        self._device_of = {s: d for d, (_, turns) in enumerate(rows) for s in turns}
         self._seconds = [
             [
                 seconds / pipeline.replicas(s)
@@ -184,9 +186,7 @@ class WeightsWhenIdle:
             now, d = heapq.heappop(self._heap)
             if now >= self._free_s[d]:
                 self._decide(now, d)
-        return tuple(
-            (bytes(kind for kind, _ in ran), tuple(s for _, s in ran)) for ran in self._found
-        )
+        return tuple(map(row_of, self._found))
 
     @property
     def complete(self) -> bool:
@@ -197,7 +197,7 @@ class WeightsWhenIdle:
         row, waiting = self._rows[d], self._waiting[d]
         kind, start, s = WEIGHTS, inf, 0
         if self._position[d] < len(row):
-            kind, s = row[self._position[d]], self._turns[d][self._position[d]]
+            kind, s = row[self._position[d]]
             number = self._done[s][kind]
             if not self._due[kind][s][number]:
                 start = self._ready_s[kind][s][number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -18,6 +18,7 @@ from ..systems.operations import (
     WEIGHT,
     WEIGHTS,
     Op,
+    Row,
     Schedule,
     op_text,
 )
@@ -98,25 +99,17 @@ def _task(clock: SimulatedClock, s: int, op: Op) -> Task:
     )
 
 
-def coded(
-    clock: SimulatedClock,
-    kinds: Iterable[int],
-    turns: Iterable[int],
-    done: Sequence[int] = (0, 0, 0, 0),
-    by_stage: Mapping[int, Sequence[int]] | None = None,
-) -> list[Task]:
-    """A device's operations of these kinds, after so many of each, as the clock's numbers.
+def coded(clock: SimulatedClock, row: Row, counts: dict[int, list[int]]) -> list[Task]:
+    """A device's operations as the clock's numbers.
 
     Args:
-        turns: the stage of each.
-        done: at each of its stages; `by_stage` where they differ.
+        counts: by stage, operations of each kind before these; they are added.
     """
-    counts = {s: list(each) for s, each in (by_stage or {}).items()}
     found: list[Task] = []
-    last, count, width = -1, list(done), [1, 1, 1, 1]
-    for kind, s in zip(kinds, turns, strict=True):
+    last, count, width = -1, [0, 0, 0, 0], [1, 1, 1, 1]
+    for kind, s in zip(*row, strict=True):
         if s != last:
-            count = counts.setdefault(s, list(done))
+            count = counts.setdefault(s, [0, 0, 0, 0])
             width, last = [each[s] for each in clock.width], s
         k = count[kind]
         count[kind] = k + 1

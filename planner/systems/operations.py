@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from ...profiles.errors import ScheduleError
@@ -90,6 +91,43 @@ def parse_op(text: str) -> tuple[int, Op]:
 FORWARDS, BACKWARDS, UPDATES, WEIGHTS = 0, 1, 2, 3
 
 F, B, U, W = (bytes([kind]) for kind in (FORWARDS, BACKWARDS, UPDATES, WEIGHTS))
+
+Row = tuple[bytes, tuple[int, ...]]
+"""Kinds of a device's operations, and the stage of each."""
+
+Rows = tuple[Row, ...]
+"""Per device. Of a mini-batch updates are left out."""
+
+
+def row_of(steps: Iterable[tuple[int, int]]) -> Row:
+    """The row of these kinds and stages."""
+    both = list(steps)
+    return bytes(kind for kind, _ in both), tuple(s for _, s in both)
+
+
+class Pattern(NamedTuple):
+    """A device's operations in a schedule that repeats.
+
+    Attributes:
+        blocks: those up to its first update (of all its stages), to the second one, and so on.
+        cycle: of the last blocks, how many repeat.
+    """
+
+    blocks: Rows
+    cycle: int = 1
+
+    def block(self, updates: int) -> Row:
+        """What comes behind so many updates, up to the next."""
+        first = len(self.blocks) - self.cycle
+        return self.blocks[min(updates, first + (updates - first) % self.cycle)]
+
+    def kinds(self, updates: int) -> bytes:
+        """Up to so many updates, in a run without an end."""
+        return b"".join(self.block(b)[0] for b in range(updates))
+
+    def turns(self, updates: int) -> tuple[int, ...]:
+        """The stages of these."""
+        return tuple(chain.from_iterable(self.block(b)[1] for b in range(updates)))
 
 
 def numbered(

@@ -44,7 +44,7 @@ def most_kept(pipeline):
     """Per stage, micro-batches whose activations it keeps at once."""
     return [
         holdings(
-            pipeline.variant, pipeline.micro_batches, pipeline.replicas(s), pattern.further
+            pipeline.variant, pipeline.micro_batches, pipeline.replicas(s), pattern.block(1)[0]
         ).micro_batches_kept
         for s, pattern in enumerate(schedule_patterns(pipeline))
     ]
@@ -142,7 +142,7 @@ def test_uneven_stages_get_weight_parts_where_they_would_be_idle():
     pipeline = replace(
         equal_stages(3, 8, wire=0.25), forward_s=(1.0, 1.0, 3.0), backward_s=(2.0, 2.0, 3.0)
     )
-    rows = [pattern.further.translate(None, b"\2\3") for pattern in schedule_patterns(pipeline)]
+    rows = [pattern.block(1)[0].translate(None, b"\2\3") for pattern in schedule_patterns(pipeline)]
     assert b"\1\3" in postponed(pipeline, rows)[1]
     assert steady_state(pipeline).period_s < steady_state(unsplit(pipeline)).period_s
 
@@ -153,8 +153,8 @@ def test_a_forward_is_ready_when_the_last_of_its_messages_is_there():
     skip = Link(0, 2, 10.0, 0.0, 0.0, has_gradient=False)
     pipeline = replace(pipeline, links=(*pipeline.links, skip))
     rows = (b"\0\0\1\1", b"\0\0\1\1", b"\0\1\0\1")
-    turns = [(s,) * 4 for s in range(3)]
-    placed = WeightsWhenIdle(pipeline, rows, turns, [2, 2, 2]).place()
+    rows = tuple((kinds, (s,) * 4) for s, kinds in enumerate(rows))
+    placed = WeightsWhenIdle(pipeline, rows, [2, 2, 2]).place()
     assert placed[2] == (b"\0\1\0\1\3\3", (2,) * 6)
 
 
@@ -196,5 +196,5 @@ def test_the_checker_knows_weight_parts():
 def test_very_long_mini_batches_take_the_papers_way():
     pipeline = equal_stages(8, 2100)
     patterns = schedule_patterns(pipeline)
-    assert all(len(pattern.further) == 3 * 2100 + 1 for pattern in patterns)
+    assert all(len(pattern.block(1)[0]) == 3 * 2100 + 1 for pattern in patterns)
     assert max(most_kept(pipeline)) == 8
