@@ -9,19 +9,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from ...profiles.errors import ScheduleError
-from ..systems.operations import (
-    BACKWARDS,
-    FORWARD,
-    FORWARDS,
-    UPDATE,
-    UPDATES,
-    WEIGHT,
-    WEIGHTS,
-    Op,
-    Row,
-    Schedule,
-    op_text,
-)
+from ..systems.operations import FORWARDS, KINDS, UPDATES, Op, Row, Schedule, op_text
 from .clock import PlainLane, PlainSends, SimulatedClock, SimulatedMessage
 from .event_loop import EventLoop, Offer
 from .pipeline import Pipeline
@@ -83,20 +71,12 @@ def execute(
 
 def codes(clock: SimulatedClock, devices: Iterable[Iterable[tuple[int, Op]]]) -> list[list[Task]]:
     """A schedule's operations as the clock's numbers, per device."""
-    return [[_task(clock, s, op) for s, op in ops] for ops in devices]
 
+    def task(s: int, op: Op) -> Task:
+        kind = KINDS[op.kind]
+        return kind, op.mini_batch * clock.slots[kind][s] + (op.micro_batch or 0), s
 
-def _task(clock: SimulatedClock, s: int, op: Op) -> Task:
-    kind, b, i = op
-    if kind == FORWARD:
-        return FORWARDS, b * clock.slots[FORWARDS][s] + (i or 0), s
-    if kind == UPDATE:
-        return UPDATES, b, s
-    return (
-        WEIGHTS if kind == WEIGHT else BACKWARDS,
-        b * clock.slots[BACKWARDS][s] + (i or 0),
-        s,
-    )
+    return [[task(s, op) for s, op in ops] for ops in devices]
 
 
 def coded(clock: SimulatedClock, row: Row, counts: dict[int, list[int]]) -> list[Task]:

@@ -92,6 +92,9 @@ FORWARDS, BACKWARDS, UPDATES, WEIGHTS = 0, 1, 2, 3
 
 F, B, U, W = (bytes([kind]) for kind in (FORWARDS, BACKWARDS, UPDATES, WEIGHTS))
 
+LETTERS = (FORWARD, BACKWARD, UPDATE, WEIGHT)
+KINDS = {letter: kind for kind, letter in enumerate(LETTERS)}
+
 Row = tuple[bytes, tuple[int, ...]]
 """Kinds of a device's operations, and the stage of each."""
 
@@ -182,27 +185,23 @@ def _each(
     update_every: int,
 ) -> list[Op | None]:
     """The operation of each kind; None where it is left out."""
-    n = micro_batches
-    forwards = backwards = updates = weights = 0
+    each, named = _units(micro_batches, micro=micro)
+    counts = [0, 0, 0, 0]
     found: list[Op | None] = []
     for kind in kinds:
-        if kind == FORWARDS:
-            op = Op(FORWARD, forwards // n, forwards % n)
-            forwards += 1
-        elif kind == UPDATES:
-            op = Op(UPDATE, updates)
-            updates += 1
-        elif kind == WEIGHTS:
-            op = Op(WEIGHT, weights // n, weights % n)
-            weights += 1
-        else:
-            op = Op(BACKWARD, *(divmod(backwards, n) if micro else (backwards, None)))
-            backwards += 1
-        there = mini_batches is None or op.mini_batch < mini_batches
+        b, i = divmod(counts[kind], each[kind])
+        counts[kind] += 1
+        there = mini_batches is None or b < mini_batches
         if kind == UPDATES:
-            there &= not updates % update_every or updates == mini_batches
-        found.append(op if there else None)
+            there &= not counts[kind] % update_every or counts[kind] == mini_batches
+        found.append(Op(LETTERS[kind], b, i if named[kind] else None) if there else None)
     return found
+
+
+def _units(micro_batches: int, *, micro: bool) -> tuple[Sequence[int], Sequence[bool]]:
+    """Per kind, operations of a mini-batch, and whether they name their micro-batch."""
+    n = micro_batches
+    return (n, n if micro else 1, 1, n), (True, micro, False, True)
 
 
 def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[Op, int]]:
@@ -210,29 +209,17 @@ def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[
 
     A mini-batch's last forward stands for itself.
     """
-    n = micro_batches
-    forwards = backwards = updates = weights = position = 0
+    each, named = _units(micro_batches, micro=micro)
+    counts, position = [0, 0, 0, 0], 0
     # In an order that a user gives, an update may stand between forwards.
     others = [kind for kind in (B, U, W) if kind in kinds]
     while position < len(kinds):
-        kind = kinds[position]
+        kind, row = kinds[position], 1
+        b, i = divmod(counts[kind], each[kind])
         if kind == FORWARDS:
             ends = [end for end in (kinds.find(o, position) for o in others) if end >= 0]
             row = min(ends, default=len(kinds)) - position
-            b, i = divmod(forwards, n)
-            row = min(row, max(n - 1 - i, 1))
-            yield Op(FORWARD, b, i), row
-            forwards += row
-            position += row
-            continue
-        position += 1
-        if kind == UPDATES:
-            yield Op(UPDATE, updates), 1
-            updates += 1
-        elif kind == WEIGHTS:
-            yield Op(WEIGHT, weights // n, weights % n), 1
-            weights += 1
-        else:
-            b, at = divmod(backwards, n) if micro else (backwards, None)
-            yield Op(BACKWARD, b, at), 1
-            backwards += 1
+            row = min(row, max(micro_batches - 1 - i, 1))
+        yield Op(LETTERS[kind], b, i if named[kind] else None), row
+        counts[kind] += row
+        position += row

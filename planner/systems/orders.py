@@ -28,6 +28,8 @@ from .operations import (
     BACKWARDS,
     FORWARD,
     FORWARDS,
+    KINDS,
+    LETTERS,
     UPDATE,
     UPDATES,
     WEIGHT,
@@ -36,9 +38,6 @@ from .operations import (
     op_text,
     parse_op,
 )
-
-KINDS = {FORWARD: FORWARDS, BACKWARD: BACKWARDS, UPDATE: UPDATES, WEIGHT: WEIGHTS}
-_LETTERS = {number: letter for letter, number in KINDS.items()}
 
 REPEATS = "|"
 
@@ -165,7 +164,7 @@ class Order:
         if self.reverse and kind in (BACKWARDS, WEIGHTS):
             i = each - 1 - i
         of_micro_batch = kind == FORWARDS or (kind != UPDATES and self.micro)
-        return Op(_LETTERS[kind], b, i if of_micro_batch else None)
+        return Op(LETTERS[kind], b, i if of_micro_batch else None)
 
     def each(self, kind: int) -> int:
         """Operations of a kind that a stage runs in a mini-batch."""
