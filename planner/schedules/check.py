@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ...profiles.errors import ScheduleError
 from ..simulator.executor import execute
-from ..simulator.pipeline import Link, Pipeline
+from ..simulator.pipeline import Pipeline, in_a_row
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
 from ..systems.variants import Variant
 from .schedules import make_schedule
@@ -45,11 +45,7 @@ def check_schedule(pipeline: Pipeline, schedule: Schedule, mini_batches: int) ->
 def deadlocks(variant: Variant, placement: tuple[int, ...], micro_batches: int) -> bool:
     """Whether the operations of a system whose devices have a row wait for each other, where each
     stage waits for the one before it; `placement`: each stage's device."""
-    stages, none = len(placement), (0.0,) * len(placement)
-    links = tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1))
-    pipeline = Pipeline(
-        variant, micro_batches, none, none, none, links, (1,) * stages, placement=placement
-    )
+    pipeline = in_a_row(variant, micro_batches, (1,) * len(placement), placement)
     try:
         execute(pipeline, make_schedule(pipeline, 1))
     except ScheduleError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...profiles.errors import FileError, OrderError, ScheduleError
 from ..simulator.executor import execute
-from ..simulator.pipeline import Link, Pipeline
+from ..simulator.pipeline import in_a_row
 from ..systems.operations import (
     BACKWARDS,
     FORWARD,
@@ -61,18 +61,7 @@ def check_order(order: Order) -> None:
     """
     count = 2 + max(row.begins for row in order.rows) + 2 * max(order.limits)
     count += 2 * lcm(*(row.cycle for row in order.rows))
-    stages = order.stages
-    pipeline = Pipeline(
-        variant=_any_rules(order),
-        micro_batches=order.micro_batches,
-        forward_s=(1.0,) * stages,
-        backward_s=(1.0,) * stages,
-        update_s=(0.0,) * stages,
-        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
-        limits=order.limits,
-        placement=order.placement,
-        weight_s=(0.5,) * stages if order.split else (),
-    )
+    pipeline = in_a_row(_any_rules(order), order.micro_batches, order.limits, order.placement)
     try:
         execute(pipeline, ordered_schedule(order, count))
     except ScheduleError as error:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..simulator.clock import NOT_YET
 from ..simulator.executor import execute
-from ..simulator.pipeline import Link, Pipeline
+from ..simulator.pipeline import Pipeline, in_a_row
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .nf1b_together import nf1b_periods_s
 from .schedules import PATTERNS, ROWS, make_schedule
@@ -68,7 +68,9 @@ def periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     if count > affordable:
         span = every * max(affordable // (2 * every), 1)
         count = 2 * span
-    updated = _updates_s(pipelines, _sequence(_alone(first), count), count)
+    # The sequence is the same whatever operations take.
+    alone = replace(in_a_row(first.variant, n, first.limits), update_every=every)
+    updated = _updates_s(pipelines, _sequence(alone, count), count)
     found: Seconds = (updated[-1] - updated[-1 - span]).max(axis=0) / span
     return found
 
@@ -153,15 +155,6 @@ def _updates_s(
             before = ready.get((kind, t, slot))
             ready[kind, t, slot] = there if before is None else np.maximum(before, there)
     return updated
-
-
-def _alone(pipeline: Pipeline) -> Pipeline:
-    """What its sequence depends on: each stage sends to the next, and nothing takes time."""
-    zeros = (0.0,) * pipeline.stages
-    links = tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(pipeline.stages - 1))
-    return replace(
-        pipeline, forward_s=zeros, backward_s=zeros, update_s=zeros, links=links, all_reduce_s=()
-    )
 
 
 @lru_cache(maxsize=64)

@@ -188,3 +188,22 @@ class Pipeline:
     def updates_after(self, mini_batch: int) -> bool:
         """Whether an update follows this mini-batch, be it the last one or not."""
         return not (mini_batch + 1) % self.update_every
+
+
+def in_a_row(
+    variant: Variant, micro_batches: int, limits: tuple[int, ...], placement: tuple[int, ...] = ()
+) -> Pipeline:
+    """Stages that each send to the next, whose operations take a second each, and all else nothing:
+    for what follows from a schedule alone."""
+    stages = len(limits)
+    each = 1 if variant.backward_unit == "micro" else micro_batches
+    return Pipeline(
+        variant=variant,
+        micro_batches=micro_batches,
+        forward_s=(1.0,) * stages,
+        backward_s=(1.0 / each,) * stages,
+        update_s=(0.0,) * stages,
+        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
+        limits=limits,
+        placement=placement,
+    )

@@ -1,1 +1,1 @@
-"""The training systems as data: the table, operations, weight versions, predictions."""
+"""The training systems as data: the table, operations, weight versions, rules from outside."""

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...planner.schedules.prediction import Distances, prediction_distances
 from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op, Schedule, op_text
-from ...planner.systems.prediction import Distances, prediction_distances
 from ...planner.systems.versions import entry_versions
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from ...planner.schedules.prediction import Distances
 from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun, HookChain
 from ...planner.systems.operations import Op
-from ...planner.systems.prediction import Distances
 from ...planner.systems.versions import VersionWalk
 from ...profiles.autograd.boundary import give_gradients_own_memory
 from ...profiles.tasks.task import Loss

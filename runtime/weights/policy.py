@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ...planner.schedules.prediction import Distances
 from ...planner.systems.hooks import StageHooks
 from ...planner.systems.operations import BACKWARD, FORWARD, Op
-from ...planner.systems.prediction import Distances
 from ...planner.systems.variants import Variant
 from ...planner.systems.versions import VersionWalk
 from ..settings import RunSettings

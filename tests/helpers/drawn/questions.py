@@ -22,10 +22,10 @@ from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.costs.stage_costs import least_of
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges, make_schedule
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
-from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (

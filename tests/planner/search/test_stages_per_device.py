@@ -15,13 +15,13 @@ from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.partition.placings import pattern
 from timeprest.planner.plan import pipeline_of
+from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.search import placed_bounds, stages_per_device
 from timeprest.planner.search import solve as solve_module
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of, placements
-from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 

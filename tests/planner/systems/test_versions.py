@@ -19,11 +19,11 @@ from helpers.output.schedules import schedule_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
+from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import sequence_distance, steady_state
 from timeprest.planner.simulator.timeline import simulate
 from timeprest.planner.systems.operations import Op, Schedule
-from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import VersionWalk, entry_versions
 

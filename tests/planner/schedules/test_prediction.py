@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from helpers.output.schedules import parse_schedule
+from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.pipeline import Link, Pipeline
-from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 

@@ -9,12 +9,15 @@ are, once the pipeline is full, SpecTrain's ⌊s/2⌋ + S − s − 1 and ⌊s/2
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...profiles.errors import ScheduleError
-from .operations import BACKWARD, FORWARD, UPDATE, Op, Schedule
-from .variants import Horizon, Variant
+from ..simulator.clock import NOT_YET, SimulatedClock
+from ..simulator.executor import execute
+from ..simulator.pipeline import in_a_row
+from ..systems.operations import BACKWARD, BACKWARDS, FORWARD, UPDATE, UPDATES, Op, Schedule
+from ..systems.variants import Horizon, Variant
 
 
 @dataclass(frozen=True)
@@ -53,43 +56,35 @@ def prediction_distances(
     """
     if not variant.horizon:
         return tuple(Distances((), ()) for _ in schedule)
-    return _HORIZONS[variant.horizon](schedule, updated_by or range(len(schedule)))
+    return _HORIZONS[variant.horizon](variant, schedule, updated_by or range(len(schedule)))
 
 
-@dataclass
-class _StageTimes:
-    """What a stage did when, in units from the start.
-
-    Attributes:
-        updates: when each update was made.
-        starts: of each operation but updates.
-    """
-
-    updates: list[int] = field(default_factory=list)
-    starts: dict[Op, int] = field(default_factory=dict)
-
-
-def _round_trip(schedule: Schedule, updated_by: Sequence[int]) -> tuple[Distances, ...]:
+def _round_trip(
+    variant: Variant, schedule: Schedule, updated_by: Sequence[int]
+) -> tuple[Distances, ...]:
     """To the version that the stage has when the backward of that micro-batch or, where it takes
     all of them, mini-batch starts at stage 0.
 
     What is updated at that very moment doesn't count; stage 0's version is what its own backward
     sees.
     """
-    clocked = _clocked(schedule)
-    heads = _backwards(clocked[0].starts)
+    clock, heads = _unit_clock(variant, schedule), _backwards(schedule[0])
+    starts, each = clock.starts_s[BACKWARDS][0], clock.slots[BACKWARDS][0]
     versions = _versions(schedule, updated_by)
     found = []
     for own, by in zip(versions, updated_by, strict=True):
+        updates = [start for start in clock.starts_s[UPDATES][by] if start != NOT_YET]
+        aims = {op: versions[0][op] for op in heads}
         if by:
-            aims = {op: bisect_left(clocked[by].updates, clocked[0].starts[op]) for op in heads}
-        else:
-            aims = {op: versions[0][op] for op in heads}
+            slots = {op: op.mini_batch * each + (op.micro_batch or 0) for op in heads}
+            aims = {op: bisect_left(updates, starts[slot]) for op, slot in slots.items()}
         found.append(_to(aims, own))
     return tuple(found)
 
 
-def _own_backward(schedule: Schedule, updated_by: Sequence[int]) -> tuple[Distances, ...]:
+def _own_backward(
+    _: Variant, schedule: Schedule, updated_by: Sequence[int]
+) -> tuple[Distances, ...]:
     """To the version that the stage has at the micro-batch's or mini-batch's own backward."""
     return tuple(
         _to({op: own[op] for op in _backwards(own)}, own) for own in _versions(schedule, updated_by)
@@ -124,47 +119,27 @@ def _to(aims: Mapping[Op, int], versions: Mapping[Op, int]) -> Distances:
     )
 
 
-def _backwards(ops: Mapping[Op, int]) -> list[Op]:
+def _backwards(ops: Iterable[Op]) -> list[Op]:
     return [op for op in ops if op.kind == BACKWARD]
 
 
-def _clocked(schedule: Schedule) -> list[_StageTimes]:
-    """Run the schedule on the unit clock."""
-    last, devices = len(schedule) - 1, schedule.on_devices()
-    device_of = {s: d for d, ops in enumerate(devices) for s, _ in ops}
-    times = [_StageTimes() for _ in schedule]
-    ends: list[dict[Op, int]] = [{} for _ in schedule]
-    done, now = [0] * len(devices), [0] * len(devices)
-    pending = list(range(len(devices)))
-    while pending:
-        d = pending.pop()
-        while done[d] < len(devices[d]):
-            s, op = devices[d][done[d]]
-            if op.kind == UPDATE:
-                times[s].updates.append(now[d])
-            else:
-                feeder = s - 1 if op.kind == FORWARD else s + 1
-                start = now[d]
-                if 0 <= feeder <= last:
-                    if op not in ends[feeder]:
-                        break
-                    start = max(start, ends[feeder][op])
-                times[s].starts[op] = start
-                ends[s][op] = now[d] = start + 1
-                others = {device_of[t] for t in (s - 1, s + 1) if 0 <= t <= last} - {d}
-                pending += [other for other in others if other not in pending]
-            done[d] += 1
-    if any(count < len(ops) for count, ops in zip(done, devices, strict=True)):
+def _unit_clock(variant: Variant, schedule: Schedule) -> SimulatedClock:
+    """After a run of the schedule on the unit clock."""
+    n = 1 + max((op.micro_batch or 0 for op in schedule[0]), default=0)
+    device_of = {s: d for d, turns in enumerate(schedule.turns) for s in turns}
+    placement = tuple(device_of[s] for s in sorted(device_of))
+    try:
+        return execute(in_a_row(variant, n, (1,) * len(schedule), placement), schedule).clock
+    except ScheduleError:
         raise ScheduleError(
             "how far predictions look ahead can't be counted: a stage's backward comes before the "
             "forward of a later stage of its device, from which no gradient comes back; plan with "
             "--stages-per-device 1, or another system than one that predicts to the round trip's "
             "end (spectrain)"
-        )
-    return times
+        ) from None
 
 
-_HORIZONS: dict[Horizon, Callable[[Schedule, Sequence[int]], tuple[Distances, ...]]] = {
+_HORIZONS: dict[Horizon, Callable[[Variant, Schedule, Sequence[int]], tuple[Distances, ...]]] = {
     "round-trip": _round_trip,
     "backward": _own_backward,
 }
