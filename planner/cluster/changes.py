@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,8 @@ import msgspec
 
 from ...profiles.errors import UserError
 from ...profiles.files import converted
-from ...profiles.profile import Together
 from ...profiles.units import parse_bandwidth, parse_memory, parse_seconds
 from .cluster import Cluster, Device, LinkBetween
-from .contention import with_contention
 from .links import MAX_DEVICES, AllReduce, Network
 
 _EXAMPLE = "write it like bandwidth=2x,memory=24GiB"
@@ -68,17 +66,6 @@ def parse_change(text: str, what: str = "what_if") -> Change:
         more: dict[str, Any] = {field: number if field == "devices" else value}
         change = replace(change, **more)
     return change
-
-
-def clusters_after(
-    cluster: Cluster, texts: Sequence[str], together: Together | None, what: str = "what_if"
-) -> dict[str, Cluster]:
-    """The cluster after each change by itself, by the change; devices of a machine slow each other
-    down there as `with_contention` says. Raises as `parse_change` and `changed`."""
-    return {
-        text: with_contention(changed(cluster, parse_change(text, what), what), together)
-        for text in texts
-    }
 
 
 def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:

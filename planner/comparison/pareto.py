@@ -31,18 +31,6 @@ class ParetoPoint:
         return self.period_s, self.memory_bytes, self.version_difference
 
 
-def pareto_point(variant: str, found: Evaluation) -> ParetoPoint:
-    """What a plan costs."""
-    predicted = found.prediction
-    return ParetoPoint(
-        variant=variant,
-        evaluation=found,
-        period_s=predicted.period_s,
-        memory_bytes=predicted.most_bytes,
-        version_difference=found.difference,
-    )
-
-
 class ParetoFront:
     """The plans seen so far that none beats or equals in all three, by ascending period."""
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...profiles import plugins
 from ...profiles.errors import InfeasibleError, PlanError
-from ..cluster.changes import clusters_after
+from ..cluster.changes import changed, parse_change
 from ..cluster.cluster import Cluster
-from ..cluster.contention import contention_on
+from ..cluster.contention import contention_on, with_contention
 from ..evaluate import Evaluation
 from ..plan import Plan
 from ..search.planning import Planning
 from ..search.solve import INTERRUPTED
 from ..search.state import Progress
 from ..systems.variants import variant_named
-from .front import staleness_front
-from .pareto import ParetoFront, ParetoPoint, pareto_point
+from .pareto import ParetoFront, ParetoPoint, unbeaten
 
 NOT_TRIED = "not looked at: interrupted"
+
+_EVERY = 16
+"""Up to such delays each is asked for; of larger ones, those an eighth apart or so."""
+
+T = TypeVar("T")
 
 
 class Judgement(Protocol):
@@ -92,9 +96,16 @@ def plans_of_systems(planning: Planning, progress: Progress | None = None) -> Sy
         judge: Judge = plugins.load("judges", "study")(planning, planning.study)
         return judge.plans(planning, systems, progress)
     pareto = ParetoFront()
-    found, failed = _by_system(
-        systems, lambda system: [_plan_of(planning, system, pareto, progress)]
-    )
+
+    def best_of(system: str) -> list[Plan]:
+        def keep(found: Evaluation) -> None:
+            predicted = found.prediction
+            prices = predicted.period_s, predicted.most_bytes, found.difference
+            pareto.add(ParetoPoint(system, found, *prices))
+
+        return [planning.best(naming_system(system, progress), variant=system, seen=keep)]
+
+    found, failed = _by_system(systems, best_of)
     return SystemPlans({name: plans[0] for name, plans in found.items()}, failed, pareto.points)
 
 
@@ -102,20 +113,29 @@ def _by_system(
     systems: Mapping[str, str], plans_of: Callable[[str], list[Plan]]
 ) -> tuple[dict[str, list[Plan]], dict[str, str]]:
     """Plans of each system, and why others have none. Raises InfeasibleError where none has."""
+    plans, failed = _of_each(systems, plans_of)
+    if not plans:
+        raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+    return plans, failed
+
+
+def _of_each(
+    asked: Mapping[str, T], plans_of: Callable[[T], list[Plan]], *, stopped: bool = False
+) -> tuple[dict[str, list[Plan]], dict[str, str]]:
+    """Plans of each that was asked for, and why others have none; `stopped`, as one of them may
+    be by Ctrl-C: those after it aren't tried."""
     plans: dict[str, list[Plan]] = {}
     failed: dict[str, str] = {}
-    for name, system in systems.items():
+    for name, each in asked.items():
+        if stopped:
+            failed[name] = NOT_TRIED
+            continue
         try:
-            plans[name] = plans_of(system)
+            plans[name] = plans_of(each)
         except (InfeasibleError, PlanError) as error:
             failed[name] = str(error)
             continue
-        if INTERRUPTED in (plan.solver.stopped for plan in plans[name]):
-            left = [other for other in systems if other not in (*plans, *failed)]
-            failed |= dict.fromkeys(left, NOT_TRIED)
-            break
-    if not plans:
-        raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+        stopped = INTERRUPTED in (plan.solver.stopped for plan in plans[name])
     return plans, failed
 
 
@@ -129,15 +149,6 @@ def best_plan_of(planning: Planning, progress: Progress | None = None) -> Plan:
     return judged.chosen
 
 
-def _plan_of(
-    planning: Planning, system: str, front: ParetoFront, progress: Progress | None
-) -> Plan:
-    def keep(found: Evaluation) -> None:
-        front.add(pareto_point(system, found))
-
-    return planning.best(naming_system(system, progress), variant=system, seen=keep)
-
-
 def naming_system(system: str, progress: Progress | None) -> Progress:
     """Progress on a system's plan, which names it."""
 
@@ -146,6 +157,38 @@ def naming_system(system: str, progress: Progress | None) -> Progress:
             progress(f"{system}: {what}", done, total)
 
     return report
+
+
+def staleness_front(solve: Callable[[int | None], Plan], most: int | None = None) -> list[Plan]:
+    """Plans with ever smaller delays, down to none; the least late first.
+
+    Each is the best one with a delay below the last one's. Those that others beat in both are
+    left out: a search that ended early may be beaten by one that was asked for more.
+
+    Args:
+        solve: gives the plan with no larger delay, or raises as `search.solve.solve`.
+        most: the largest delay to begin with; None: any.
+
+    Raises as `solve`, where there is no plan at all.
+    """
+    found: list[Plan] = []
+    while True:
+        try:
+            plan = solve(most)
+        except InfeasibleError:
+            if not found:
+                raise
+            break
+        found.append(plan)
+        delay = plan.predicted.delay
+        if not delay or plan.solver.stopped == INTERRUPTED:
+            break
+        most = delay - max(delay * 2 // _EVERY, 1)
+    prices = {
+        str(k): (plan.predicted.period_s, float(plan.predicted.delay))
+        for k, plan in enumerate(found)
+    }
+    return [found[int(k)] for k in sorted(unbeaten(prices), key=lambda k: prices[k][1])]
 
 
 def fresher_plans(planning: Planning, progress: Progress | None = None) -> list[Plan]:
@@ -169,9 +212,13 @@ def fresher_plans_of_systems(
 def changed_clusters(
     planning: Planning, changes: Sequence[str], what: str = "what_if"
 ) -> dict[str, Cluster]:
-    """The cluster after each change, by the change. Raises as `clusters_after`."""
+    """The cluster after each change by itself, by the change; devices of a machine slow each other
+    down there as `with_contention` says. Raises as `parse_change` and `changed`."""
     together = contention_on(planning.cluster, planning.together)
-    return clusters_after(planning.cluster, changes, together, what)
+    return {
+        text: with_contention(changed(planning.cluster, parse_change(text, what), what), together)
+        for text in changes
+    }
 
 
 def plans_on(
@@ -185,15 +232,6 @@ def plans_on(
     Args:
         before: a plan that was looked for before; where Ctrl-C ended that, none are tried.
     """
-    plans: dict[str, Plan] = {}
-    failed: dict[str, str] = {}
-    for name, cluster in clusters.items():
-        tried = [*plans.values(), *([before] if before else [])]
-        if INTERRUPTED in (plan.solver.stopped for plan in tried):
-            failed[name] = NOT_TRIED
-            continue
-        try:
-            plans[name] = planning.best(progress, cluster)
-        except (InfeasibleError, PlanError) as error:
-            failed[name] = str(error)
-    return plans, failed
+    stopped = before is not None and before.solver.stopped == INTERRUPTED
+    plans, failed = _of_each(clusters, lambda c: [planning.best(progress, c)], stopped=stopped)
+    return {name: plan for name, (plan,) in plans.items()}, failed

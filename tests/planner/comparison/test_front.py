@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain
 from helpers.plans import plan_by_hand
-from timeprest.planner.comparison.front import staleness_front
+from timeprest.planner.comparison.plans import staleness_front
 from timeprest.profiles.errors import InfeasibleError
 
 PLAN = plan_by_hand(chain(2), "timeprest", 2, 2)
