@@ -34,21 +34,18 @@ class TiedWalk:
 
     def __init__(
         self,
-        variant: Variant,
-        micro_batches: int,
+        pipeline: Pipeline,
         stages: Sequence[int],
-        entries: Sequence[int] = (),
-        *,
-        recompute: Sequence[bool] = (),
-        update_every: int = 1,
+        entries: Sequence[int],
+        recompute: Sequence[bool],
     ) -> None:
-        """`recompute`: of all stages of the pipeline."""
+        """Arguments as of `walks_of`."""
         self.stages = tuple(stages)
-        again = {s: bool(recompute) and recompute[s] for s in stages}
+        variant, n = pipeline.variant, pipeline.micro_batches
         self._walk = SharedWalk(
-            {s: VersionWalk(variant, micro_batches, entries, recompute=again[s]) for s in stages}
+            {s: VersionWalk(variant, n, entries, recompute=recompute[s]) for s in stages}
         )
-        self._every = update_every
+        self._every = pipeline.update_every
         self._split = variant.split_backward
         self._mixes = variant.backward_weights == "intermediate"
         self._versions = 1
@@ -99,30 +96,15 @@ class DeviceTies:
 
     def __init__(
         self,
-        variant: Variant,
-        micro_batches: int,
+        pipeline: Pipeline,
         ties: Sequence[tuple[Sequence[int], StageBytes]],
-        entries: Sequence[int] = (),
-        *,
-        recompute: Sequence[bool] = (),
-        update_every: int = 1,
+        entries: Sequence[int],
+        recompute: Sequence[bool],
     ) -> None:
-        """
-        Args:
-            ties: the stages that use the same ones, and what there is to hold.
-            entries: as for `versions.VersionWalk`.
-            recompute: of all stages of the pipeline.
-        """
+        """Arguments as of `walks_of`."""
         self.needs = {-1 - k: nbytes for k, (_, nbytes) in enumerate(ties)}
         self.walks = {
-            -1 - k: TiedWalk(
-                variant,
-                micro_batches,
-                stages,
-                entries,
-                recompute=recompute,
-                update_every=update_every,
-            )
+            -1 - k: TiedWalk(pipeline, stages, entries, recompute)
             for k, (stages, _) in enumerate(ties)
         }
 
@@ -149,8 +131,13 @@ def walks_of(
     entries: Sequence[int],
     recompute: Sequence[bool],
 ) -> tuple[dict[int, HoldingsWalk], DeviceTies]:
-    """The memory walks of a device's stages, and of the parameters that several of them share;
-    arguments as of `DeviceTies`."""
+    """The memory walks of a device's stages, and of the parameters that several of them share.
+
+    Args:
+        ties: the stages that use the same ones, and what there is to hold.
+        entries: as for `versions.VersionWalk`.
+        recompute: of all stages of the pipeline.
+    """
     variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
     walks = {
         s: HoldingsWalk(
@@ -158,7 +145,7 @@ def walks_of(
         )
         for s in stages
     }
-    return walks, DeviceTies(variant, n, ties, entries, recompute=recompute, update_every=every)
+    return walks, DeviceTies(pipeline, ties, entries, recompute)
 
 
 def device_peaks(
@@ -206,7 +193,7 @@ def device_peaks(
 # What there is to hold -----------------------------------------------------------------------
 
 
-def tie_bytes(variant: Variant, tie: DeviceTie, copies: int = 0) -> StageBytes:
+def tie_bytes(variant: Variant, tie: DeviceTie, copies: int) -> StageBytes:
     """Bytes of parameters that stages share; optimizer state counts for the stage that updates
     them.
 

@@ -16,19 +16,11 @@ import msgspec
 from ..costs.memory import MemoryByKind
 from ..plan import Plan
 
-ACCOUNTED_KINDS = (
-    "weights",
-    "versions",
-    "gradients",
-    "optimizer",
-    "activations",
-    "boundary",
-    "workspace",
-)
-"""What a run accounts for, in its logs' sequence."""
+MEMORY_KINDS = tuple(name.removesuffix("_bytes") for name in MemoryByKind.__struct_fields__)
+"""What `MemoryPoint.nbytes` counts, in its sequence."""
 
-MEMORY_KINDS = (*ACCOUNTED_KINDS, "engine")
-"""What `MemoryPoint.nbytes` counts, in its sequence: that of `memory.MemoryByKind`."""
+ACCOUNTED_KINDS = tuple(kind for kind in MEMORY_KINDS if kind != "engine")
+"""What a run accounts for, in its logs' sequence."""
 
 
 def by_kind(memory: MemoryByKind) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from math import inf
 from ..simulator.clock import SimulatedClock
 from ..simulator.event_loop import EventLoop, Offer
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered_schedule
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES
 
 SAME = 1 + 1e-10
 """Starts that differ by less are a tie: sums of the same times differ by rounding."""
@@ -174,14 +174,3 @@ class ListScheduler(EventLoop):
 
     def _lanes(self, s: int) -> tuple[int, ...]:
         return (s, *self._others[s])
-
-    def schedule(self, mini_batches: int | None = None, update_every: int = 1) -> Schedule:
-        """What has been run; `mini_batches`, `update_every`: as of `numbered`."""
-        return numbered_schedule(
-            self.kinds,
-            self.turns,
-            self._micro_batches,
-            micro=False,
-            mini_batches=mini_batches,
-            update_every=update_every,
-        )

@@ -10,12 +10,13 @@ Index letters: K pipelines; S stages; N micro-batches; M links; q operations of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..simulator.pipeline import Pipeline
+from ..systems.operations import BACKWARDS, FORWARDS
 from .nf1b import SAME
 
 Seconds = NDArray[np.float64]
@@ -26,6 +27,29 @@ _SETTLING = 4
 _NEVER = -np.inf
 """Arrival where there is no link: nothing is waited for."""
 
+Messages = dict[tuple[int, int, int, Hashable], tuple[Seconds, Seconds]]
+"""By kind, stages that send and receive, and wire: time on it, [K], and latency, [K]."""
+
+
+def messages_of(pipelines: Sequence[Pipeline]) -> Messages:
+    """Of pipelines without replicas; where one has no such link, the latency is minus infinity."""
+    found: Messages = {}
+    for k, pipeline in enumerate(pipelines):
+        # Gradients of what one backward works through go together.
+        held = 1 if pipeline.variant.backward_unit == "micro" else pipeline.micro_batches
+        for link in pipeline.links:
+            (route,) = link.all_routes()
+            s, t = link.source, link.target
+            sent = [((FORWARDS, s, t, route.wire), route.forward_s)]
+            if link.has_gradient:
+                sent.append(((BACKWARDS, t, s, route.wire_back), route.backward_s * held))
+            for key, each_s in sent:
+                if key not in found:
+                    found[key] = np.zeros(len(pipelines)), np.full(len(pipelines), _NEVER)
+                wire_s, latency_s = found[key]
+                wire_s[k], latency_s[k] = each_s, route.latency_s
+    return found
+
 
 class _Links:
     """Where messages of one kind go.
@@ -35,29 +59,15 @@ class _Links:
         wire_s, latency_s: [M, K]; the latency is minus infinity where a pipeline has no such link.
     """
 
-    def __init__(
-        self, pipelines: Sequence[Pipeline], slots: int, gradients: int | None = None
-    ) -> None:
+    def __init__(self, messages: Messages, kind: int, width: int, slots: int) -> None:
         """
         Args:
+            messages: of all kinds, of K = `width` pipelines.
             slots: messages of each link.
-            gradients: that one message has; None: links are of activations.
         """
-        rows: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
-        for k, pipeline in enumerate(pipelines):
-            for link in pipeline.links:
-                if gradients is not None and not link.has_gradient:
-                    continue
-                key = (link.target, link.source)
-                if gradients is not None:
-                    key = (link.source, link.target)
-                if key not in rows:
-                    rows[key] = np.zeros(len(pipelines)), np.full(len(pipelines), _NEVER)
-                back_s = link.backward_s * (gradients or 0)
-                rows[key][0][k] = link.forward_s if gradients is None else back_s
-                rows[key][1][k] = link.latency_s
+        rows = {(t, s): times for (of, s, t, _), times in messages.items() if of == kind}
         ends = sorted(rows)
-        self.count, width = len(ends), len(pipelines)
+        self.count = len(ends)
         self.target = np.array([end[0] for end in ends], dtype=np.intp)
         self.source = np.array([end[1] for end in ends], dtype=np.intp)
         self.wire_s = np.array([rows[end][0] for end in ends]).reshape(len(ends), width)
@@ -109,8 +119,10 @@ def nf1b_periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     backward_s = np.array([[p.backward_op_s(s) for s in range(stages)] for p in pipelines]).T
     update_s = np.array([[p.update_op_s(s) for s in range(stages)] for p in pipelines]).T
     limits = np.array([p.limits for p in pipelines]).T
-    there, back = _Links(pipelines, total * n), _Links(pipelines, total, n)
-    forwards, backwards = np.zeros((2, stages, len(pipelines)), dtype=np.intp)
+    messages, width = messages_of(pipelines), len(pipelines)
+    there = _Links(messages, FORWARDS, width, total * n)
+    back = _Links(messages, BACKWARDS, width, total)
+    forwards, backwards = np.zeros((2, stages, width), dtype=np.intp)
     free_s = np.zeros(forwards.shape)
     ready_s, returned_s = np.full((2, *free_s.shape), _NEVER)
     updated_s = np.zeros((total + 1, *free_s.shape))
@@ -133,7 +145,7 @@ def nf1b_periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
         runs = (start_s < unsent_s) | (start_s == soonest_s)
         runs &= start_s < np.inf
         if not runs.any():
-            return np.full(len(pipelines), np.inf)
+            return np.full(width, np.inf)
         is_back &= runs
         is_forward = runs & ~is_back
         end_s = start_s + np.where(is_back, backward_s, forward_s)

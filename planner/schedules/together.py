@@ -18,17 +18,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..simulator.clock import NOT_YET
 from ..simulator.executor import execute
 from ..simulator.pipeline import Pipeline, in_a_row
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
-from .nf1b_together import nf1b_periods_s
+from .nf1b_together import Seconds, messages_of, nf1b_periods_s
 from .schedules import PATTERNS, ROWS, make_schedule
 from .steady_state import steady_state
-
-Seconds = NDArray[np.float64]
 
 _SETTLING = 4
 """Mini-batches after those that fill the pipeline, twice over."""
@@ -122,8 +119,9 @@ def _updates_s(
         WEIGHTS: np.array([[p.weight_op_s(s) for s in stages] for p in pipelines]).T,
         UPDATES: np.array([[p.update_op_s(s) for s in stages] for p in pipelines]).T,
     }
-    micro = first.variant.backward_unit == "micro"
-    links = _ports(pipelines, 1 if micro else first.micro_batches)
+    messages = defaultdict(list)
+    for (kind, s, t, wire), times in messages_of(pipelines).items():
+        messages[kind, s].append((t, wire, *times))
     free = np.zeros((max(device_of) + 1, count))
     wires: dict[Hashable, Seconds] = defaultdict(lambda: np.zeros(count))
     ready: dict[tuple[int, int, int], Seconds] = {}
@@ -147,7 +145,7 @@ def _updates_s(
             if does == _RUNS:
                 ends[kind, s, slot] = at.copy()
                 continue
-        for t, wire, wire_s, latency_s in links[kind][s]:
+        for t, wire, wire_s, latency_s in messages[kind, s]:
             gone = wires[wire]
             np.maximum(gone, at, out=gone)
             gone += wire_s
@@ -186,33 +184,3 @@ def _as_run(pipeline: Pipeline) -> tuple[list[_Event], int, int]:
     ]
     done = steady.mini_batches
     return events, done, steady.cycle or max(done // 2, 1)
-
-
-_Ports = list[list[tuple[int, Hashable, Seconds, Seconds]]]
-
-
-def _ports(pipelines: Sequence[Pipeline], gradients: int) -> dict[int, _Ports]:
-    """Per kind and stage: where messages go, over which wire, their time there, [K], and their
-    latency, [K], minus infinity where a pipeline has no such link.
-
-    Args:
-        gradients: micro-batches whose gradients a message has.
-    """
-    stages, count = pipelines[0].stages, len(pipelines)
-    found: dict[int, _Ports] = {kind: [[] for _ in range(stages)] for kind in (FORWARDS, BACKWARDS)}
-    rows: dict[tuple[int, int, int, Hashable], tuple[Seconds, Seconds]] = {}
-    for k, pipeline in enumerate(pipelines):
-        for link in pipeline.links:
-            (route,) = link.all_routes()
-            there, back = (link.source, link.target), (link.target, link.source)
-            sent = [(FORWARDS, *there, route.wire, route.forward_s)]
-            if link.has_gradient:
-                sent.append((BACKWARDS, *back, route.wire_back, route.backward_s * gradients))
-            for kind, s, t, wire, each_s in sent:
-                if (kind, s, t, wire) not in rows:
-                    rows[kind, s, t, wire] = np.zeros(count), np.full(count, -np.inf)
-                wire_s, latency_s = rows[kind, s, t, wire]
-                wire_s[k], latency_s[k] = each_s, route.latency_s
-    for (kind, s, t, wire), (wire_s, latency_s) in rows.items():
-        found[kind][s].append((t, wire, wire_s, latency_s))
-    return found

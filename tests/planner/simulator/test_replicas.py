@@ -20,7 +20,7 @@ from timeprest.planner.simulator.clock import SimulatedClock
 from timeprest.planner.simulator.executor import ContendedExecutor, ListExecutor, codes
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
 from timeprest.planner.simulator.timeline import least_period_s, round_trip_s, simulate
-from timeprest.planner.systems.operations import FORWARDS, UPDATES
+from timeprest.planner.systems.operations import FORWARDS, UPDATES, numbered_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions
 
@@ -141,7 +141,8 @@ def test_a_schedule_has_the_times_of_its_order(pipeline, mini_batches):
         return
     schedule = ListScheduler(pipeline, mini_batches)
     schedule.run(mini_batches)
-    timeline = simulate(pipeline, schedule.schedule())
+    ran = numbered_schedule(schedule.kinds, schedule.turns, pipeline.micro_batches, micro=False)
+    timeline = simulate(pipeline, ran)
     for s, events in enumerate(timeline.stages):
         for kind, name in ((FORWARDS, "F"), (UPDATES, "U")):
             times = [e.start_s for e in events if e.op.kind == name]
