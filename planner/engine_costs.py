@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .simulator.pipeline import Link, Pipeline
+from .simulator.pipeline import Pipeline
 from .systems.variants import ScheduleRule
 
 
@@ -106,14 +106,12 @@ def on_engine(pipeline: Pipeline, engine: EngineCosts) -> Pipeline:
     """The pipeline as an engine runs it: its messages' times, and whether they block devices."""
     links = pipeline.links
     if pipeline.variant.schedule in engine.blocks and not pipeline.placement:
-        links = tuple(_blocking(link) for link in links)
+        links = tuple(
+            replace(link, routes=tuple(replace(r, overlaps=False) for r in link.all_routes()))
+            for link in links
+        )
     late: tuple[int, ...] = ()
     if engine.late_activations:
         # A backward follows each forward at once from the first on that the pipeline is full with.
         late = tuple(range(pipeline.stages - 1, -1, -1))
     return replace(pipeline, links=links, late=late)
-
-
-def _blocking(link: Link) -> Link:
-    routes = tuple(replace(route, overlaps=False) for route in link.all_routes())
-    return replace(link, routes=routes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
@@ -61,7 +60,11 @@ def check_order(order: Order) -> None:
     """
     count = 2 + max(row.begins for row in order.rows) + 2 * max(order.limits)
     count += 2 * lcm(*(row.cycle for row in order.rows))
-    pipeline = in_a_row(_any_rules(order), order.micro_batches, order.limits, order.placement)
+    unit = "micro" if order.micro else "mini"
+    # Of those with such operations; when they run is the same in all.
+    rules = next(v for v in VARIANTS.values() if v.backward_unit == unit)
+    rules = replace(rules, split_backward=order.split, whole_mini_batches=False)
+    pipeline = in_a_row(rules, order.micro_batches, order.limits, order.placement)
     try:
         execute(pipeline, ordered_schedule(order, count))
     except ScheduleError as error:
@@ -72,13 +75,6 @@ def check_order(order: Order) -> None:
                 "each that makes it): begin every line with |, and all of it is repeated"
             )
         raise OrderError(f"{order.where}: {what}") from None
-
-
-def _any_rules(order: Order) -> Variant:
-    """Of those with such operations; when they run is the same in all."""
-    unit = "micro" if order.micro else "mini"
-    rules = next(v for v in VARIANTS.values() if v.backward_unit == unit)
-    return replace(rules, split_backward=order.split, whole_mini_batches=False)
 
 
 def _with_lines(order: Order, what: str) -> str:
@@ -197,7 +193,10 @@ def ordered_schedule(order: Order, mini_batches: int, update_every: int = 1) -> 
         left = dict.fromkeys(row.stages, mini_batches)
         mine: list[int] = []
         stages |= {s: [] for s in row.stages}
-        for s, op in order.numbered(row, _endless(row, left)):
+        for s, op in order.numbered(row, row.steps()):
+            # Any of the device's stages may have updates left.
+            if max(left.values()) <= 0:
+                break
             if op.kind == UPDATE:
                 left[s] = mini_batches - 1 - op.mini_batch
                 if (op.mini_batch + 1) % update_every and op.mini_batch < mini_batches - 1:
@@ -208,14 +207,6 @@ def ordered_schedule(order: Order, mini_batches: int, update_every: int = 1) -> 
         turns.append(tuple(mine))
     found = tuple(tuple(stages[s]) for s in sorted(stages))
     return Schedule(found, tuple(turns) if order.placement else ())
-
-
-def _endless(row: OrderRow, left: Mapping[int, int]) -> Iterator[Step]:
-    """Steps while any of a device's stages has an update left."""
-    for step in row.steps():
-        if all(count <= 0 for count in left.values()):
-            return
-        yield step
 
 
 def order_patterns(order: Order) -> tuple[Pattern, ...]:

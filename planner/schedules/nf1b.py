@@ -127,7 +127,9 @@ class ListScheduler(EventLoop):
         if f >= self._needed[s]:
             last_start = clock.ready_s[BACKWARDS][s][self.updates[s]]
             if len(free) > 1:
-                last_start = self._last_ready(s)
+                # When the last replica has what it needs.
+                slots = slice(self.updates[s] * len(free), (self.updates[s] + 1) * len(free))
+                last_start = max(clock.ready_s[BACKWARDS][s][slots])
             if last_start < inf:
                 busy = max(free)
                 if busy > last_start:
@@ -139,11 +141,6 @@ class ListScheduler(EventLoop):
             heapq.heappush(self._heap, entry)
         else:
             self._current[s] = None
-
-    def _last_ready(self, s: int) -> float:
-        """When the last replica has what the stage's next backward needs."""
-        b, r = self.updates[s], self.clock.replicas[s]
-        return max(self.clock.ready_s[BACKWARDS][s][b * r : (b + 1) * r])
 
     def _backward(self, s: int) -> None:
         b, r = self.updates[s], self.clock.replicas[s]

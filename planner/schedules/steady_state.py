@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, lcm
-from typing import Protocol
+from math import lcm
 
 from ...profiles.errors import ScheduleError
 from ..simulator.clock import SimulatedClock
 from ..simulator.executor import ContendedExecutor, ListExecutor, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
-from ..systems.operations import (
-    BACKWARDS,
-    FORWARDS,
-    UPDATES,
-    WEIGHTS,
-    Schedule,
-    numbered_schedule,
-)
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, numbered_schedule
 from .given import order_patterns
+from .list_schedule import MicroBatchScheduler
+from .nf1b import ListScheduler
 from .schedules import is_patterned, kinds_by_stage, list_scheduler, schedule_patterns
 
 MOST_OPERATIONS = 400_000
@@ -129,9 +123,10 @@ def _run_scheduled(pipeline: Pipeline) -> _Run:
         ran = numbered_schedule(
             scheduler.kinds, scheduler.turns, pipeline.micro_batches, micro=micro
         )
-        replay = _replay(pipeline, ran)
+        clock = SimulatedClock(pipeline)
+        clock.grow(1 + max(op.mini_batch for ops in ran for op in ops))
+        replay = ContendedExecutor(clock, codes(clock, ran.on_devices()))
         done, cycle = _settle(replay, done)
-        clock = replay.clock
     return clock, kinds, turns, done, cycle
 
 
@@ -166,21 +161,6 @@ def _most_kept(pipeline: Pipeline, kinds: Sequence[bytes]) -> list[int]:
 # What runs mini-batch after mini-batch -------------------------------------------------------
 
 
-class _Source(Protocol):
-    clock: SimulatedClock
-
-    @property
-    def now_s(self) -> float:
-        """All that starts before has been run; minus infinity where times go no such way."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether some stage has run all that there is for it, and is idle because of that."""
-
-    def run(self, mini_batches: int) -> bool:
-        """Go on until every stage has updated after so many; False when it can't."""
-
-
 class _Patterned:
     """Schedules that repeat with every mini-batch.
 
@@ -206,11 +186,11 @@ class _Patterned:
 
     @property
     def now_s(self) -> float:
-        return self._run.now_s if isinstance(self._run, ContendedExecutor) else -inf
+        return self._run.now_s
 
     @property
     def ended(self) -> bool:
-        return isinstance(self._run, ContendedExecutor) and self._run.ended
+        return self._run.ended
 
     def kinds(self) -> tuple[bytes, ...]:
         """Until all that are in flight entered after the first one had left."""
@@ -238,7 +218,8 @@ class _Patterned:
         # In an order, an update may stand behind forwards of later mini-batches, which other
         # devices run behind as many updates of their own.
         while not done and self.clock.pipeline.variant.order:
-            if self._updated(mini_batches):
+            updates = self.clock.starts_s[UPDATES]
+            if all(mine[mini_batches - 1] >= 0 for mine in updates):
                 return True
             if self._blocks >= mini_batches + self._ahead:
                 return False
@@ -253,15 +234,8 @@ class _Patterned:
             ops += coded(self.clock, self._patterns[d].block(self._blocks - 1), self._counts)
         return executor.run()
 
-    def _updated(self, mini_batches: int) -> bool:
-        """Whether all stages have updated after so many."""
-        return all(mine[mini_batches - 1] >= 0 for mine in self.clock.starts_s[UPDATES])
 
-
-def _replay(pipeline: Pipeline, schedule: Schedule) -> ContendedExecutor:
-    clock = SimulatedClock(pipeline)
-    clock.grow(1 + max(op.mini_batch for ops in schedule for op in ops))
-    return ContendedExecutor(clock, codes(clock, schedule.on_devices()))
+_Source = _Patterned | ContendedExecutor | ListScheduler | MicroBatchScheduler
 
 
 # Whether it repeats --------------------------------------------------------------------------

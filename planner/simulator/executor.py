@@ -125,7 +125,10 @@ class ListExecutor:
         lists: per device, what it runs; may be added to.
         done: per device, how much of it has run.
         sequence: (device, position) of all that has run.
+        now_s, ended: as an event loop has them; times go no such way here, and lists no such end.
     """
+
+    now_s, ended = -inf, False
 
     def __init__(self, clock: SimulatedClock) -> None:
         self.clock = clock

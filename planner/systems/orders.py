@@ -220,11 +220,20 @@ def order_of(
         raise OrderError(f"{where}: has no operations")
     _check_stages(lines, where)
     words = [(line, word) for line in lines for word in line.words]
-    micro = _unit(words, where)
+    backwards = [(line, word) for line, word in words if word.op.kind == BACKWARD]
+    first = backwards[0][1].op.micro_batch if backwards else None
+    micro = first is not None
+    for line, word in backwards:
+        if micro != (word.op.micro_batch is not None):
+            raise _error(
+                where,
+                line.number,
+                f"{word.text}: some backwards take a micro-batch, as 0B0.1, others a mini-batch, "
+                "as 0B0; all must be alike",
+            )
     split = any(word.op.kind == WEIGHT for _, word in words)
     n = 1 + max((word.op.micro_batch or 0 for _, word in words), default=0)
-    backward = next((word.op for _, word in words if word.op.kind == BACKWARD), None)
-    reverse = micro and n > 1 and backward is not None and backward.micro_batch == n - 1
+    reverse = n > 1 and first == n - 1
     shape = Order((), n, micro, split, reverse, where, spelt)
     has_updates = any(word.op.kind == UPDATE for _, word in words)
     with_bar = [line for line in lines if line.repeats is not None]
@@ -245,11 +254,11 @@ def order_of(
         stages = tuple(sorted({word.stage for word in line.words}))
         if line.repeats is None:
             _check_whole(shape, line, stages, steps, written)
-            first, repeat = _repeated(shape, steps, stages, written)
+            begins, repeat = _repeated(shape, steps, stages, written)
         else:
-            first, repeat = steps[:repeats], steps[repeats:]
+            begins, repeat = steps[:repeats], steps[repeats:]
             _check_repeats(shape, line, stages, repeat)
-        rows.append(_shortest(shape, first, repeat, stages, device, line.number))
+        rows.append(_shortest(begins, repeat, stages, device, line.number))
     rows.sort(key=lambda row: row.stages)
     return Order(tuple(rows), n, micro, split, reverse, where, spelt, bool(with_bar))
 
@@ -279,23 +288,6 @@ def _check_stages(lines: Sequence[OrderLine], where: str) -> None:
                 f"{where}: stage {s} has no operations, stage {max(line_of)} has; stages are "
                 "numbered from 0, without gaps"
             )
-
-
-def _unit(words: Sequence[tuple[OrderLine, OrderWord]], where: str) -> bool:
-    """Whether a backward takes a micro-batch."""
-    micro = None
-    for line, word in words:
-        if word.op.kind == BACKWARD:
-            if micro is None:
-                micro = word.op.micro_batch is not None
-            elif micro != (word.op.micro_batch is not None):
-                raise _error(
-                    where,
-                    line.number,
-                    f"{word.text}: some backwards take a micro-batch, as 0B0.1, others a "
-                    "mini-batch, as 0B0; all must be alike",
-                )
-    return bool(micro)
 
 
 def _walk(shape: Order, line: OrderLine, *, updates: bool) -> tuple[list[Step], int]:
@@ -430,7 +422,6 @@ def _makes(steps: Sequence[Step], p: int, length: int, each: Counter[Step], writ
 
 
 def _shortest(
-    shape: Order,
     first: Sequence[Step],
     repeat: Sequence[Step],
     stages: tuple[int, ...],
