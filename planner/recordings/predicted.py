@@ -60,15 +60,12 @@ def predicted(
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0
-    for mine, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
-        replicas = [
-            list(_in_turns(ops, {s: timeline.replicas[s][j] for s in mine}))
-            for j in range(pipeline.replicas(mine[0]))
-        ]
+    devices = zip(pipeline.stages_of, schedule.on_devices(), timeline.lanes, strict=True)
+    for mine, ops, replicas in devices:
         for j, events in enumerate(replicas):
             spans += (
-                Span(lane + j, s, *event.op, event.start_s, event.end_s, *used[s][event.op])
-                for s, event in events
+                Span(lane + j, s, *op, start_s, end_s, *used[s][op])
+                for s, op, start_s, end_s in events
             )
         holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
         if memory_too and len(holds) == len(mine):
@@ -104,30 +101,13 @@ def _uses(ops: Iterable[Op], walk: VersionWalk) -> dict[Op, tuple[int, int | Non
     return found
 
 
-_StageEvent = tuple[int, Event]
-"""The stage, and what ran."""
-
-
-def _in_turns(
-    ops: Iterable[tuple[int, Op]], events: Mapping[int, Iterable[Event]]
-) -> Iterator[_StageEvent]:
-    """A replica's events of all its stages, in its device's sequence."""
-    upcoming = {s: iter(mine) for s, mine in events.items()}
-    following = {s: next(mine, None) for s, mine in upcoming.items()}
-    for s, op in ops:
-        event = following[s]
-        if event is not None and event.op == op:
-            yield s, event
-            following[s] = next(upcoming[s], None)
-
-
 # Memory --------------------------------------------------------------------------------------
 
 
 def _memory(
     walks: Mapping[int, HoldingsWalk],
     ops: Iterable[tuple[int, Op]],
-    replicas: Sequence[Iterable[_StageEvent]],
+    replicas: Sequence[Iterable[Event]],
     lane: int,
     holds: Mapping[int, StageBytes],
     ties: DeviceTies,
@@ -176,10 +156,10 @@ def _memory(
         for j, event in enumerate(following):
             # Replicas that share every mini-batch are walked as one.
             k = j % len(before)
-            if event is not None and event[0] == s and event[1].op == op:
+            if event is not None and (event.stage, event.op) == (s, op):
                 meanwhile = _meanwhile(walk, at_hand, op, before, gathered, k)
-                note(j, event[1].start_s, {s: meanwhile, **of_ties})
-                ends_s[j] = event[1].end_s
+                note(j, event.start_s, {s: meanwhile, **of_ties})
+                ends_s[j] = event.end_s
                 following[j] = next(upcoming[j], None)
             # What another replica ran was the last use of a version, or made one needed.
             after = Moment(None, walk.versions, walk.gradients, walk.kept[k], walk.postponed[k])

@@ -18,6 +18,7 @@ from .pipeline import Link, Pipeline, Route
 class Event(NamedTuple):
     """An operation's start and end, in seconds from the start of the run."""
 
+    stage: int
     op: Op
     start_s: float
     end_s: float
@@ -30,13 +31,13 @@ class Timeline:
     Attributes:
         stages: per stage, its events in order. What several replicas run takes from the first
             one's start to the last one's end.
-        replicas: per stage and replica, the events of its own part, in order.
+        lanes: per device and replica, the events of its own part, in order.
         sequence: (stage, position in that stage's list) in an order in which one process
             could run them all.
     """
 
     stages: tuple[tuple[Event, ...], ...]
-    replicas: tuple[tuple[tuple[Event, ...], ...], ...]
+    lanes: tuple[tuple[tuple[Event, ...], ...], ...]
     sequence: tuple[tuple[int, int], ...]
 
 
@@ -53,20 +54,21 @@ def simulate(
     ran = execute(pipeline, schedule, sent)
     clock = ran.clock
     stages: list[list[Event]] = [[] for _ in schedule]
-    replicas: list[list[list[Event]]] = [[[] for _ in range(r)] for r in clock.replicas]
+    lanes: list[list[list[Event]]] = []
     last_starts: list[list[float]] = [[] for _ in schedule]
     # Per device and position, the stage and the position in its list.
     places: list[list[tuple[int, int]]] = []
-    for ops, tasks in zip(ran.devices, ran.tasks, strict=True):
+    for of, ops, tasks in zip(pipeline.stages_of, ran.devices, ran.tasks, strict=True):
+        lanes.append([[] for _ in range(pipeline.replicas(of[0]))])
         mine = []
         for (s, op), task in zip(ops, tasks, strict=True):
             shares = list(_shares(clock, op, task))
             for j, event in shares:
-                replicas[s][j].append(event)
+                lanes[-1][j].append(event)
             first = shares[0][1]
             if len(shares) > 1:
                 start = min(event.start_s for _, event in shares)
-                first = Event(op, start, max(event.end_s for _, event in shares))
+                first = Event(s, op, start, max(event.end_s for _, event in shares))
             mine.append((s, len(stages[s])))
             stages[s].append(first)
             last_starts[s].append(max(event.start_s for _, event in shares))
@@ -77,7 +79,7 @@ def simulate(
     )
     return Timeline(
         tuple(map(tuple, stages)),
-        tuple(tuple(map(tuple, own)) for own in replicas),
+        tuple(tuple(map(tuple, own)) for own in lanes),
         tuple(order),
     )
 
@@ -103,11 +105,11 @@ def _shares(clock: SimulatedClock, op: Op, task: Task) -> Iterable[tuple[int, Ev
     r = clock.replicas[s]
     if kind == UPDATES:
         start = clock.starts_s[UPDATES][s][slot]
-        yield from ((j, Event(op, start, start + clock.update_s[s])) for j in range(r))
+        yield from ((j, Event(s, op, start, start + clock.update_s[s])) for j in range(r))
         return
     for k in range(slot, slot + clock.width[kind][s]):
         start = clock.starts_s[kind][s][k]
-        yield k % r, Event(op, start, start + clock.seconds[kind][s][k % r])
+        yield k % r, Event(s, op, start, start + clock.seconds[kind][s][k % r])
 
 
 def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:

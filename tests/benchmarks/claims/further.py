@@ -141,7 +141,7 @@ def period_in(schedule_of: Plan, plan: Plan) -> float:
     """Seconds of a mini-batch of a plan whose operations run in the sequence of another's."""
     count = 24 * len(plan.stages)
     timeline = simulate(pipeline_of(plan), make_schedule(pipeline_of(schedule_of), count))
-    ends = [event.end_s for event in timeline.replicas[0][0] if event.op.kind == "U"]
+    ends = [e.end_s for e in timeline.lanes[0][0] if e.op.kind == "U" and e.stage == 0]
     return (ends[-1] - ends[count // 2]) / (count - 1 - count // 2)
 
 

@@ -39,7 +39,8 @@ def test_a_recording_is_the_simulated_order(drawn):
     schedule = make_schedule(pipeline, 5)
     timeline = simulate(pipeline, schedule)
     lanes = iter(range(len(recording.lanes)))
-    for stages, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
+    devices = zip(pipeline.stages_of, schedule.on_devices(), timeline.lanes, strict=True)
+    for stages, ops, events_of in devices:
         for j in range(pipeline.replicas(stages[0])):
             k = next(lanes)
             assert (recording.lanes[k].stages, recording.lanes[k].replica) == (stages, j)
@@ -48,7 +49,8 @@ def test_a_recording_is_the_simulated_order(drawn):
             mine = [(m.stage, Op(m.kind, m.mini_batch, m.micro_batch)) for m in row]
             assert mine == [place for place in ops if place in {*mine}]
             for s in stages:
-                own, events = [m for m in row if m.stage == s], timeline.replicas[s][j]
+                own = [m for m in row if m.stage == s]
+                events = [event for event in events_of[j] if event.stage == s]
                 assert [op for stage, op in mine if stage == s] == [e.op for e in events]
                 assert [m.start_s for m in own] == [e.start_s for e in events]
     assert next(lanes, None) is None

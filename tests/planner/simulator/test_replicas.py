@@ -31,7 +31,7 @@ def test_every_share_runs_once_on_its_replica(pipeline, mini_batches):
     check_schedule(pipeline, order, mini_batches)
     timeline = simulate(pipeline, order)
     for s, ops in enumerate(order):
-        workers = timeline.replicas[s]
+        workers = timeline.lanes[s]
         assert len(workers) == pipeline.replicas(s)
         for j, events in enumerate(workers):
             mine = [
@@ -70,11 +70,11 @@ def test_nothing_starts_before_its_messages(pipeline, mini_batches):
     timeline = simulate(pipeline, order)
     ended = [
         {op: [e.end_s for events in stage for e in events if e.op == op] for op in ops}
-        for stage, ops in zip(timeline.replicas, order, strict=True)
+        for stage, ops in zip(timeline.lanes, order, strict=True)
     ]
     for link in pipeline.links:
         takes_s = min(r.forward_s + r.latency_s for r in link.all_routes())
-        for events in timeline.replicas[link.target]:
+        for events in timeline.lanes[link.target]:
             for event in events:
                 if event.op.kind == "F":
                     earliest = min(ended[link.source][event.op]) + takes_s
@@ -190,7 +190,7 @@ def test_replicas_halve_the_work_and_wait_for_each_other():
         ),
     )
     timeline = simulate(pipeline, make_schedule(pipeline, 2))
-    slow, fast = timeline.replicas[1]
+    slow, fast = timeline.lanes[1]
     assert [e.end_s - e.start_s for e in slow[:3]] == [1.0, 1.0, 2.0]
     assert [e.end_s - e.start_s for e in fast[:3]] == [0.5, 0.5, 1.0]
     assert slow[3] == fast[3]
