@@ -1,4 +1,4 @@
-"""Schedules of orders that users give (`systems.orders`): checks, and what each device runs."""
+"""Orders that users give (`systems.orders`): reading them, and checks of what they lead to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,11 @@ from pathlib import Path
 from ...profiles.errors import FileError, OrderError, ScheduleError
 from ..simulator.executor import execute
 from ..simulator.pipeline import in_a_row
-from ..systems.operations import (
-    BACKWARDS,
-    FORWARD,
-    UPDATE,
-    UPDATES,
-    Op,
-    Pattern,
-    Row,
-    Schedule,
-    op_text,
-    parse_op,
-    row_of,
-)
-from ..systems.orders import Order, OrderRow, Step, parse_order
+from ..systems.operations import BACKWARDS, FORWARD, UPDATE, Op, op_text, parse_op
+from ..systems.orders import Order, OrderRow, parse_order
 from ..systems.variants import VARIANTS, Variant, under_order, variant_named
+from ..systems.versions import entry_versions
+from .schedules import make_schedule
 from .torch_csv import parse_csv
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -63,10 +53,10 @@ def check_order(order: Order) -> None:
     unit = "micro" if order.micro else "mini"
     # Of those with such operations; when they run is the same in all.
     rules = next(v for v in VARIANTS.values() if v.backward_unit == unit)
-    rules = replace(rules, split_backward=order.split, whole_mini_batches=False)
+    rules = replace(rules, order=order, split_backward=order.split, whole_mini_batches=False)
     pipeline = in_a_row(rules, order.micro_batches, order.limits, order.placement)
     try:
-        execute(pipeline, ordered_schedule(order, count))
+        execute(pipeline, make_schedule(pipeline, count))
     except ScheduleError as error:
         what = _with_lines(order, str(error))
         if not order.marked:
@@ -152,21 +142,16 @@ def _check_versions(variant: Variant, order: Order) -> None:
     n = order.micro_batches
     count = 2 + max(row.begins for row in order.rows)
     count += 2 * lcm(*(row.cycle for row in order.rows))
-    by_mini_batch = variant.forward_weights == "mini-batch-entry"
-    schedule = ordered_schedule(order, count)
-    entered: dict[tuple[int, int], int] = {}
-    updates = 0
-    for op in schedule[0]:
-        updates += op.kind == UPDATE
-        if op.kind == FORWARD:
-            b, i = op.mini_batch, op.micro_batch or 0
-            entered[b, i] = entered[b, 0] if by_mini_batch and i else updates
+    schedule = make_schedule(in_a_row(variant, n, order.limits, order.placement), count)
+    entries = entry_versions(variant, n, schedule[0])
     for row in order.rows:
         for s in row.stages:
             updates = 0
             for op in schedule[s]:
                 updates += op.kind == UPDATE
-                if op.kind == FORWARD and entered[op.mini_batch, op.micro_batch or 0] > updates:
+                if op.kind != FORWARD:
+                    continue
+                if entries[op.mini_batch * n + (op.micro_batch or 0)] > updates:
                     raise _not_so(
                         order,
                         row,
@@ -180,50 +165,3 @@ def _check_versions(variant: Variant, order: Order) -> None:
 def _not_so(order: Order, row: OrderRow, op: tuple[int, Op], what: str) -> OrderError:
     line = f"line {row.line}: " if row.line else ""
     return OrderError(f"{order.where}: {line}{op_text(*op)}: {what}")
-
-
-# What devices run --------------------------------------------------------------------------------
-
-
-def ordered_schedule(order: Order, mini_batches: int, update_every: int = 1) -> Schedule:
-    """The schedule of so many mini-batches."""
-    stages: dict[int, list[Op]] = {}
-    turns = []
-    for row in order.rows:
-        left = dict.fromkeys(row.stages, mini_batches)
-        mine: list[int] = []
-        stages |= {s: [] for s in row.stages}
-        for s, op in order.numbered(row, row.steps()):
-            # Any of the device's stages may have updates left.
-            if max(left.values()) <= 0:
-                break
-            if op.kind == UPDATE:
-                left[s] = mini_batches - 1 - op.mini_batch
-                if (op.mini_batch + 1) % update_every and op.mini_batch < mini_batches - 1:
-                    continue
-            if op.mini_batch < mini_batches:
-                stages[s].append(op)
-                mine.append(s)
-        turns.append(tuple(mine))
-    found = tuple(tuple(stages[s]) for s in sorted(stages))
-    return Schedule(found, tuple(turns) if order.placement else ())
-
-
-def order_patterns(order: Order) -> tuple[Pattern, ...]:
-    """Per device."""
-    return tuple(map(_pattern, order.rows))
-
-
-def _pattern(row: OrderRow) -> Pattern:
-    blocks, steps = list[Row](), list[Step]()
-    updates = dict.fromkeys(row.stages, 0)
-    for kind, s in row.steps():
-        steps.append((kind, s))
-        updates[s] += kind == UPDATES
-        if min(updates.values()) > len(blocks):
-            blocks.append(row_of(steps))
-            steps = []
-            # What is run behind that is all of what repeats.
-            if len(blocks) > row.begins + row.cycle:
-                break
-    return Pattern(tuple(blocks), row.cycle)

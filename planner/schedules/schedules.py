@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import B, F, Pattern, Row, Rows, Schedule, U, W, numbered_schedule
 from ..systems.variants import ScheduleRule, Variant
-from .given import ordered_schedule
 from .interleaved import interleaved
 from .list_schedule import MicroBatchScheduler
 from .nf1b import ListScheduler
@@ -122,8 +121,6 @@ def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
     forwards would hold more than in the steady state, which plans predict.
     """
     variant = pipeline.variant
-    if variant.order is not None:
-        return ordered_schedule(variant.order, mini_batches, pipeline.update_every)
     kinds: Sequence[Iterable[int]]
     turns: Sequence[Iterable[int]] = ()
     if is_patterned(pipeline):
@@ -143,6 +140,7 @@ def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
         micro=variant.backward_unit == "micro",
         mini_batches=mini_batches,
         update_every=pipeline.update_every,
+        reverse=variant.order is not None and variant.order.reverse,
     )
 
 
@@ -194,8 +192,10 @@ def has_row(variant: Variant) -> bool:
 
 
 def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
-    """Per device its pattern. Of pipelines that are patterned by a rule."""
+    """Per device its pattern. Of pipelines that are patterned."""
     variant, n = pipeline.variant, pipeline.micro_batches
+    if variant.order is not None:
+        return variant.order.patterns
     if pipeline.placement or variant.schedule in ROWS:
         rows = ROWS.get(variant.schedule, _flushed)(pipeline)
         return tuple(Pattern((_with_updates(*row),) * 2) for row in rows)

@@ -12,7 +12,6 @@ from ..simulator.executor import ContendedExecutor, ListExecutor, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, numbered_schedule
-from .given import order_patterns
 from .list_schedule import MicroBatchScheduler
 from .nf1b import ListScheduler
 from .schedules import is_patterned, kinds_by_stage, list_scheduler, schedule_patterns
@@ -172,7 +171,7 @@ class _Patterned:
         self.length = length
         self.clock = clock = SimulatedClock(pipeline)
         order = pipeline.variant.order
-        self._patterns = order_patterns(order) if order else schedule_patterns(pipeline)
+        self._patterns = schedule_patterns(pipeline)
         # In an order, stages of one device may be apart by what both have in flight.
         self._ahead = max(pipeline.limits) * (2 if order else 1)
         self._run: ListExecutor | ContendedExecutor = ListExecutor(clock)

@@ -138,17 +138,15 @@ def numbered(
     micro_batches: int,
     *,
     micro: bool,
-    mini_batches: int | None = None,
     update_every: int = 1,
 ) -> tuple[Op, ...]:
     """The operations.
 
     Args:
         micro: each backward takes a micro-batch.
-        mini_batches: operations of further ones are left out.
-        update_every: only each so many-th update stands, and that of the last mini-batch.
+        update_every: only each so many-th update stands.
     """
-    every = _each(kinds, micro_batches, micro, mini_batches, update_every)
+    every = _each(kinds, micro_batches, micro, update_every)
     return tuple(op for op in every if op is not None)
 
 
@@ -160,15 +158,18 @@ def numbered_schedule(
     micro: bool,
     mini_batches: int | None = None,
     update_every: int = 1,
+    reverse: bool = False,
 ) -> Schedule:
     """The schedule of all stages.
 
     Args:
         kinds: per stage.
         turns: as of `Schedule`, of all `kinds`.
-        micro, mini_batches, update_every: as of `numbered`.
+        micro, update_every: as of `numbered`.
+        mini_batches: operations of further ones are left out, but not the last one's update.
+        reverse: backwards take a mini-batch's micro-batches from the last to the first.
     """
-    stages = [_each(k, micro_batches, micro, mini_batches, update_every) for k in kinds]
+    stages = [_each(k, micro_batches, micro, update_every, mini_batches, reverse) for k in kinds]
     standing = []
     for mine in turns:
         upcoming = {s: iter(stages[s]) for s in mine}
@@ -181,8 +182,9 @@ def _each(
     kinds: Iterable[int],
     micro_batches: int,
     micro: bool,
-    mini_batches: int | None,
     update_every: int,
+    mini_batches: int | None = None,
+    reverse: bool = False,
 ) -> list[Op | None]:
     """The operation of each kind; None where it is left out."""
     each, named = _units(micro_batches, micro=micro)
@@ -191,6 +193,8 @@ def _each(
     for kind in kinds:
         b, i = divmod(counts[kind], each[kind])
         counts[kind] += 1
+        if reverse and kind in (BACKWARDS, WEIGHTS):
+            i = each[kind] - 1 - i
         there = mini_batches is None or b < mini_batches
         if kind == UPDATES:
             there &= not counts[kind] % update_every or counts[kind] == mini_batches

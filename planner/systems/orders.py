@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ...profiles.errors import OrderError, ScheduleError
@@ -35,8 +36,11 @@ from .operations import (
     WEIGHT,
     WEIGHTS,
     Op,
+    Pattern,
+    Row,
     op_text,
     parse_op,
+    row_of,
 )
 
 REPEATS = "|"
@@ -143,6 +147,11 @@ class Order:
     def alike(self) -> bool:
         """Whether every device runs one whole mini-batch after another, each in one sequence."""
         return all(not row.first and row.cycle == 1 for row in self.rows)
+
+    @cached_property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Per device."""
+        return tuple(map(_pattern, self.rows))
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -441,6 +450,22 @@ def _shortest(
         turned.insert(0, turned.pop())
         begin -= 1
     return OrderRow(tuple(first[:begin]), tuple(turned), stages, cycle, device, line)
+
+
+def _pattern(row: OrderRow) -> Pattern:
+    """Of what a device runs, from update to update of all its stages."""
+    blocks, steps = list[Row](), list[Step]()
+    updates = dict.fromkeys(row.stages, 0)
+    for kind, s in row.steps():
+        steps.append((kind, s))
+        updates[s] += kind == UPDATES
+        if min(updates.values()) > len(blocks):
+            blocks.append(row_of(steps))
+            steps = []
+            # What is run behind that is all of what repeats.
+            if len(blocks) > row.begins + row.cycle:
+                break
+    return Pattern(tuple(blocks), row.cycle)
 
 
 def _most_in_flight(order: Order, row: OrderRow, stage: int) -> int:

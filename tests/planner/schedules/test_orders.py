@@ -8,9 +8,10 @@ import pytest
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.output.schedules import schedule_text
 from timeprest.planner.schedules.check import check_schedule
-from timeprest.planner.schedules.given import in_rules_of, ordered_schedule, read_order
+from timeprest.planner.schedules.given import in_rules_of, read_order
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.simulator.pipeline import in_a_row
 from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, OrderError
@@ -72,7 +73,8 @@ def test_what_repeats(text, lines):
 
 def test_a_stage_may_update_twice_before_another_of_its_device_does():
     order = parse_order("0F0.0 0F1.0 1F0.0 1B0 1F1.0 1B1 | 0B0 0F2.0 1F2.0 1B2")
-    found = ordered_schedule(order, 4)
+    system = in_rules_of(VARIANTS["pipedream"], order)
+    found = make_schedule(in_a_row(system, 1, order.limits, order.placement), 4)
     assert [sum(op.kind == "U" for op in row) for row in found.stages] == [4, 4]
 
 
@@ -87,8 +89,8 @@ def test_mini_batches_of_different_cycles():
     steady = steady_state(pipeline)
     assert steady.cycle % 2 == 0
     assert steady.period_s == 2.0
-    check_schedule(pipeline, ordered_schedule(order, 7), 7)
-    (by_two,) = (ops for ops in ordered_schedule(order, 7, 2)[:1])
+    check_schedule(pipeline, make_schedule(pipeline, 7), 7)
+    by_two = make_schedule(replace(pipeline, update_every=2), 7)[0]
     assert [op.mini_batch for op in by_two if op.kind == "U"] == [1, 3, 5, 6]
 
 
