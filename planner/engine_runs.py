@@ -67,13 +67,8 @@ def run_by(plan: Plan, name: Engine, receive_bytes_per_s: float = inf) -> Plan:
 
 def beyond_memory(plan: Plan) -> tuple[int, int] | None:
     """The stage whose device lacks most, and how many bytes. None: all fit."""
-    lacking = list[tuple[int, int]]()
-    for s, stage in enumerate(plan.stages):
-        tightest = plan.cluster.tightest(stage.devices)
-        if tightest is not None and tightest.usable_bytes is not None:
-            held = plan.predicted.device_of(s).memory_bytes
-            lacking.append((held - tightest.usable_bytes, s))
-    more, s = max(lacking, default=(0, 0))
+    needs = plan.predicted.needs(plan.stages, plan.cluster)
+    more, s = max(((need - limit, s) for s, need, limit in needs), default=(0, 0))
     return (s, more) if more > 0 else None
 
 

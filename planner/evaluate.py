@@ -174,20 +174,14 @@ class Evaluation:
 
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
         """Stages over what they may take of one of their devices, and by how many bytes."""
-        return [(s, need - limit) for s, need, limit in self._needs(cluster) if need > limit]
+        needs = self.prediction.needs(self.stages, cluster)
+        return [(s, need - limit) for s, need, limit in needs if need > limit]
 
     def memory_shares(self, cluster: Cluster) -> list[float]:
         """What stages with limited memory need of the smallest of their devices: over 1, it
         doesn't fit."""
-        return [need / limit for _, need, limit in self._needs(cluster)]
-
-    def _needs(self, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-        """Stage, the bytes its device needs, and what the smallest of its devices has for it."""
-        for s, stage in enumerate(self.stages):
-            smallest = cluster.tightest(stage.devices)
-            limit = None if smallest is None else smallest.usable_bytes
-            if limit is not None:
-                yield s, self.prediction.device_of(s).memory_bytes, limit
+        needs = self.prediction.needs(self.stages, cluster)
+        return [need / limit for _, need, limit in needs]
 
 
 class LaidOut(NamedTuple):

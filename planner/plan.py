@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -210,6 +210,17 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def device_of(self, stage: int) -> StagePrediction | DevicePrediction:
         """What the device that a stage is on should hold and do."""
         return next((d for d in self.devices if stage in d.stages), self.stages[stage])
+
+    def needs(
+        self, stages: Sequence[PlanStage], cluster: Cluster
+    ) -> Iterator[tuple[int, int, int]]:
+        """Stage, the bytes its device needs, and what the smallest of its devices has for it; of
+        those with limited memory."""
+        for s, stage in enumerate(stages):
+            smallest = cluster.tightest(stage.devices)
+            limit = None if smallest is None else smallest.usable_bytes
+            if limit is not None:
+                yield s, self.device_of(s).memory_bytes, limit
 
     def ties_on(self, stages: Sequence[int]) -> tuple[TiePrediction, ...]:
         """Parameters that several of a device's stages use."""

@@ -567,6 +567,9 @@ def read_cluster(path: str | Path) -> Cluster:
             TaskWarning,
             stacklevel=2,
         )
+    if not near.times:
+        near.latency = DEFAULT_LATENCY if near.latency is None else near.latency
+        near.bandwidth = DEFAULT_BANDWIDTH if near.bandwidth is None else near.bandwidth
     links = tuple(
         LinkBetween(
             between=_ends(link.between, devices, f"{path}: links[{k}].between"),
@@ -576,7 +579,7 @@ def read_cluster(path: str | Path) -> Cluster:
     )
     return Cluster(
         devices=devices,
-        network=_read_link(near, f"{path}: network", (DEFAULT_LATENCY, DEFAULT_BANDWIDTH)),
+        network=_read_link(near, f"{path}: network"),
         between_machines=None if far is None else _read_link(far, f"{path}: between_machines"),
         all_reduce=_read_sums(found.all_reduce, f"{path}: all_reduce"),
         links=links,
@@ -664,33 +667,20 @@ def _machines_of(where: str, entry: _Devices, known: set[str]) -> list[str | Non
     return [names[k // each] for k in range(entry.count)]
 
 
-def _read_link(
-    link: _Link, where: str, usual: tuple[str | None, str | None] = (None, None)
-) -> Network:
-    costs = _costs(link, where, usual)
-    return Network(half_duplex=link.half_duplex, overlap=link.overlap, **costs)
+def _read_link(link: _Link, where: str) -> Network:
+    return Network(half_duplex=link.half_duplex, overlap=link.overlap, **_costs(link, where))
 
 
-def _costs(
-    link: _Timed, where: str, usual: tuple[str | None, str | None] = (None, None)
-) -> dict[str, Any]:
-    """Latency, bandwidth and times.
-
-    Args:
-        usual: latency and bandwidth, where they needn't be given.
-
-    Raises FileError and UserError naming the field.
-    """
+def _costs(link: _Timed, where: str) -> dict[str, Any]:
+    """Latency, bandwidth and times. Raises FileError and UserError naming the field."""
     if link.times:
         return _by_size(link, where)
-    latency = usual[0] if link.latency is None else link.latency
-    bandwidth = usual[1] if link.bandwidth is None else link.bandwidth
-    for name, value in (("latency", latency), ("bandwidth", bandwidth)):
+    for name, value in (("latency", link.latency), ("bandwidth", link.bandwidth)):
         if value is None:
             raise FileError(f"{where}.{name}: is missing; or give times by size")
     return {
-        "bandwidth_bytes_per_s": parse_bandwidth(str(bandwidth), f"{where}.bandwidth"),
-        "latency_s": parse_latency(str(latency), f"{where}.latency"),
+        "bandwidth_bytes_per_s": parse_bandwidth(str(link.bandwidth), f"{where}.bandwidth"),
+        "latency_s": parse_latency(str(link.latency), f"{where}.latency"),
     }
 
 

@@ -28,20 +28,15 @@ T = TypeVar("T")
 
 
 class Judgement(Protocol):
-    """How a judge finds plans.
-
-    Attributes:
-        by: what it goes by, in words.
-        chosen: the best plan by that.
-    """
+    """How a judge finds plans."""
 
     @property
     def by(self) -> str:
-        """As above."""
+        """What it goes by, in words."""
 
     @property
     def chosen(self) -> Plan:
-        """As above."""
+        """The best plan by that."""
 
     def tables(self, width: int) -> Sequence[Any]:
         """What a terminal so wide shows in the place of periods and their Pareto front."""

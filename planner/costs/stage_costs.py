@@ -214,9 +214,7 @@ class Costs:
         self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
         self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
         self._made: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
-        self._makes: dict[str, set[str]] = {layer.name: set() for layer in profile.layers}
         for edge in profile.edges:
-            self._makes[edge.producer].add(edge.storage)
             self._made[edge.producer].append(edge)
             if edge.consumer in self._needs:
                 self._needs[edge.consumer].append(edge)
@@ -299,7 +297,7 @@ class Costs:
         made: set[str] = set()
         received: dict[str, dict[str, int]] = {}
         for layer in layers:
-            made |= self._makes[layer.name]
+            made |= {edge.storage for edge in self._made[layer.name]}
             for edge in self._needs[layer.name]:
                 if edge.producer not in names:
                     size = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)

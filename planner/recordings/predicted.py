@@ -150,14 +150,19 @@ def _memory(
     for s, op in ops:
         walk = walks[s]
         before = tuple(walk.kept)
-        gathered = walk.gradients
         at_hand = walk.step(op)
         of_ties, after_ties = ties.step(s, op)
         for j, event in enumerate(following):
             # Replicas that share every mini-batch are walked as one.
             k = j % len(before)
             if event is not None and (event.stage, event.op) == (s, op):
-                meanwhile = _meanwhile(walk, at_hand, op, before, gathered, k)
+                meanwhile = at_hand
+                # That is what the replica has which holds most.
+                if op.kind in (FORWARD, UPDATE):
+                    now = walk.kept[k], walk.postponed[k]
+                    meanwhile = at_hand._replace(kept=now[0], postponed=now[1])
+                elif op.micro_batch is None:
+                    meanwhile = at_hand._replace(kept=before[k])
                 note(j, event.start_s, {s: meanwhile, **of_ties})
                 ends_s[j] = event.end_s
                 following[j] = next(upcoming[j], None)
@@ -165,25 +170,6 @@ def _memory(
             after = Moment(None, walk.versions, walk.gradients, walk.kept[k], walk.postponed[k])
             note(j, ends_s[j], {s: after, **after_ties})
     return [point for points in found for point in points]
-
-
-def _meanwhile(
-    walk: HoldingsWalk, at_hand: Moment, op: Op, before: Sequence[int], gathered: bool, k: int
-) -> Moment:
-    """What replica k holds while it runs an operation that the walk has just taken.
-
-    Args:
-        at_hand: the same of the replica that holds most.
-        before, gathered: micro-batches kept and whether there were gradients before.
-    """
-    if op.kind == FORWARD:
-        return at_hand._replace(kept=walk.kept[k], postponed=walk.postponed[k])
-    if op.kind == UPDATE:
-        own = at_hand._replace(kept=walk.kept[k], postponed=walk.postponed[k])
-        return own._replace(gradients=gathered)
-    if op.micro_batch is None:
-        return at_hand._replace(kept=before[k])
-    return at_hand
 
 
 # Messages ------------------------------------------------------------------------------------

@@ -15,13 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, Row, Rows, row_of
-
-
-def interleaved(pipeline: Pipeline) -> Rows:
-    """Of a pipeline's devices."""
-    return rows_of(pipeline.stages_of, pipeline.micro_batches)
 
 
 def rows_of(devices: Sequence[tuple[int, ...]], micro_batches: int) -> Rows:

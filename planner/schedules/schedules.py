@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import B, F, Pattern, Row, Rows, Schedule, U, W, numbered_schedule
 from ..systems.variants import ScheduleRule, Variant
-from .interleaved import interleaved
+from .interleaved import rows_of
 from .list_schedule import MicroBatchScheduler
 from .nf1b import ListScheduler
 from .v_shaped import v_shaped
@@ -205,8 +205,8 @@ def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
         for ahead, limit in zip(_ahead(pipeline), pipeline.limits, strict=True)
     ]
     if variant.split_backward:
-        rows_of = [further.replace(W, b"").replace(U, b"") for _, further in found]
-        found = [(kinds + U, kinds + U) for kinds in postponed(pipeline, rows_of)]
+        unsplit = [further.replace(W, b"").replace(U, b"") for _, further in found]
+        found = [(kinds + U, kinds + U) for kinds in postponed(pipeline, unsplit)]
     return tuple(
         Pattern(tuple((kinds, (s,) * len(kinds)) for kinds in both)) for s, both in enumerate(found)
     )
@@ -294,7 +294,7 @@ mini-batch: from N, the micro-batches that 1F1B has ahead of the first backward,
 limit."""
 
 ROWS: dict[ScheduleRule, Callable[[Pipeline], Rows]] = {
-    "interleaved": interleaved,
+    "interleaved": lambda pipeline: rows_of(pipeline.stages_of, pipeline.micro_batches),
     "v-shaped": v_shaped,
 }
 """Of systems that say what a device with several stages does: per device, a mini-batch's row."""

@@ -19,7 +19,7 @@ from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.check import check_schedule, deadlocks
-from timeprest.planner.schedules.interleaved import interleaved
+from timeprest.planner.schedules.interleaved import rows_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.pipeline import Link
@@ -152,7 +152,8 @@ def test_replicas_of_devices_with_several_stages(variant, overlap):
 
 def test_interleaved_1f1b_is_megatrons():
     """Two devices, two stages each, four micro-batches (2104.04473, figure 4's rule)."""
-    rows = interleaved(equal_stages("pipedream-flush", (0, 1, 0, 1), 4))
+    pipeline = equal_stages("pipedream-flush", (0, 1, 0, 1), 4)
+    rows = rows_of(pipeline.stages_of, pipeline.micro_batches)
     shown = [
         " ".join(f"{'FB'[kind]}{s}" for kind, s in zip(kinds, turns, strict=True))
         for kinds, turns in rows
