@@ -214,7 +214,6 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     """
     variant = question.system
     check_stages(variant, question.mini_batch, micro_batches, tuple(stages))
-    costs, cluster = question.costs, question.cluster
     nodes = tuple(stage.nodes for stage in stages)
     size = -(-question.mini_batch // micro_batches)
     # Replicas run micro-batches of their own, or share every mini-batch's samples.
@@ -232,33 +231,13 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
         ),
         strict=True,
     )
-    transfers = costs.transfers(nodes, size)
-    exchanges = exchange_s(question.profile, cluster, nodes, devices)
-    returning = {c.target for c in transfers if c.needs_grad}
+    transfers = question.costs.transfers(nodes, size)
     pipeline = make_pipeline(
         variant,
         micro_batches,
-        [
-            _times(
-                cluster,
-                stage,
-                cost,
-                exchanges[s],
-                speed=speeds[s],
-                rules_s=weights_s_per_byte(
-                    variant,
-                    question.profile.operation,
-                    question.update_every,
-                    first=s == 0,
-                    last=s == last and not variant.makes_weights_on(s, len(stages)),
-                ),
-                split=variant.split_backward,
-                returns=s in returning,
-            )
-            for s, (stage, cost) in enumerate(zip(stages, found, strict=True))
-        ],
+        _times(question, stages, found, speeds, transfers),
         transfers,
-        cluster,
+        question.cluster,
         devices,
         [stage.in_flight for stage in stages],
         question.update_every,
@@ -322,36 +301,41 @@ def evaluate_within(
 
 
 def _times(
-    cluster: Cluster,
-    stage: PlanStage,
-    cost: StageCost,
-    exchange_s: float,
-    *,
-    speed: float,
-    rules_s: float,
-    split: bool,
-    returns: bool,
-) -> StageTimes:
-    """A stage's times.
-
-    Args:
-        speed: of the device that the cost's seconds are for.
-        rules_s: what the system's weight rules take for each byte of parameters.
-        returns: it sends gradients back; else all of a split backward is its weight part.
-    """
-    splits = split and returns
-    backward_s = cost.backward_s + (cost.forward_s if stage.recompute is True else cost.recompute_s)
-    backward_s += cost.split_s if splits else 0.0
-    all_reduce_s = exchange_s
-    if len(stage.devices) > 1 and cost.parameter_bytes:
-        all_reduce_s += cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
-    return StageTimes(
-        cost.forward_s / speed,
-        backward_s / speed,
-        (cost.update_s + rules_s * cost.parameter_bytes) / speed,
-        all_reduce_s,
-        (cost.weight_s if splits else backward_s) / speed if split else 0.0,
+    question: Question,
+    stages: Sequence[PlanStage],
+    costs: Sequence[StageCost],
+    speeds: Sequence[float],
+    transfers: Sequence[Transfer],
+) -> list[StageTimes]:
+    """Per stage. `speeds`: of the devices that the costs' seconds are for."""
+    variant, cluster, profile = question.system, question.cluster, question.profile
+    exchanges = exchange_s(
+        profile, cluster, [stage.nodes for stage in stages], [stage.devices for stage in stages]
     )
+    returning = {c.target for c in transfers if c.needs_grad}
+    last, found = len(stages) - 1, []
+    for s, (stage, cost, speed) in enumerate(zip(stages, costs, speeds, strict=True)):
+        rules_s = weights_s_per_byte(
+            variant,
+            profile.operation,
+            question.update_every,
+            first=s == 0,
+            last=s == last and not variant.makes_weights_on(s, len(stages)),
+        )
+        again_s = cost.forward_s if stage.recompute is True else cost.recompute_s
+        backward_s, weight_s = cost.backward_s + again_s, 0.0
+        if variant.split_backward and s in returning:
+            backward_s, weight_s = backward_s + cost.split_s, cost.weight_s
+        elif variant.split_backward:
+            # No gradient goes back: all of it is the weight part.
+            weight_s = backward_s
+        all_reduce_s = exchanges[s]
+        if len(stage.devices) > 1 and cost.parameter_bytes:
+            all_reduce_s += cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
+        update_s = cost.update_s + rules_s * cost.parameter_bytes
+        times = (cost.forward_s / speed, backward_s / speed, update_s / speed)
+        found.append(StageTimes(*times, all_reduce_s, weight_s / speed))
+    return found
 
 
 # Memory --------------------------------------------------------------------------------------

@@ -59,7 +59,11 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
     parts = [BACKWARD, WEIGHT] if pipeline.variant.split_backward else [BACKWARD]
     wanted = {
         *(Op(FORWARD, b, i) for b in range(mini_batches) for i in micro_batches),
-        *(Op(UPDATE, b) for b in range(mini_batches) if _updates(pipeline, b, mini_batches)),
+        *(
+            Op(UPDATE, b)
+            for b in range(mini_batches)
+            if pipeline.updates_after(b) or b == mini_batches - 1
+        ),
         *(
             Op(part, b, i)
             for part in parts
@@ -99,7 +103,3 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
                 flying.discard(op.mini_batch)
     if wanted - seen:
         raise ScheduleError(f"{op_text(s, min(wanted - seen, key=repr))}: is missing")
-
-
-def _updates(pipeline: Pipeline, mini_batch: int, mini_batches: int) -> bool:
-    return pipeline.updates_after(mini_batch) or mini_batch == mini_batches - 1
