@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from math import inf
 from typing import Any, NamedTuple
 
@@ -266,12 +267,14 @@ def evaluate_within(
     steady = steady_state(pipeline)
     if steady.period_s > most_s:
         return None
-    again, needs = [bool(stage.recompute) for stage in stages], []
+    again = [bool(stage.recompute) for stage in stages]
     held = _holdings(pipeline, steady, again)
     idle = idle_shares(pipeline, steady.period_s)
-    for s in range(len(stages)):
-        mine = transfers if shares[s] == 1 else question.costs.transfers(nodes, size // shares[s])
-        needs.append(_bytes(question, pipeline, steady.clock, s, stages, found, mine))
+    sent = [question.costs.transfers(nodes, size // r) if r > 1 else transfers for r in shares]
+    needs = [
+        _bytes(question, pipeline, steady.clock, s, stages, found, mine)
+        for s, mine in enumerate(sent)
+    ]
     predicted = [
         _predict_stage(pipeline, s, needs[s], held[s], steady, idle[s]) for s in range(len(stages))
     ]
@@ -533,6 +536,12 @@ def _predict_devices(
     entries = _entries(pipeline, steady)
     micro = variant.backward_unit == "micro"
     schedule = numbered_schedule(steady.kinds, steady.turns, n, micro=micro, update_every=every)
+
+    def entered(at: tuple[int, Op]) -> bool:
+        """Whether it isn't ahead of the forwards that stage 0 has begun."""
+        _, (kind, b, i) = at
+        return kind != FORWARD or b * n + (i or 0) < len(entries)
+
     for stages, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
         tied = [
             (tie.stages, tie_bytes(variant, tie, copies_from_outside(pipeline, tie.owner)))
@@ -540,7 +549,7 @@ def _predict_devices(
             if tie.owner in stages
         ]
         walks, of_ties = walks_of(pipeline, stages, tied, entries, recompute)
-        known = list(_until_entered(ops, len(entries), n)) if variant.synchronises else ops
+        known = list(takewhile(entered, ops)) if variant.synchronises else ops
         memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known, of_ties)
         if not _all_seen(pipeline, steady):
             # More may be in flight at once than was seen.
@@ -556,16 +565,6 @@ def _predict_devices(
             idle_share=predicted[stages[0]].idle_share,
             ties=tuple(TiePrediction(stages=of, holds=nbytes) for of, nbytes in tied),
         )
-
-
-def _until_entered(
-    ops: Iterable[tuple[int, Op]], forwards: int, micro_batches: int
-) -> Iterator[tuple[int, Op]]:
-    """Until some stage would be ahead of the forwards that stage 0 has begun."""
-    for s, op in ops:
-        if op.kind == FORWARD and op.mini_batch * micro_batches + (op.micro_batch or 0) >= forwards:
-            return
-        yield s, op
 
 
 def _steady_delay(pipeline: Pipeline, held: Holdings, cycle: int) -> int:

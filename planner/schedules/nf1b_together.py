@@ -21,7 +21,7 @@ from .nf1b import SAME
 
 Seconds = NDArray[np.float64]
 
-_SETTLING = 4
+SETTLING = 4
 """Mini-batches after those that fill the pipeline, twice over."""
 
 _NEVER = -np.inf
@@ -113,7 +113,7 @@ def nf1b_periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     stages, n, every = first.stages, first.micro_batches, first.update_every
     deep = max(max(pipeline.limits) for pipeline in pipelines)
     span = every * max(-(-deep // every), 2)
-    count = 2 * deep + span + _SETTLING * every
+    count = 2 * deep + span + SETTLING * every
     total = count + deep
     forward_s = np.array([p.forward_s for p in pipelines]).T
     backward_s = np.array([[p.backward_op_s(s) for s in range(stages)] for p in pipelines]).T

@@ -23,12 +23,9 @@ from ..simulator.clock import NOT_YET
 from ..simulator.executor import execute
 from ..simulator.pipeline import Pipeline, in_a_row
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
-from .nf1b_together import Seconds, messages_of, nf1b_periods_s
+from .nf1b_together import SETTLING, Seconds, messages_of, nf1b_periods_s
 from .schedules import PATTERNS, ROWS, make_schedule
 from .steady_state import steady_state
-
-_SETTLING = 4
-"""Mini-batches after those that fill the pipeline, twice over."""
 
 _MOST_OPERATIONS = 30_000
 """Of a simulation, about: of deep pipelines fewer mini-batches are."""
@@ -60,7 +57,7 @@ def periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     stages, n, every = first.stages, first.micro_batches, first.update_every
     deep = max(first.limits)
     span = every * (1 if first.variant.flushes else max(-(-deep // every), 2))
-    count = (0 if first.variant.flushes else 2 * deep) + span + _SETTLING * every
+    count = (0 if first.variant.flushes else 2 * deep) + span + SETTLING * every
     affordable = _MOST_OPERATIONS // (stages * (2 * n + 1))
     if count > affordable:
         span = every * max(affordable // (2 * every), 1)

@@ -165,10 +165,8 @@ def loads_s(pipeline: Pipeline) -> list[float]:
     for link in pipeline.links:
         count = pipeline.messages_per_route(link)
         for route in link.all_routes():
-            for wire, wire_s in (
-                (route.wire, route.forward_s),
-                (route.wire_back, route.backward_s),
-            ):
+            both = (route.wire, route.forward_s), (route.wire_back, route.backward_s)
+            for wire, wire_s in both:
                 wires[wire] = wires.get(wire, 0.0) + count * wire_s
     return [*busy_s(pipeline), *wires.values()]
 
@@ -198,14 +196,10 @@ def round_trip_s(pipeline: Pipeline, kept: Sequence[int] = ()) -> float:
 def _stay_s(pipeline: Pipeline, stage: int) -> float:
     """How long a mini-batch stays at a stage at the least: down for its last micro-batch, and
     back up for its gradients."""
-    forward_s, backward_s = (
-        [seconds * min(pipeline.paces[s] if pipeline.paces else (1.0,)) for s, seconds in pairs]
-        for pairs in (
-            enumerate(pipeline.forward_s),
-            ((s, pipeline.backward_op_s(s)) for s in range(pipeline.stages)),
-        )
-    )
-    after_s = pipeline.weight_op_s(stage) * min(pipeline.paces[stage] if pipeline.paces else (1.0,))
+    paces = [min(mine) for mine in pipeline.paces] or [1.0] * pipeline.stages
+    forward_s = [seconds * pace for seconds, pace in zip(pipeline.forward_s, paces, strict=True)]
+    backward_s = [pipeline.backward_op_s(s) * pace for s, pace in enumerate(paces)]
+    after_s = pipeline.weight_op_s(stage) * paces[stage]
     down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
     for t in range(stage + 1, pipeline.stages):
         came = [

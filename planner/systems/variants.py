@@ -392,7 +392,6 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(("split_backward", "half_memory"), (False, True)),
 }
 
-
 _FREE: Mapping[str, set[Any]] = {
     "backward_unit": set(),
     "split_backward": set(),
