@@ -150,6 +150,7 @@ class ListExecutor:
             ops, p = self.lists[d], self.done[d]
             while p < len(ops):
                 kind, slot, s = ops[p]
+                complete: Sequence[int] = ()
                 if kind == UPDATES:
                     clock.update(s, slot)
                 elif (lane := plain[kind][s]) is not None:
@@ -162,22 +163,18 @@ class ListExecutor:
                         start = free[0]
                     starts[slot] = start
                     free[0] = end_s = start + seconds
-                    for t in _send_plain(sends, wire_free, slot, end_s) if sends else ():
-                        other = device_of[t]
-                        if waiting[other]:
-                            waiting[other] = False
-                            pending.append(other)
+                    if sends:
+                        complete = _send_plain(sends, wire_free, slot, end_s)
                 else:
-                    end = slot + widths[kind][s]
-                    if inf in ready_s[kind][s][slot:end]:
+                    slots = range(slot, slot + widths[kind][s])
+                    if inf in ready_s[kind][s][slots.start : slots.stop]:
                         break
-                    while slot < end:
-                        for t, _ in clock.run(kind, s, slot):
-                            other = device_of[t]
-                            if waiting[other]:
-                                waiting[other] = False
-                                pending.append(other)
-                        slot += 1
+                    complete = [t for k in slots for t, _ in clock.run(kind, s, k)]
+                for t in complete:
+                    other = device_of[t]
+                    if waiting[other]:
+                        waiting[other] = False
+                        pending.append(other)
                 self.sequence.append((d, p))
                 p += 1
             self.done[d] = p
