@@ -38,12 +38,11 @@ from ...schedules.together import (
 )
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s, filled_and_drained_s, loads_s, round_trip_s
-from ...systems.placement import numbered_devices
 from ..choices import Branch, Choice, PlacedBranch
 from ..effort import operations_of, placed_operations
 from ..relaxed.relaxation import Relaxation
 from ..state import EFFORT, SearchState
-from .memory_about import fitted, over_about, share_about
+from .memory_about import cut_that_fits, fitted, over_about, share_about
 from .neighbours import STEPS, WORTH_IT, Neighbours, Point, Standing, layings_of
 from .stage_moves import replica_moves, stage_moves
 
@@ -322,7 +321,7 @@ class LocalSearch:
             for cut in cuts
         )
         found = [x for p in self._expected(list(points)) if (x := self.look(p))]
-        if self.relaxation.limited and not numbered_devices(lying):
+        if self.relaxation.limited and len({*lying}) == len(lying):
             found += _that_fit(self, lying, micro_batches, under, found)
         if all(standing.over for standing in found):
             # What is slower may need less: even stages.
@@ -618,7 +617,7 @@ def _that_fit(
     fits = {(s.point.limits, s.point.again[0]) for s in known if not s.over}
     for limits, again in takewhile(lambda each: each not in fits, under):
         for share in _ROOM:
-            cut = local.near.cut_that_fits(micro_batches, lying, limits, again, share)
+            cut = cut_that_fits(local.near, micro_batches, lying, limits, again, share)
             if cut is None:
                 break
             point = Point(cut, lying, (again,) * len(lying), micro_batches, limits)

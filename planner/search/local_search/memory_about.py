@@ -2,23 +2,30 @@
 
 A neighbour's stages mostly run what those of the plan run that it is a neighbour of. So what its
 schedule has them hold, and when, is taken from there, and what that is of its own layers: exact
-where limits, micro-batches and messages stay, an estimate elsewhere.
+where limits, micro-batches and messages stay, an estimate elsewhere. And the cut that is most even
+of those that may fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from ...costs.memory import Moment, StageBytes, stepping_bytes
 from ...costs.recomputation import Selection
 from ...evaluate import LaidOut, Question
+from ...partition.problem import Vector
+from ..choices import in_flight_under
+from .first_cuts import even_within
 
 if TYPE_CHECKING:
-    from .neighbours import Point, Standing
+    from .neighbours import Neighbours, Point, Standing
 
 
 def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) -> float:
@@ -94,6 +101,42 @@ def _is_over(laid: LaidOut, s: int, point: Point, here: Standing, question: Ques
     need = here.found.prediction.device_of(s).memory_bytes
     need -= max(map(held.total, here.found.moments[s]))
     return need + _most_held(laid, s, point, here, question, held) > room
+
+
+def cut_that_fits(
+    near: Neighbours,
+    micro_batches: int,
+    devices: Sequence[tuple[int, ...]],
+    limits: Sequence[int],
+    again: Selection,
+    share: float,
+) -> tuple[int, ...] | None:
+    """Downsets of the cut whose busiest stage has the least to do of those that fit, about, in
+    such a share of the devices' memory (`first_cuts.even_within`); None where none does.
+
+    Args:
+        limits: as `usual_limits` has them.
+        again: what all stages compute again.
+    """
+    question, graph, variant = near.question, near.relaxation.graph, near.question.system
+    flight = in_flight_under(variant, len(devices), limits[0])
+    always, parameters, kept = near.relaxation.kept.of_layers(micro_batches)
+    kept = kept * [again is False or (again is not True and x not in again) for x in graph.names]
+    held, rooms, speeds = list[Vector](), list[float](), list[float]()
+    for behind, mine in zip(reversed(range(len(devices))), devices, strict=True):
+        each, smallest = len(mine), question.cluster.tightest(mine)
+        units = flight.mini_batches(behind) * micro_batches / each
+        if variant.backward_unit == "micro":
+            units = min(flight.micro_batches(behind), micro_batches / each)
+        held.append(always + flight.versions(behind) * parameters + units * kept)
+        room = None if smallest is None else smallest.usable_bytes
+        rooms.append(inf if room is None else share * room)
+        speeds.append(each * min(question.cluster.devices[d].speed for d in mine))
+    inside = np.array([[mask >> j & 1 for j in range(len(kept))] for mask in near.groups])
+    work_s = inside @ near.seconds(micro_batches)
+    ends = even_within(work_s.tolist(), speeds, np.array(held) @ inside.T, rooms)
+    masks = [0, *accumulate(near.groups, int.__or__)]
+    return None if ends is None else (0, *(masks[g] for g in ends))
 
 
 def _most_held(

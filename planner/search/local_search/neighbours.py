@@ -13,8 +13,6 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
-import numpy as np
-
 from ...cluster.cluster import Cluster
 from ...cluster.links import Network
 from ...costs.recomputation import Selection, of_stage, selection_of
@@ -31,12 +29,11 @@ from ..choices import (
     PlacedBranch,
     capped,
     caps,
-    in_flight_under,
     unforeseen,
 )
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .first_cuts import even_within, first_cuts
+from .first_cuts import first_cuts
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -211,49 +208,6 @@ class Neighbours:
                 )
             )
         return self._first_cuts[key]
-
-    def cut_that_fits(
-        self,
-        micro_batches: int,
-        devices: Sequence[tuple[int, ...]],
-        limits: Sequence[int],
-        again: Selection,
-        share: float,
-    ) -> tuple[int, ...] | None:
-        """Downsets of the cut whose busiest stage has the least to do of those that fit, about, in
-        such a share of the devices' memory (`first_cuts.even_within`); None where none does.
-
-        Args:
-            limits: as `usual_limits` has them.
-            again: what all stages compute again.
-        """
-        question, seconds, variant = (
-            self.question,
-            self.seconds(micro_batches),
-            self.question.system,
-        )
-        stages, listed = len(devices), question.cluster.devices
-        flight = in_flight_under(variant, stages, limits[0])
-        always, parameters, kept = self.relaxation.kept.of_layers(micro_batches)
-        names = self.relaxation.graph.names
-        kept = kept * [again is False or (again is not True and x not in again) for x in names]
-        held, rooms, speeds = list[list[float]](), list[float](), list[float]()
-        for s, mine in enumerate(devices):
-            behind, each = stages - 1 - s, len(mine)
-            units = flight.mini_batches(behind) * micro_batches / each
-            if variant.backward_unit == "micro":
-                units = min(flight.micro_batches(behind), micro_batches / each)
-            layers = always + flight.versions(behind) * parameters + units * kept
-            held.append([sum(layers[j] for j in members(mask)) for mask in self.groups])
-            smallest = question.cluster.tightest(mine)
-            room = None if smallest is None else smallest.usable_bytes
-            rooms.append(float("inf") if room is None else share * room)
-            speeds.append(each * min(listed[d].speed for d in mine))
-        seconds = self.seconds(micro_batches)
-        work_s = [sum(seconds[j] for j in members(mask)) for mask in self.groups]
-        ends = even_within(work_s, speeds, np.array(held), rooms)
-        masks = [0, *accumulate(self.groups, int.__or__)]
-        return None if ends is None else (0, *(masks[g] for g in ends))
 
     def _drops(self, devices: Sequence[tuple[int, ...]]) -> list[int]:
         """How many fewer are in flight at each next stage, mini-batches or, where a backward takes
