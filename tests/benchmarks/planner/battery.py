@@ -277,20 +277,22 @@ def rented(number: int) -> Case:
     """The question with this number, of clusters that people rent, with replicas allowed."""
     rng = random.Random(f"rented {number}")
     kinds, system = rng.choice(RENTED), rng.choice(RENTED_SYSTEMS)
-    several = {"system": system, "second": None, "micro_batches": None, "run_ahead": "paper"}
     models = [x for x in sorted(MODELS) if VARIANTS[system].flushes or x not in TIED]
     return Case(
         number=number,
         model=rng.choice(models),
+        system=system,
         devices=sum(machine_sizes(kinds)),
         memory=None,
+        second=None,
         bandwidth_bytes_per_s=rng.choice([10e9, 25e9, 100e9, 400e9]) / 8,
+        micro_batches=None,
         recompute=rng.choice(["off", "auto"]),
         per_device=1,
         placement="auto",
+        run_ahead="paper",
         replicas=True,
         kinds=kinds,
-        **several,
     )
 
 
