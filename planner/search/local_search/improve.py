@@ -92,9 +92,6 @@ _STANDS_IN = 1.03
 _EVEN = 2
 """First cuts that are even, by time and by layers."""
 
-_HOPED = 4
-"""Of first cuts, those that tell which micro-batches are promising."""
-
 _FEW = 20
 """Where fewer plans can be simulated, of each kind of start one is."""
 
@@ -290,29 +287,22 @@ class LocalSearch:
 
     # Starts ------------------------------------------------------------------------------------
 
-    def hoped_s(self, branch: Branch | PlacedBranch) -> float:
-        """What no plan from first cuts of a branch is below, under the widest limits."""
-        near, n = self.near, branch.micro_batches
-        stages, found = None, [float("inf")]
-        for lying in layings_of(near, branch):
-            stages = stages or len(lying)
-            if len(lying) != stages:
-                break
-            limits, ways = next(near.usual_limits(stages, lying)), (self.relaxation.recompute[0],)
-            for cut in near.first_cuts(n, lying)[:_HOPED]:
-                seen = self.foreseen(Point(cut, lying, ways * stages, n, limits))
-                found.append(float("inf") if seen is None else seen.least_s)
-        return min(found)
-
-    def starts(self, branch: Branch | PlacedBranch) -> list[Standing]:
-        """The best of first cuts under the widest limits; where none fits, under less."""
-        found = list[Standing]()
-        for lying in layings_of(self.near, branch):
-            found += self.starts_on(lying, branch.micro_batches)
-        return found
+    def hoped_s(self, micro_batches: int, lying: tuple[tuple[int, ...], ...]) -> float:
+        """What the even cut needs at the least with so many micro-batches, stages having these
+        devices; times the share of the devices' memory that it needs, about, if they lack some."""
+        cut, stages = self.near.even_cut(micro_batches, lying), len(lying)
+        if cut is None:
+            return inf
+        limits, again = next(self.near.usual_limits(stages, lying)), self.relaxation.recompute[0]
+        point = Point(cut, lying, (again,) * stages, micro_batches, limits)
+        seen = self.foreseen(point)
+        if seen is None:
+            return inf
+        return seen.least_s * max(share_about(seen.laid, point, self.question), 1.0)
 
     def starts_on(self, lying: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Standing]:
-        """The same with so many micro-batches, stages having these devices."""
+        """The best of first cuts with so many micro-batches, stages having these devices, under the
+        widest limits; where none fits, under less."""
         stages, cuts = len(lying), self.near.first_cuts(micro_batches, lying)
         under = limits_and_ways(self, lying, micro_batches)
         limits, again = under[0]
@@ -717,11 +707,13 @@ def start(
     """First plans of branches, by default of all, improved. Raises OutOfBudget when the budget is
     used up."""
     found = list[Standing]()
-    # Where simulations are dear there may be time for few: the most promising branches first.
-    ranked = sorted(search.branches if branches is None else branches, key=local.hoped_s)
-    for done, branch in enumerate(ranked):
+    some = search.branches if branches is None else branches
+    every = [(b.micro_batches, lying) for b in some for lying in layings_of(local.near, b)]
+    # Where simulations are dear there may be time for few: the most promising ones first.
+    ranked = sorted(every, key=lambda each: local.hoped_s(*each))
+    for done, (micro_batches, lying) in enumerate(ranked):
         search.say(f"{search.standing}; first cuts", done, len(ranked))
-        found += local.starts(branch)
+        found += local.starts_on(lying, micro_batches)
     found.sort(key=lambda s: (s.over, s.period_s))
     for standing in found[:_MOST_STARTS]:
         if standing.over or standing.period_s <= search.period_s * (1 + _spread(search)):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,9 +21,7 @@ from ...evaluate import LaidOut, Question
 from ...partition.problem import Vector
 from ..choices import in_flight_under
 from .first_cuts import even_within
-
-if TYPE_CHECKING:
-    from .neighbours import Neighbours, Point, Standing
+from .neighbours import Neighbours, Point, Standing, speeds_of
 
 
 def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) -> float:
@@ -122,21 +118,20 @@ def cut_that_fits(
     flight = in_flight_under(variant, len(devices), limits[0])
     always, parameters, kept = near.relaxation.kept.of_layers(micro_batches)
     kept = kept * [again is False or (again is not True and x not in again) for x in graph.names]
-    held, rooms, speeds = list[Vector](), list[float](), list[float]()
-    for behind, mine in zip(reversed(range(len(devices))), devices, strict=True):
-        each, smallest = len(mine), question.cluster.tightest(mine)
-        units = flight.mini_batches(behind) * micro_batches / each
+    held, rooms = list[Vector](), list[float]()
+    for s, mine in enumerate(devices):
+        each, smallest, behind = len(mine), question.cluster.tightest(mine), len(devices) - 1 - s
+        units = limits[s] * micro_batches / each
         if variant.backward_unit == "micro":
             units = min(flight.micro_batches(behind), micro_batches / each)
-        held.append(always + flight.versions(behind) * parameters + units * kept)
+        versions = limits[s] if variant.stashes else flight.versions(behind)
+        held.append(always + versions * parameters + units * kept)
         room = None if smallest is None else smallest.usable_bytes
         rooms.append(inf if room is None else share * room)
-        speeds.append(each * min(question.cluster.devices[d].speed for d in mine))
     inside = np.array([[mask >> j & 1 for j in range(len(kept))] for mask in near.groups])
-    work_s = inside @ near.seconds(micro_batches)
-    ends = even_within(work_s.tolist(), speeds, np.array(held) @ inside.T, rooms)
-    masks = [0, *accumulate(near.groups, int.__or__)]
-    return None if ends is None else (0, *(masks[g] for g in ends))
+    work_s, speeds = near.work_s(micro_batches), speeds_of(question.cluster, devices)
+    ends = even_within(work_s, speeds, np.array(held) @ inside.T, rooms)
+    return None if ends is None else near.downsets(ends)
 
 
 def _most_held(

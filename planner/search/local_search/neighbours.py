@@ -33,7 +33,7 @@ from ..choices import (
 )
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .first_cuts import first_cuts
+from .first_cuts import even, first_cuts
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -185,29 +185,41 @@ class Neighbours:
         self, micro_batches: int, devices: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
         """Downsets of cuts to begin with (`first_cuts`)."""
-        cluster, several = self.question.cluster, Counter(devices)
-        speeds = tuple(
-            len(mine) * min(cluster.devices[d].speed for d in mine) / several[mine]
-            for mine in devices
-        )
+        cluster, speeds = self.question.cluster, speeds_of(self.question.cluster, devices)
         links = tuple(cluster.link(a[-1], b[0]) for a, b in pairwise(devices))
         key = micro_batches, speeds, links
         if key not in self._first_cuts:
-            groups, seconds = self.groups, self.seconds(micro_batches)
-            work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
-            masks = [0, *accumulate(groups, int.__or__)]
-            drops = self._drops(devices)
+            work_s, drops = self.work_s(micro_batches), self._drops(devices)
             over = {link: self._messages_s(micro_batches, link) for link in dict.fromkeys(links)}
             # A single stage sends nothing.
             sent = [*zip(*(over[link] for link in links), strict=True)] or [()]
             self._first_cuts[key] = list(
                 dict.fromkeys(
-                    (0, *(masks[g] for g in ends))
+                    self.downsets(ends)
                     for sent_s in sent
                     for ends in first_cuts(work_s, sent_s, speeds, drops)
                 )
             )
         return self._first_cuts[key]
+
+    def even_cut(
+        self, micro_batches: int, devices: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...] | None:
+        """The first of them, whose stages are as even in time as can be; None: too many stages."""
+        if len(devices) > len(self.groups):
+            return None
+        speeds = speeds_of(self.question.cluster, devices)
+        return self.downsets(even(self.work_s(micro_batches), speeds))
+
+    def downsets(self, ends: Iterable[int]) -> tuple[int, ...]:
+        """Of stages that end after so many groups."""
+        masks = [0, *accumulate(self.groups, int.__or__)]
+        return (0, *(masks[g] for g in ends))
+
+    def work_s(self, micro_batches: int) -> list[float]:
+        """Per group of layers, the forward and the backward of a micro-batch."""
+        seconds = self.seconds(micro_batches)
+        return [sum(seconds[j] for j in members(mask)) for mask in self.groups]
 
     def _drops(self, devices: Sequence[tuple[int, ...]]) -> list[int]:
         """How many fewer are in flight at each next stage, mini-batches or, where a backward takes
@@ -417,6 +429,14 @@ def _inside_machines(
         found.append(tuple(range(at, at + replicas)))
         at += replicas
     return tuple(found)
+
+
+def speeds_of(cluster: Cluster, devices: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+    """Of stages with these devices, which several may share."""
+    several = Counter(devices)
+    return tuple(
+        len(mine) * min(cluster.devices[d].speed for d in mine) / several[mine] for mine in devices
+    )
 
 
 def layings_of(

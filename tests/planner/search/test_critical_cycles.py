@@ -398,7 +398,7 @@ def test_first_cuts_are_simulated_under_limits_that_may_fit():
     request = SearchRequest(stages=6, micro_batches=4, run_ahead="auto")
     search = explore(question, request, lambda *_: None)
     most = search.relaxation.limit_ranges(6)[0][1]
-    found = LocalSearch(search).starts(search.branches[0])
+    found = LocalSearch(search).starts_on(tuple((d,) for d in range(6)), 4)
     assert any(not standing.over for standing in found)
     assert all(standing.point.limits[0] < most for standing in found)
 
