@@ -15,6 +15,7 @@ from itertools import groupby, pairwise, permutations
 import msgspec
 
 from ..cluster.cluster import Cluster
+from ..evaluate import Question
 from ..partition.placings import pattern
 
 SEQUENCES = ("best", "listed")
@@ -78,12 +79,20 @@ def follows_list(lying: Sequence[tuple[int, ...]]) -> bool:
     return all(a < b for a, b in pairwise(devices))
 
 
-def sequence_matters(cluster: Cluster) -> bool:
+def sums_copies(question: Question) -> bool:
+    """Whether stages may have to sum gradients of parameters that they share: those with copies
+    are better off in one machine."""
+    return question.tied == "split" and bool(question.profile.shared)
+
+
+def sequence_matters(question: Question) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
     memory and speed, or in machines with more and fewer of them, or listed in turns, or some have
-    links of their own."""
+    links of their own; or they are in machines, and stages sum copies."""
+    cluster = question.cluster
     if cluster.links or len({d.alike for d in cluster.devices}) > 1:
         return True
     homes = [d.machine for d in cluster.devices]
     sizes, rows = Counter(homes), sum(1 for _ in groupby(homes))
-    return not cluster.flat and (len(set(sizes.values())) > 1 or rows > len(sizes))
+    unlike = len(set(sizes.values())) > 1 or rows > len(sizes)
+    return not cluster.flat and (unlike or sums_copies(question))

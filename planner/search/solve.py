@@ -379,7 +379,7 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
     # It may be asked again, where the time was over before there was a plan.
     search.any_sequence = False
-    if request.sequence == "listed" or not sequence_matters(search.question.cluster):
+    if request.sequence == "listed" or not sequence_matters(search.question):
         return run(search)
     budget = search.budget
     try:

@@ -231,19 +231,24 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
     """Lower bound on a mini-batch's seconds in a pipeline that flushes: filling, work and draining.
 
     A device's work comes after the first micro-batch's way from another stage, and before the last
-    one's way back there, where gradients come back. Weight parts may run beside that. Of pipelines
-    without replicas.
+    one's way back there, where gradients come back, and the update there. Weight parts may run
+    beside that, but for that stage's last one. Of replicas the slowest has that work; micro-batches
+    may come by way of the fastest ones.
     """
-    n, stages, most = pipeline.micro_batches, pipeline.stages, 0.0
-    backward_s = [pipeline.backward_op_s(s) for s in range(stages)]
-    work_s = [n * (f + b) for f, b in zip(pipeline.forward_s, backward_s, strict=True)]
+    stages, most = pipeline.stages, 0.0
+    paces = [min(mine) for mine in pipeline.paces] or [1.0] * stages
+    both = [(f, pipeline.backward_op_s(s)) for s, f in enumerate(pipeline.forward_s)]
+    work_s = [pipeline.micro_batches_per_replica(s) * sum(each) for s, each in enumerate(both)]
+    forward_s, backward_s = zip(
+        *((f * pace, b * pace) for (f, b), pace in zip(both, paces, strict=True)), strict=True
+    )
     # Per link: its ends, and what a micro-batch and its gradient take from one to the other.
     ways = [
         (
             link.source,
             link.target,
-            pipeline.forward_s[link.source] + link.latency_s + link.forward_s,
-            backward_s[link.source] + link.latency_s + link.backward_s,
+            forward_s[link.source] + min(r.latency_s + r.forward_s for r in link.all_routes()),
+            backward_s[link.source] + min(r.latency_s + r.backward_s for r in link.all_routes()),
             link.has_gradient,
         )
         for link in sorted(pipeline.links, key=lambda k: (k.target, k.source))
@@ -265,7 +270,9 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
                     busy_s += work_s[s]
                     soonest_s, latest_s = min(soonest_s, there[s]), min(latest_s, back[s])
             if soonest_s < inf:
-                most = max(most, busy_s + soonest_s + latest_s)
+                after_s = pipeline.update_op_s(first) if pipeline.update_every == 1 else 0.0
+                after_s += pipeline.weight_op_s(first) * paces[first]
+                most = max(most, busy_s + soonest_s + latest_s + after_s)
     return most
 
 

@@ -37,6 +37,9 @@ _TURNS = (1.0, 1.02, 1.05, 1.1)
 _HALVINGS = 40
 """Of the interval that the least is in."""
 
+_FINELY, _FINER = 80, 1.025
+"""Bounds on what the busiest replica has to do, and times the one before that each is."""
+
 _AT_ONCE = 5
 """Halvings whose 31 possible middles are tried together, which takes about as long as one does."""
 
@@ -140,6 +143,69 @@ def even_within(
         cut = under(middle := (low + high) / 2)
         low, high, found = (middle, high, found) if cut is None else (low, middle, cut)
     return found
+
+
+def even_replicas(
+    work_s: Sequence[float],
+    speeds: Sequence[float],
+    homes: Sequence[str | None],
+    counts: Sequence[int],
+    most: int,
+) -> list[tuple[float, tuple[tuple[int, ...], ...]]]:
+    """For each number of stages up to `most`, what the busiest replica has to do, about, and the
+    positions of stages' devices that leave it least; of a row of devices, of which some may be left
+    out. How far so many stages on the first devices get under a bound is known from how far one
+    stage less does, and a bound is the least under which all groups are reached.
+
+    Args:
+        work_s: of each group, [n].
+        speeds: of the devices, [D].
+        homes: their machines, [D]: replicas are in one.
+        counts: replicas that stages may have, ascending.
+    """
+    groups, done = len(work_s), np.array([0.0, *accumulate(work_s)])
+    devices, least_s = len(speeds), float(done[-1]) / sum(speeds)
+    bounds_s = least_s * _FINER ** np.arange(_FINELY)[:, None]
+    reach = np.zeros((_FINELY, devices + 1), dtype=np.intp)
+    took, found = list[NDArray[np.intp]](), list[tuple[float, tuple[tuple[int, ...], ...]]]()
+    for _ in range(most):
+        further, replicas = np.full_like(reach, -1), np.zeros_like(reach)
+        for r in (r for r in counts if r <= devices):
+            rows = [range(p - r, p) for p in range(r, devices + 1)]
+            together = [len({homes[d] for d in row}) == 1 for row in rows]
+            capacity = [r * min(speeds[d] for d in row) for row in rows]
+            begins = reach[:, : devices + 1 - r]
+            until_s = (done[begins] + bounds_s * np.array(capacity)) * (1 + 1e-9)
+            ends = np.searchsorted(done, until_s, side="right") - 1
+            ends[(begins < 0) | (ends <= begins) | ~np.array(together)] = -1
+            better = ends > further[:, r:]
+            further[:, r:][better] = ends[better]
+            replicas[:, r:][better] = r
+        for p in range(1, devices + 1):
+            left_out = further[:, p - 1] >= further[:, p]
+            further[left_out, p], replicas[left_out, p] = further[left_out, p - 1], 0
+        took.append(replicas)
+        under = np.flatnonzero((further[:, -1] == groups) & (reach[:, -1] < groups))
+        if len(under):
+            k = int(under[0])
+            found.append((float(bounds_s[k, 0]), _places([each[k].tolist() for each in took])))
+        reach = further
+    return found
+
+
+def _places(took: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Per stage, the positions of its devices.
+
+    Args:
+        took: replicas of each stage where it ends before each device; 0: the last one is left out.
+    """
+    p, found = len(took[0]) - 1, list[tuple[int, ...]]()
+    for replicas in reversed(took):
+        while not replicas[p]:
+            p -= 1
+        found.append(tuple(range(p - replicas[p], p)))
+        p -= replicas[p]
+    return tuple(reversed(found))
 
 
 def _least_load_s(done: NDArray[np.float64], speeds: Sequence[float]) -> float:

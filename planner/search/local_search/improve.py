@@ -26,7 +26,6 @@ from math import inf
 from typing import NamedTuple
 
 from ....profiles.errors import PlanError, ScheduleError
-from ...costs.recomputation import Selection
 from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
 from ...schedules.schedules import has_pattern, has_row, is_patterned
@@ -42,8 +41,9 @@ from ..choices import Branch, Choice, PlacedBranch
 from ..effort import operations_of, placed_operations
 from ..relaxed.relaxation import Relaxation
 from ..state import EFFORT, SearchState
+from .layings import Lying, even_cut, layings_of, mixed_layings
 from .memory_about import cut_that_fits, fitted, over_about, share_about
-from .neighbours import STEPS, WORTH_IT, Neighbours, Point, Standing, layings_of
+from .neighbours import STEPS, WORTH_IT, Neighbours, Point, Standing, Under
 from .stage_moves import replica_moves, stage_moves
 
 _LAID_OUT = 200
@@ -91,6 +91,9 @@ _STANDS_IN = 1.03
 
 _EVEN = 2
 """First cuts that are even, by time and by layers."""
+
+_MOST_MIXED = 8
+"""Of devices to begin with where stages have their own numbers of replicas, the most promising."""
 
 _FEW = 20
 """Where fewer plans can be simulated, of each kind of start one is."""
@@ -271,7 +274,7 @@ class LocalSearch:
     def _least_s(self, pipeline: Pipeline, least_s: float) -> float:
         """No schedule is faster. `least_s`: than its busiest device or wire."""
         flushes = self.relaxation.variant.flushes
-        if flushes and pipeline.update_every == 1 and not pipeline.paces:
+        if flushes and pipeline.update_every == 1:
             least_s = max(least_s, filled_and_drained_s(pipeline))
         if flushes or (is_patterned(pipeline) and simulates_together(pipeline)):
             return least_s
@@ -287,10 +290,10 @@ class LocalSearch:
 
     # Starts ------------------------------------------------------------------------------------
 
-    def hoped_s(self, micro_batches: int, lying: tuple[tuple[int, ...], ...]) -> float:
+    def hoped_s(self, micro_batches: int, lying: Lying) -> float:
         """What the even cut needs at the least with so many micro-batches, stages having these
         devices; times the share of the devices' memory that it needs, about, if they lack some."""
-        cut, stages = self.near.even_cut(micro_batches, lying), len(lying)
+        cut, stages = even_cut(self.near, micro_batches, lying), len(lying)
         if cut is None:
             return inf
         limits, again = next(self.near.usual_limits(stages, lying)), self.relaxation.recompute[0]
@@ -300,7 +303,7 @@ class LocalSearch:
             return inf
         return seen.least_s * max(share_about(seen.laid, point, self.question), 1.0)
 
-    def starts_on(self, lying: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Standing]:
+    def starts_on(self, lying: Lying, micro_batches: int) -> list[Standing]:
         """The best of first cuts with so many micro-batches, stages having these devices, under the
         widest limits; where none fits, under less."""
         stages, cuts = len(lying), self.near.first_cuts(micro_batches, lying)
@@ -564,7 +567,7 @@ def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]
 
 def limits_and_ways(
     local: LocalSearch, lying: Sequence[tuple[int, ...]], micro_batches: int
-) -> list[tuple[tuple[int, ...], Selection]]:
+) -> list[Under]:
     """Limits and what all stages compute again, those first that are likely to be fastest, and take
     most memory: computing again takes up to a third longer; and with fewer in flight than stages,
     mini-batches or where backwards take these micro-batches, some are idle."""
@@ -572,18 +575,17 @@ def limits_and_ways(
     each = micro_batches if local.relaxation.variant.backward_unit == "mini" else 1
     longer = {True: 4 / 3, False: 1.0}
 
-    def takes(limits: tuple[int, ...], way: Selection) -> float:
+    def takes(under: Under) -> float:
+        limits, way = under
         waits = max((stages + each - 1) / (each * limits[0]), 1.0)
         return waits * (longer[way] if isinstance(way, bool) else 7 / 6)
 
     some_ways = dict.fromkeys((ways[0], ways[len(ways) // 2], ways[-1]))
     every = product(local.near.usual_limits(stages, lying), some_ways)
-    return sorted(every, key=lambda pair: takes(*pair))
+    return sorted(every, key=takes)
 
 
-def _that_may_fit(
-    local: LocalSearch, point: Point, under: Sequence[tuple[tuple[int, ...], Selection]]
-) -> Point:
+def _that_may_fit(local: LocalSearch, point: Point, under: Sequence[Under]) -> Point:
     """The point under the first of these limits and ways to compute again that it doesn't need far
     more memory under than there is; of those that do simulations take long, and nothing comes of
     them."""
@@ -597,9 +599,9 @@ def _that_may_fit(
 
 def _that_fit(
     local: LocalSearch,
-    lying: tuple[tuple[int, ...], ...],
+    lying: Lying,
     micro_batches: int,
-    under: Sequence[tuple[tuple[int, ...], Selection]],
+    under: Sequence[Under],
     known: Sequence[Standing],
 ) -> Iterator[Standing]:
     """Cuts that are as even as memory lets them be, under limits and ways to compute again that are
@@ -656,9 +658,7 @@ def starts_with(
             yield from _with_less(local, widest, less)
 
 
-def _with_less(
-    local: LocalSearch, begun: Standing, less: Sequence[tuple[tuple[int, ...], Selection]]
-) -> Iterator[Standing]:
+def _with_less(local: LocalSearch, begun: Standing, less: Sequence[Under]) -> Iterator[Standing]:
     """Those with fewer in flight and more computed again that are likely to fit, up to the first
     that does, and the last."""
     for limits, again in less:
@@ -709,8 +709,12 @@ def start(
     found = list[Standing]()
     some = search.branches if branches is None else branches
     every = [(b.micro_batches, lying) for b in some for lying in layings_of(local.near, b)]
+    mixed = [(b.micro_batches, lying) for b in some for lying in mixed_layings(local.near, b)]
+    mixed.sort(key=lambda each: local.hoped_s(*each))
     # Where simulations are dear there may be time for few: the most promising ones first.
-    ranked = sorted(every, key=lambda each: local.hoped_s(*each))
+    ranked = sorted(
+        dict.fromkeys((*every, *mixed[:_MOST_MIXED])), key=lambda each: local.hoped_s(*each)
+    )
     for done, (micro_batches, lying) in enumerate(ranked):
         search.say(f"{search.standing}; first cuts", done, len(ranked))
         found += local.starts_on(lying, micro_batches)

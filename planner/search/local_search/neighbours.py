@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise, product
-from typing import Any
+from itertools import accumulate, chain, combinations, pairwise, product
+from typing import TypeAlias, TypeVar
 
 from ...cluster.cluster import Cluster
 from ...cluster.links import Network
@@ -26,14 +26,13 @@ from ...systems.placement import numbered_devices
 from ..choices import (
     Branch,
     Choice,
-    PlacedBranch,
     capped,
     caps,
     unforeseen,
 )
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
-from .first_cuts import even, first_cuts
+from .first_cuts import first_cuts
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -46,6 +45,11 @@ _FEW_STAGES = 8
 
 _KICKED = 3
 """Borders that are moved at random at a plan that no move betters, at the most."""
+
+T = TypeVar("T")
+
+Under: TypeAlias = tuple[tuple[int, ...], Selection]
+"""Limits, and what all stages compute again."""
 
 
 @dataclass(frozen=True)
@@ -202,15 +206,6 @@ class Neighbours:
             )
         return self._first_cuts[key]
 
-    def even_cut(
-        self, micro_batches: int, devices: Sequence[tuple[int, ...]]
-    ) -> tuple[int, ...] | None:
-        """The first of them, whose stages are as even in time as can be; None: too many stages."""
-        if len(devices) > len(self.groups):
-            return None
-        speeds = speeds_of(self.question.cluster, devices)
-        return self.downsets(even(self.work_s(micro_batches), speeds))
-
     def downsets(self, ends: Iterable[int]) -> tuple[int, ...]:
         """Of stages that end after so many groups."""
         masks = [0, *accumulate(self.groups, int.__or__)]
@@ -251,21 +246,6 @@ class Neighbours:
         if micro_batches not in self._ways:
             self._ways[micro_batches] = self.relaxation.seconds.way_s(micro_batches).tolist()
         return self._ways[micro_batches]
-
-    def stage_counts(self, branch: Branch) -> list[int]:
-        if branch.stages is not None:
-            return [branch.stages]
-        most = min(self.search.most_stages, len(self.groups))
-        halves = {most >> k for k in range(most.bit_length())} | {most}
-        return sorted(halves - {0}, reverse=True)
-
-    def layings(
-        self, stages: int, micro_batches: int, devices: int
-    ) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Devices of stages, as many for each, in the sequence in which they are listed."""
-        for each in reversed(self.relaxation.replica_counts(micro_batches)):
-            if each == 1 or stages * each <= devices < stages * (each + 1):
-                yield in_a_row([each] * stages, self.question.cluster, self.moves_devices)
 
     def usual_limits(
         self, stages: int, devices: Sequence[tuple[int, ...]]
@@ -331,7 +311,8 @@ class Neighbours:
                 yield replace(point, again=(*point.again[:s], way, *point.again[s + 1 :]))
 
     def device_moves(self, point: Point) -> Iterator[Point]:
-        """Two devices in each other's place, or one moved to before or behind another."""
+        """Two devices in each other's place, or one moved to before or behind another; and the same
+        of all that stages have."""
         if not self.moves_devices:
             return
         homes, kinds = self.search.device_kinds
@@ -343,16 +324,15 @@ class Neighbours:
             there = dict(zip(sequence, order, strict=True))
             return tuple(tuple(there[d] for d in mine) for mine in point.devices)
 
-        count = range(len(sequence))
-        for a, b in product(count, count):
-            swapped, moved = list(sequence), list(sequence)
-            swapped[a], swapped[b] = swapped[b], swapped[a]
-            moved.insert(b, moved.pop(a))
-            for devices in (lying(swapped), lying(moved)):
-                alike = pattern([d for mine in devices for d in mine], homes, kinds)
-                if alike not in seen and devices != point.devices:
-                    seen.add(alike)
-                    yield replace(point, devices=devices)
+        some: Iterable[tuple[tuple[int, ...], ...]] = map(lying, _exchanged(sequence))
+        if max(map(len, point.devices)) > 1:
+            some = chain(some, map(tuple, _exchanged(point.devices)))
+        for devices in some:
+            used = [d for mine in devices for d in mine]
+            alike = pattern(used, homes, kinds), tuple(map(len, devices))
+            if alike not in seen and devices != point.devices:
+                seen.add(alike)
+                yield replace(point, devices=devices)
 
     def count_moves(self, point: Point, busiest: Sequence[int]) -> Iterator[Point]:
         """The same cut with other micro-batches."""
@@ -396,39 +376,14 @@ class Neighbours:
         return point
 
 
-def in_a_row(
-    each: Sequence[int], cluster: Cluster, any_sequence: bool = False
-) -> tuple[tuple[int, ...], ...]:
-    """So many devices for each stage, as they are listed: the fastest ones, of equal ones the last,
-    or where they are in machines, those that leave the fewest stages in several; of a list that may
-    be taken in any sequence the last ones."""
-    speeds = [0.0 if any_sequence else device.speed for device in cluster.devices]
-    spare = len(speeds) - sum(each)
-    if spare and len(set(speeds)) == 1 and not (any_sequence or cluster.flat):
-        return _inside_machines(each, [device.machine for device in cluster.devices], spare)
-    ranked = sorted(range(len(speeds)), key=lambda d: (-speeds[d], -d))
-    chosen = sorted(ranked[: sum(each)])
-    return tuple(tuple(chosen[a:b]) for a, b in pairwise([*accumulate(each, initial=0)]))
-
-
-def _inside_machines(
-    each: Sequence[int], homes: Sequence[str | None], spare: int
-) -> tuple[tuple[int, ...], ...]:
-    """What is left of a machine is left out where the next stage needs more, as long as there are
-    devices to spare.
-
-    Args:
-        homes: each device's machine.
-    """
-    at, found = 0, list[tuple[int, ...]]()
-    for replicas in each:
-        left = next((d for d in range(at, len(homes)) if homes[d] != homes[at]), len(homes)) - at
-        begun = at > 0 and homes[at - 1] == homes[at]
-        if begun and left < replicas and left <= spare:
-            at, spare = at + left, spare - left
-        found.append(tuple(range(at, at + replicas)))
-        at += replicas
-    return tuple(found)
+def _exchanged(sequence: Sequence[T]) -> Iterator[list[T]]:
+    """Two in each other's place, or one moved to before or behind another."""
+    for a, b in product(range(len(sequence)), repeat=2):
+        swapped, moved = list(sequence), list(sequence)
+        swapped[a], swapped[b] = swapped[b], swapped[a]
+        moved.insert(b, moved.pop(a))
+        yield swapped
+        yield moved
 
 
 def speeds_of(cluster: Cluster, devices: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
@@ -437,51 +392,3 @@ def speeds_of(cluster: Cluster, devices: Sequence[tuple[int, ...]]) -> tuple[flo
     return tuple(
         len(mine) * min(cluster.devices[d].speed for d in mine) / several[mine] for mine in devices
     )
-
-
-def layings_of(
-    near: Neighbours, branch: Branch | PlacedBranch
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Devices of stages to begin with."""
-    if isinstance(branch, PlacedBranch):
-        yield branch.lying
-        return
-    cluster = near.question.cluster
-    sequences = _sequences(cluster) if near.moves_devices else [range(len(cluster.devices))]
-    for stages in near.stage_counts(branch):
-        every = list(near.layings(stages, branch.micro_batches, len(cluster.devices)))
-        for sequence, lying in product(sequences, every):
-            yield tuple(tuple(sequence[d] for d in mine) for mine in lying)
-    # Of some of the devices that are linked well, or fast, replicas may be worth more than of all.
-    counts = near.relaxation.replica_counts(branch.micro_batches)
-    for some, stages in product(_parts(near), near.stage_counts(branch)):
-        each = len(some) // stages
-        if each > 1 and each in counts:
-            yield tuple(some[s * each : (s + 1) * each] for s in range(stages))
-
-
-def _parts(near: Neighbours) -> list[tuple[int, ...]]:
-    """Devices of one machine, and those of one kind, but for all; of machines that are alike, the
-    first one's. Of a list that may be taken in no other sequence, those that are neighbours there:
-    as stages' replicas are."""
-    homes, kinds = near.search.device_kinds
-    found = dict[Hashable, tuple[int, ...]]()
-    for names in (homes, kinds):
-        for name in dict.fromkeys(names):
-            mine = tuple(d for d, other in enumerate(names) if other == name)
-            if near.moves_devices or mine[-1] - mine[0] < len(mine):
-                found.setdefault(pattern(mine, homes, kinds), mine)
-    return [mine for mine in found.values() if len(mine) < len(homes)]
-
-
-def _sequences(cluster: Cluster) -> Iterable[Sequence[int]]:
-    """Of devices: as listed, machine by machine, and by speed, fast ones first and last."""
-    listed, devices = range(len(cluster.devices)), cluster.devices
-    keys: list[Callable[[int], tuple[Any, ...]]] = [
-        lambda d: (d,),
-        lambda d: (devices[d].machine or "",),
-        lambda d: (devices[d].machine or "", -devices[d].speed),
-        lambda d: (-devices[d].speed, devices[d].machine or ""),
-        lambda d: (devices[d].speed, devices[d].machine or ""),
-    ]
-    return dict.fromkeys(tuple(sorted(listed, key=key)) for key in keys)

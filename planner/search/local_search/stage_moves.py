@@ -17,7 +17,8 @@ from ...costs.recomputation import Selection
 from ...partition.problem import members
 from ...systems.placement import numbered_devices
 from .first_cuts import even
-from .neighbours import Neighbours, Point, in_a_row
+from .layings import in_a_row
+from .neighbours import Neighbours, Point
 
 
 def replica_moves(near: Neighbours, point: Point, busiest: Sequence[int]) -> Iterator[Point]:

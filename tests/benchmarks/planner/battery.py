@@ -385,6 +385,7 @@ def options_of(case: Case) -> dict[str, Any]:
         "run_ahead": case.run_ahead,
         "tolerance": 0.0,
         "headroom": Headroom(),
+        "sequence": "best" if case.kinds else "listed",
     }
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
 from helpers.drawn.questions import with_links
-from timeprest.planner.cluster.cluster import Cluster, Device
+from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.search import exploration
@@ -22,6 +22,7 @@ from timeprest.planner.search.relaxed import cycles
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
+from timeprest.profiles.profile import SharedParameters
 
 LINK = Network(bandwidth_bytes_per_s=1e9, latency_s=0.0)
 SYSTEMS = ("timeprest", "pipedream", "gpipe", "pipedream-flush", "pipedream-2bw")
@@ -398,4 +399,22 @@ def test_machines_of_several_sizes_are_tried_in_other_sequences():
     assert best.stages[0].devices == (2,)
     assert best.predicted.period_s < 0.5 * listed.predicted.period_s
     even = msgspec.structs.replace(apart, devices=apart.devices[1:])
-    assert not sequence_matters(even)
+    assert not sequence_matters(Question(profile, even, "gpipe", 4, 0.0))
+
+
+def test_stages_that_sum_copies_of_parameters_are_in_one_machine():
+    """Machines are alike, and devices: the wire between them takes what the copies sum."""
+    ends = ("n0", "n3")
+    profile = msgspec.structs.replace(
+        layers_of([1, 1, 1, 1]),
+        tied=(ends,),
+        shared=(SharedParameters(layers=ends, parameter_bytes=50),),
+    )
+    cluster = uniform_cluster(4, per_machine=2, bandwidth="1GB/s", between_bandwidth="20kB/s")
+    asked = {"stages": 4, "micro_batches": 4, "replicas": False, "tied": "split"}
+    listed = solve(profile, cluster, "gpipe", sequence="listed", **asked)
+    best = solve(profile, cluster, "gpipe", sequence="best", **asked)
+    homes = [cluster.devices[d].machine for (d,) in (stage.devices for stage in best.stages)]
+    assert homes[0] == homes[3] != homes[1] == homes[2]
+    assert best.predicted.period_s < listed.predicted.period_s
+    assert not sequence_matters(Question(profile, cluster, "gpipe", 4, 0.0))

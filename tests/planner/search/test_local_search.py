@@ -20,9 +20,9 @@ from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import state
 from timeprest.planner.search.local_search import improve
-from timeprest.planner.search.local_search.first_cuts import even_within
+from timeprest.planner.search.local_search.first_cuts import even_replicas, even_within
 from timeprest.planner.search.local_search.improve import LocalSearch, climb_on
-from timeprest.planner.search.local_search.neighbours import in_a_row, layings_of
+from timeprest.planner.search.local_search.layings import in_a_row, layings_of, mixed_layings
 from timeprest.planner.search.local_search.stage_moves import replica_moves, stage_moves
 from timeprest.planner.search.solve import SearchRequest, explore, question_for, solve
 from timeprest.planner.search.state import OutOfBudget
@@ -84,6 +84,64 @@ def test_replicas_are_first_laid_on_one_machine_or_one_kind_too():
     # Replicas are neighbours in a list that may be taken in no other sequence.
     assert ((1, 3),) not in begun(fast_and_slow)
     assert ((0, 1),) not in begun(uniform_cluster(4))
+
+
+@given(st.data())
+def test_replicas_are_where_they_leave_the_busiest_one_least_to_do(data):
+    """As any split of a row of devices into stages shows."""
+    groups, devices = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    work = data.draw(st.lists(st.integers(1, 9), min_size=groups, max_size=groups))
+    speeds = data.draw(st.lists(st.integers(1, 3), min_size=devices, max_size=devices))
+    homes = data.draw(st.lists(st.sampled_from([None, "x"]), min_size=devices, max_size=devices))
+    counts = [1, *data.draw(st.sets(st.integers(2, 4)))]
+
+    def rows(stages, begin=0):
+        """Devices of so many stages."""
+        if not stages:
+            yield ()
+            return
+        for first, r in product(range(begin, devices), counts):
+            mine = tuple(range(first, first + r))
+            if first + r <= devices and len({homes[d] for d in mine}) == 1:
+                yield from ((mine, *others) for others in rows(stages - 1, first + r))
+
+    def busiest(places):
+        ends = combinations(range(1, groups), len(places) - 1)
+        capacity = [len(mine) * min(speeds[d] for d in mine) for mine in places]
+        cuts = ([*pairwise([0, *each, groups])] for each in ends)
+        return min(
+            max(sum(work[a:b]) / c for (a, b), c in zip(cut, capacity, strict=True)) for cut in cuts
+        )
+
+    found = dict[int, float]()
+    for about_s, places in even_replicas(work, speeds, homes, sorted(counts), min(groups, devices)):
+        assert places in {*rows(len(places))}
+        assert busiest(places) <= about_s * (1 + 1e-6)
+        found[len(places)] = about_s
+    least = {s: min(map(busiest, rows(s)), default=inf) for s in range(1, min(groups, devices) + 1)}
+    # A number of stages is left out where fewer are as good.
+    for stages, least_s in least.items():
+        within = min(about for s, about in found.items() if s <= stages)
+        assert within <= least_s * 1.025 * (1 + 1e-6)
+
+
+def test_stages_with_much_work_begin_with_more_replicas():
+    """Those of one machine, where the link to others is slow."""
+    layers = [(f"n{k}", 100, ms * 1e-3, 2e-3 * ms, 10, []) for k, ms in enumerate([4, 1, 1, 8])]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16) for k in range(3)]
+    profile = profile_by_hand(layers, [*edges, ("n3", "output", "last", 4)])
+
+    def begun(cluster, **asked):
+        search = search_for(profile, cluster, "gpipe", micro_batches=4, **asked)
+        near = LocalSearch(search).near
+        return {*mixed_layings(near, search.branches[0])}
+
+    assert ((0, 1), (2,), (3, 4, 5, 6)) in begun(uniform_cluster(7), replicas=True)
+    machines = uniform_cluster(8, per_machine=4, between_bandwidth="1MB/s")
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) in begun(machines, replicas=True)
+    assert ((0, 1), (2,), (3,), (4, 5, 6, 7)) not in begun(machines, replicas=True)
+    assert not begun(uniform_cluster(7), replicas=False)
+    assert {len(lying) for lying in begun(uniform_cluster(7), replicas=True, stages=2)} == {2}
 
 
 @given(st.data())
