@@ -31,7 +31,7 @@ from ..tables.plans import (
     share_of_limit,
     yes,
 )
-from ..tables.stages import recomputed_layers, shares_devices
+from ..tables.stages import recomputed_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -187,7 +187,7 @@ def print_comparison(console: Console, plans: Mapping[str, Plan], *, every: bool
         console.print(_columns(plans, console.width))
         _print_stages(console, plans, every=every)
     memory, idle = "", "stages"
-    if any(shares_devices(plan) for plan in plans.values()):
+    if any(plan.placement for plan in plans.values()):
         memory, idle = "most memory: of the device with most. ", "devices"
     limit = ""
     if any(share_of_limit(plan) is not None for plan in plans.values()):

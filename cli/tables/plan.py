@@ -24,7 +24,6 @@ from ..errors import log, output
 from .layout import counted, labelled
 from .stages import (
     MOST_ROWS,
-    device_count,
     device_name,
     kept_free,
     memory_limit,
@@ -32,7 +31,6 @@ from .stages import (
     notes,
     on_devices,
     placement_name,
-    shares_devices,
     stage_table,
 )
 
@@ -75,7 +73,7 @@ def verdict(plan: Plan) -> Table:
     stalest = max(range(len(stages)), key=lambda s: stages[s].version_difference)
     busy = f"{device_name(plan, devices[busiest])}, {idle[busiest]:.0%} idle"
     if len(idle) > 1 and max(idle) < min(idle) + 0.005:
-        every = "devices" if shares_devices(plan) else "stages"
+        every = "devices" if plan.placement else "stages"
         busy = f"all {every} alike, {idle[busiest]:.0%} idle"
     elif len(idle) > 1:
         busy += f"; {sum(idle) / len(idle):.0%} on average"
@@ -195,10 +193,10 @@ def _loading(plan: Plan) -> list[tuple[str, str]]:
 
 def _placed(plan: Plan) -> list[tuple[str, str]]:
     """Which device has which stages, in short; nothing where each stage has its own."""
-    if not shares_devices(plan):
+    if not plan.placement:
         return []
     stages = counted(len(plan.stages), "stage")
-    devices = counted(device_count(plan.stages), "device")
+    devices = counted(plan.workers, "device")
     with_replicas = " with replicas" * any(len(stage.devices) > 1 for stage in plan.stages)
     return [("placement", f"{placement_name(plan)}: {stages} on {devices}{with_replicas}")]
 
@@ -215,7 +213,7 @@ def _advice(plan: Plan) -> list[tuple[str, str]]:
     if v < 2 or variant.whole_mini_batches:
         return []
     # The formula is of nF1B with a device for each stage; other orders have several by their rule.
-    if shares_devices(plan) or variant.schedule != "nf1b":
+    if plan.placement or variant.schedule != "nf1b":
         return [("sequences", f"{v} of updates side by side (v = {v})")]
     least = len(plan.stages) - 1
     advice = f"N ≥ S − 1 = {least} micro-batches would avoid it, with unit times (TiMePReSt)"
@@ -241,9 +239,8 @@ def bare_rate(samples_per_s: float) -> str:
 def slower_than_one(plan: Plan) -> str | None:
     """A warning where the pipeline doesn't pay; None where it does, or nobody knows."""
     predicted = plan.predicted
-    devices = device_count(plan.stages)
     # 0.995 is printed as 1.00.
-    if not 0 < predicted.speedup < 0.995 or devices == 1:
+    if not 0 < predicted.speedup < 0.995 or plan.workers == 1:
         return None
     one_s = predicted.speedup * predicted.period_s
     return (

@@ -17,7 +17,7 @@ from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..errors import printable
 from .layout import Column, counted, fitted, fixed, words
 from .plan import bare_rate, gap
-from .stages import device_count, memory_limit, on_devices, placement_name, shares_devices
+from .stages import memory_limit, on_devices, placement_name
 
 # Figures of a plan as a whole ---------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("micro-batches", "micro_batches", lambda p: p.micro_batches),
     Figure("update every", "update_every", lambda p: p.update_every),
     Figure("stages", "stages", lambda p: len(p.stages)),
-    Figure("devices", "devices", lambda p: device_count(p.stages)),
+    Figure("devices", "devices", lambda p: p.workers),
     Figure("placement", "placement", placement_name),
     Figure("recomputed", "recomputed_stages", lambda p: sum(bool(s.recompute) for s in p.stages)),
     Figure("period", "period_s", lambda p: p.predicted.period_s, format_seconds, -1),
@@ -97,7 +97,7 @@ FIGURES: tuple[Figure, ...] = (
 
 def figures_of(plans: Iterable[Plan]) -> list[Figure]:
     """Those that tables show: of straight plans, their placement says nothing."""
-    placed = any(shares_devices(plan) for plan in plans)
+    placed = any(plan.placement for plan in plans)
     return [figure for figure in FIGURES if placed or figure.key != "placement"]
 
 
@@ -281,33 +281,27 @@ def _dim(text: str) -> Text:
 
 
 def pareto_table(points: Sequence[ParetoPoint], width: int) -> Group:
-    """Of the plans that none beats in period, memory and version difference at once."""
-    systems = {point.variant for point in points}
-    title = (
-        "Pareto front of period, memory per device and version difference, of all plans seen: "
-        f"{counted(len(points), 'plan')} of {counted(len(systems), 'system')}"
-    )
-    return points_table(title, points, [], width)
-
-
-def points_table(
-    title: str, points: Sequence[ParetoPoint], first: Sequence[Column], width: int
-) -> Group:
-    """Of plans' prices and sizes. `first`: columns that stand before these."""
+    """Of the plans that none beats in period, memory and version difference at once: their prices
+    and sizes."""
     found = [point.evaluation for point in points]
     distances = [each.prediction.sequence_distance for each in found]
+    devices = [{d for stage in each.stages for d in stage.devices} for each in found]
     columns = [
-        *first,
         fixed("period", [format_seconds(point.period_s) for point in points]),
         fixed("memory", [format_bytes(point.memory_bytes) for point in points]),
         fixed("d", [str(point.version_difference) for point in points]),
         fixed("v", ["-" if v is None else str(v) for v in distances]),
         fixed("S", [str(len(each.stages)) for each in found]),
-        fixed("devices", [str(device_count(each.stages)) for each in found]),
+        fixed("devices", [str(len(each)) for each in devices]),
         fixed("N", [str(each.micro_batches) for each in found]),
         fixed("L", [_limits([stage.in_flight for stage in each.stages]) for each in found]),
     ]
-    return fitted(title, words("system", [point.variant for point in points], 12), columns, width)
+    systems = [point.variant for point in points]
+    title = (
+        "Pareto front of period, memory per device and version difference, of all plans seen: "
+        f"{counted(len(points), 'plan')} of {counted(len(set(systems)), 'system')}"
+    )
+    return fitted(title, words("system", systems, 12), columns, width)
 
 
 def _limits(limits: Sequence[int]) -> str:

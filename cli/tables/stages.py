@@ -41,26 +41,16 @@ def on_devices(plan: Plan) -> list[OnDevice]:
     return [OnDevice(stages, known[stages]) for stages in lanes]
 
 
-def device_count(stages: Iterable[PlanStage]) -> int:
-    """How many devices they take, replicas' devices included."""
-    return len({device for stage in stages for device in stage.devices})
-
-
 def placement_name(plan: Plan) -> str:
     """``straight``, ``loop``, ``v`` or ``free``."""
     return pattern_of(plan.placement, len(plan.stages))
-
-
-def shares_devices(plan: Plan) -> bool:
-    """Whether some device has several stages."""
-    return placement_name(plan) != "straight"
 
 
 def device_name(plan: Plan, found: OnDevice) -> str:
     """``stage 1``; where devices have several, ``device0 (stages 0, 3)``."""
     name = stages_text(found.stages)
     devices = plan.stages[found.stages[0]].devices
-    if not shares_devices(plan) or len(devices) > 1:
+    if not plan.placement or len(devices) > 1:
         return name
     return f"{printable(plan.cluster.devices[devices[0]].name)} ({name})"
 
@@ -133,7 +123,7 @@ def _figures(plan: Plan, s: int) -> _Figures:
 
 
 def _device_rows(plan: Plan, found: Sequence[OnDevice], *, every: bool) -> tuple[range, ...]:
-    if not shares_devices(plan):
+    if not plan.placement:
         return folded(plan, every=every).rows
     figures = [
         (
@@ -212,7 +202,7 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
         figures("transfer", lambda p: p.transfer_s, format_seconds),
         # Where stages share devices, those are idle, and hold the memory of all.
         figures("memory", lambda p: p.memory_bytes, short_bytes)
-        if shares_devices(plan)
+        if plan.placement
         else figures("idle", lambda p: p.idle_share, _share),
         fixed("L", limits),
         figures("ver", lambda p: p.versions_held, _whole),
@@ -248,7 +238,7 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
 
     of_limit = any(limit is not None for limit in limits)
     key, columns = _keys(rows), []
-    if shares_devices(plan):
+    if plan.placement:
         names = [devices_text(plan, (found[k].stages[0] for k in row)) for row in rows]
         key = words("device", names, 14)
         stages = [_row_stages(found, row) for row in rows]
@@ -282,7 +272,7 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
     said += f", {_FREE} kept free." if free else "."
     if plan.order is not msgspec.UNSET:
         said += f" The order is a given one, in {plan.variant}'s weight rules."
-    if shares_devices(plan):
+    if plan.placement:
         said += " A device's peak isn't the sum of its stages' peaks: those come at other moments."
     if any(stage.recompute for stage in plan.stages):
         said += " ↻: activations are computed again"
@@ -361,10 +351,9 @@ def memory_bar(
 
 
 def _title(plan: Plan) -> str:
-    devices = device_count(plan.stages)
     on = ""
-    if shares_devices(plan) or devices != len(plan.stages):
-        on = f" on {counted(devices, 'device')}"
+    if plan.placement or plan.workers != len(plan.stages):
+        on = f" on {counted(plan.workers, 'device')}"
     text = (
         f"{plan.title}: {counted(len(plan.stages), 'stage')}{on}, mini-batch "
         f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch')} of "
