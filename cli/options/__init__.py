@@ -6,8 +6,8 @@ Options that set a field of `RunSettings` bear its name, as `settings_of` takes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import click
 
@@ -26,23 +26,13 @@ from ...runtime.settings import (
     OptimizerChoice,
     RunSettings,
 )
-from ..errors import errors_as_lines
+from ..errors import F, errors_as_lines
 from .command import CONTEXT as CONTEXT
 from .command import group, options
 from .config import CONFIG, PRINT
 from .fields import ImportingCommand as ImportingCommand
 from .fields import options_of as options_of
 from .values import FileName, FolderName, Whole
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def choice(
-    flag: str, values: Iterable[str], default: str | None = None, help: str | None = None
-) -> Callable[[F], F]:
-    """An option that takes one of a few words."""
-    return click.option(flag, type=click.Choice(list(values)), default=default, help=help)
-
 
 version_option = click.version_option(__version__, package_name="timeprest", message="%(version)s")
 """--version, of each command and of those that have others below them."""

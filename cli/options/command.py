@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from ...profiles import plugins
 from ...profiles.errors import PluginError, UserError
-from ..errors import CONFIG_FILE, OneLineCommand, errors_as_lines, printable
+from ..errors import CONFIG_FILE, F, OneLineCommand, errors_as_lines, printable
 from .config import CONFIG, PRINT, config_text, read_config
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _GROUPS: dict[click.Parameter, str] = {}
 """What help calls the group that an option is in."""

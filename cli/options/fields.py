@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import MISSING
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -16,6 +16,7 @@ from ...profiles.errors import PluginError
 from ...profiles.files import MAX_COUNT
 from ...profiles.imported.reader import options_of_importers
 from ...profiles.options import Kind, OptionField, option_fields
+from ..errors import F
 from .command import GroupedCommand, group, options
 from .values import (
     FileName,
@@ -27,8 +28,6 @@ from .values import (
     Whole,
     WordOrPlugin,
 )
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _NAMES = {"file": FileName, "folder": FolderName, "target": TargetName, "system": SystemName}
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...planner.plan import Plan
 from ...profiles.errors import StoppedError
@@ -17,12 +17,10 @@ from ...runtime.prepare.workers import workers_of
 from ...runtime.records.callbacks import Callback
 from ...runtime.records.events import EpochDone, EvaluationDone, MiniBatchDone, RestartDue, RunBegun
 from ...runtime.records.status import WorkerStatus, read_statuses
-from ..errors import log, why_unprinted
+from ..errors import F, log, why_unprinted
 from ..progress import Bar
 from ..tables.plan import warn_if_edited
 from ..tables.run import epoch_line, evaluation_line
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _WINDOW_S = 5.0
 _LOOKS_APART_S = 0.05

@@ -6,21 +6,18 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.measuring.process_settings import end_with_parent
 from ...runtime.processes.environment import launched_by
-from ..errors import log, why_unprinted
+from ..errors import F, log, why_unprinted
 from ..options.command import GroupedCommand
 
 if TYPE_CHECKING:
     from ...runtime.processes.rendezvous import Rendezvous
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _SILENT_S = 1.0
 """Before a rank that says nothing ends: the launcher ends the others when one has."""

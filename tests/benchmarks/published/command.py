@@ -8,7 +8,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 from timeprest.cli.errors import errors_as_lines, output, print_json
-from timeprest.cli.options import choice, common_options
+from timeprest.cli.options import common_options
 from timeprest.cli.options.command import GroupedCommand, examples, group
 from timeprest.cli.options.fields import options_of
 from timeprest.cli.options.values import FileName, Number, Whole
@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 @click.argument("path", type=FileName(), metavar="FILE")
 @group(
     "Costs",
-    choice("--cost-model", COST_MODELS, None, "[default: the one the file is for]"),
+    click.option(
+        "--cost-model",
+        type=click.Choice(list(COST_MODELS)),
+        help="[default: the one the file is for]",
+    ),
     click.option("--devices", type=Whole(), help="How many.  [default: the file's own]"),
     click.option("--memory", help="Of each device.  [default: the file's own]"),
     click.option("--bandwidth", help="Between devices.  [default: the file's own]"),
@@ -53,8 +57,13 @@ if TYPE_CHECKING:
 )
 @group(
     "Cuts",
-    choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not."),
-    choice("--recompute", ("auto", "off"), "auto", "Stages may recompute activations, or not."),
+    *(
+        click.option(f"--{name}", type=click.Choice(["auto", "off"]), default="auto", help=text)
+        for name, text in (
+            ("replicas", "Stages may take several devices, or not."),
+            ("recompute", "Stages may recompute activations, or not."),
+        )
+    ),
     click.option(
         "--non-contiguous",
         is_flag=True,
