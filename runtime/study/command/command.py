@@ -106,10 +106,7 @@ def study(
     check_system()
     study_path, page_path = _outputs(path)
     folder = Path(trainings) if trainings else study_path.with_suffix(".trainings")
-    wanted: list[tuple[str, Path, Kind]] = [("-o", study_path, Kind.STUDY)]
-    if page_path is not None:
-        wanted.append(("-o", page_path, Kind.PAGE))
-    check_outputs(*wanted)
+    check_outputs(("-o", study_path, Kind.STUDY), ("-o", page_path, Kind.PAGE))
     plans = [read_plan(each) for each in plan_paths]
     choices = choices_of(asked)
     asked["optimizer"] = optimizer_choice(asked)

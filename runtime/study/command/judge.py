@@ -121,12 +121,8 @@ class ByTimeToTarget:
             "open": self.open,
             "unbounded": self.unbounded,
             "fit": {
-                "begun": self.fit.begun,
-                "number": self.fit.number,
-                "trainings": self.fit.trainings,
-                "miss": self.fit.miss,
-                "residual": self.fit.residual,
-                "refusal": self.fit.refusal,
+                name: getattr(self.fit, name)
+                for name in ("begun", "number", "trainings", "miss", "residual", "refusal")
             },
         }
 

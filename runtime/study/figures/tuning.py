@@ -58,10 +58,9 @@ def badness_of(
     end = end_value(curve, metric)
     if end is None:
         return DIVERGED, 0.0
-    points = smoothed(points_of(curve, metric, 1))
     if target is None:
         return 0.0, sign * level_of(curve, metric, steps)
-    samples = samples_to(points, target, rises=RISES[metric])
+    samples = samples_to(smoothed(points_of(curve, metric, 1)), target, rises=RISES[metric])
     return (1.0, sign * end) if samples is None else (0.0, samples)
 
 
@@ -104,8 +103,8 @@ def next_trials(grid: TuningGrid, done: Sequence[Trial]) -> list[tuple[float, in
     first = grid.warmups[0]
     rates = [trial for trial in done if trial.warmup == first]
     if len(rates) < grid.for_rates:
-        tried = {_key(trial.rate) for trial in rates}
-        left = [rate for rate in map(_rounded, _start(grid)) if _key(rate) not in tried]
+        tried = {trial.rate for trial in rates}
+        left = [rate for rate in _start(grid) if rate not in tried]
         if left:
             return [(rate, first) for rate in left]
         if grid.halves or at_edge(rates, best_trial(rates).rate):
@@ -118,8 +117,8 @@ def next_trials(grid: TuningGrid, done: Sequence[Trial]) -> list[tuple[float, in
 def _start(grid: TuningGrid) -> list[float]:
     """The given rate and its neighbours; at a limit of rates the next two on its other side."""
     rate, by = grid.rate, grid.factor
-    found = [rate, rate * by, rate / by, rate / by / by, rate * by * by]
-    return [rate for rate in found if _allowed(_rounded(rate))][: min(grid.for_rates, 3)]
+    found = map(_rounded, (rate, rate * by, rate / by, rate / by / by, rate * by * by))
+    return [rate for rate in found if _allowed(rate)][: min(grid.for_rates, 3)]
 
 
 def best_trial(done: Sequence[Trial]) -> Trial:
@@ -156,9 +155,9 @@ def _one_more(grid: TuningGrid, done: Sequence[Trial]) -> float:
     trials = sorted(done, key=lambda trial: trial.rate)
     k = trials.index(best_trial(trials))
     below, above = trials[:k][-1:], trials[k + 1 :][:1]
-    beyond = trials[k].rate * grid.factor if below else trials[k].rate / grid.factor
-    if not (below and above) and _allowed(_rounded(beyond)):
-        return _rounded(beyond)
+    beyond = _rounded(trials[k].rate * grid.factor if below else trials[k].rate / grid.factor)
+    if not (below and above) and _allowed(beyond):
+        return beyond
     # Inside the grid, or at a limit of rates.
     other = min(above + below, key=lambda trial: trial.badness)
     return _rounded(math.sqrt(trials[k].rate) * math.sqrt(other.rate))
@@ -171,7 +170,3 @@ def _allowed(rate: float) -> bool:
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
-
-
-def _key(rate: float) -> str:
-    return f"{rate:.4g}"

@@ -23,14 +23,14 @@ from ...checkpoint.start import check_settings
 from ...prepare.data import run_length, segments, training_samples
 from ...prepare.tracing import task_to_train
 from ...settings import DELAYS, RunSettings
-from ..figures.study import BUSY, Curve, Study, StudyQuestion, plan_names, studied
+from ..figures.study import BUSY, Curve, StudiedPlan, Study, StudyQuestion, plan_names, studied
 from .choosing import Choosing
 from .pool import Processes, ThisProcess
 from .training import check_tunable
 from .work import Asked, Finished, FinishedTraining, StudyWork, arms_of, cured, settings_of_all
 
 if TYPE_CHECKING:
-    from ..choices import Cure, StudyChoices
+    from ..choices import StudyChoices
 
 Progress = Callable[[str, float, float], None]
 """What is being done, mini-batches done, and in all."""
@@ -49,12 +49,8 @@ class Prospect:
 
     question: StudyQuestion
     work: StudyWork
-    of_plan: tuple[str, ...]
-    """By plan, the name of its arm."""
-    names: tuple[str, ...]
-    files: tuple[str, ...]
-    cures: tuple[Cure | None, ...]
-    """By plan."""
+    plans: tuple[StudiedPlan, ...]
+    """Of the work; each names its arm."""
 
 
 def prospect(
@@ -85,13 +81,7 @@ def prospect(
     if choices.tune > 1:
         check_tunable(task, long, model, run_length(segments(first, long, samples)), choices.factor)
     arms, of_plan = arms_of(
-        plans,
-        names,
-        long,
-        samples,
-        mixes=mixes,
-        uniform_delay=choices.uniform_delay,
-        cures=cures,
+        plans, names, long, samples, mixes=mixes, uniform_delay=choices.uniform_delay, cures=cures
     )
     choice = settings.optimizer
     question = StudyQuestion(
@@ -124,7 +114,9 @@ def prospect(
         length=length,
         metric=choices.metric,
     )
-    return Prospect(question, work, tuple(of_plan), tuple(names), tuple(files), tuple(cures))
+    under = [cure.text if cure else "" for cure in cures]
+    by_plan = zip(plans, names, files, of_plan, under, strict=True)
+    return Prospect(question, work, tuple(studied(*each) for each in by_plan))
 
 
 def _warmups(settings: RunSettings, choices: StudyChoices) -> tuple[int, ...]:
@@ -199,13 +191,10 @@ class _Conductor:
         if not isinstance(question.budget, msgspec.UnsetType) and question.budget.seconds:
             budget = msgspec.structs.replace(question.budget, processes=min(jobs, BUSY))
             question = msgspec.structs.replace(question, budget=budget)
-        cures = [cure.text if cure else "" for cure in prospect.cures]
-        by_plan = (prospect.names, prospect.files, prospect.of_plan, cures)
-        plans = zip(work.plans, *by_plan, strict=True)
         self.choosing = Choosing(
             question,
             work.arms,
-            [studied(*each) for each in plans],
+            prospect.plans,
             self._curve,
             lambda asked: self.known[asked].seconds,
         )

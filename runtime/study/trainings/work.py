@@ -116,7 +116,7 @@ def arms_of(
     *,
     mixes: bool,
     uniform_delay: bool,
-    cures: Sequence[Cure | None] = (),
+    cures: Sequence[Cure | None],
 ) -> tuple[list[ArmSpec], list[str]]:
     """The arms of a study, plain training first; and for each plan the name of its arm.
 
@@ -131,13 +131,11 @@ def arms_of(
         samples: in the training data.
         uniform_delay: an arm more for each number of stages: plain training with gradients of the
             weights S − 1 updates before.
-        cures: by plan; none by default.
+        cures: by plan.
     """
-    first = plans[0]
     arms = [ArmSpec(name=PLAIN, kind="plain", plan=0, rules=_digest("plain", 0, 1))]
     of_plan: list[str] = []
-    of_plans = zip(plans, names, cures or [None] * len(plans), strict=True)
-    for k, (plan, name, cure) in enumerate(of_plans):
+    for k, (plan, name, cure) in enumerate(zip(plans, names, cures, strict=True)):
         if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
             n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
             found = ArmSpec(
@@ -159,15 +157,8 @@ def arms_of(
         of_plan.append((same or found).name)
     delays = {len(plan.stages) - 1 for plan in plans} - {0} if uniform_delay else set()
     for delay in sorted(delays):
-        arms.append(
-            ArmSpec(
-                name=f"uniform delay of {delay}",
-                kind="uniform delay",
-                plan=plans.index(first),
-                delay=delay,
-                rules=_digest("uniform delay", delay),
-            )
-        )
+        rules, name = _digest("uniform delay", delay), f"uniform delay of {delay}"
+        arms.append(ArmSpec(name=name, kind="uniform delay", plan=0, delay=delay, rules=rules))
     return arms, of_plan
 
 

@@ -120,10 +120,11 @@ def test_a_cure_is_an_arm_beside_its_plan(profile, mlp_target, tmp_path):
     asked, bare = due(plans, mlp_target, cures=cures), due(plans, mlp_target)
     first, second = (cure.text for cure in cures)
     named = [f"timeprest with {first}", f"i-timeprest with {first}", f"i-timeprest with {second}"]
-    assert list(asked.names) == [
+    names = [plan.name for plan in asked.plans]
+    assert names == [
         *("timeprest", named[0], "i-timeprest", *named[1:], "gpipe"),
     ]
-    assert [arm.name for arm in asked.work.arms] == [PLAIN, *asked.names[:-1]]
+    assert [arm.name for arm in asked.work.arms] == [PLAIN, *names[:-1]]
     of_bare = {arm.name: k for k, arm in enumerate(bare.work.arms)}
     under = RunSettings(task=mlp_target, steps=24, optimizer=SGD, timeout_s=60, **cures[0].settings)
     chosen = StudyChoices(seeds=2, tune=3, longer=1.25, eval_every=10)
@@ -209,13 +210,14 @@ def test_a_study_has_an_arm_for_what_differs(plans, profile, mlp_target):
     names = [arm.name for arm in found.work.arms]
     assert len(names) == len(set(names)) == 6
     assert names[0] == PLAIN
-    assert found.of_plan[2] == found.of_plan[3] == PLAIN
-    assert found.of_plan[0] == found.of_plan[4] != found.of_plan[5]
+    arms = [plan.arm for plan in found.plans]
+    assert arms[2] == arms[3] == PLAIN
+    assert arms[0] == arms[4] != arms[5]
     # With one mini-batch in flight no gradient is late.
     stages = tuple(msgspec.structs.replace(stage, delay=0) for stage in plans[0].predicted.stages)
     predicted = msgspec.structs.replace(plans[0].predicted, stages=stages)
     in_time = msgspec.structs.replace(plans[0], predicted=predicted)
-    assert due([in_time], mlp_target).of_plan == (PLAIN,)
+    assert [plan.arm for plan in due([in_time], mlp_target).plans] == [PLAIN]
     assert names[-2:] == ["uniform delay of 1", "uniform delay of 2"]
 
 
@@ -411,7 +413,7 @@ def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
     asked = due([plan_by_hand(found, "gpipe", 2, n) for n in (1, 2, 4)], target)
     assert asked.question.mixes
     assert [arm.micro_batches for arm in asked.work.arms] == [0, 2, 4]
-    assert asked.of_plan == tuple(arm.name for arm in asked.work.arms)
+    assert [plan.arm for plan in asked.plans] == [arm.name for arm in asked.work.arms]
 
 
 @pytest.mark.parametrize(
