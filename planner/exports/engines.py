@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...profiles.errors import PlanError
 from ..plan import Plan
+from ..recordings.recording import lanes_of
 from ..systems.placement import pattern_of
 from ..systems.variants import VARIANTS, ScheduleRule
 
@@ -183,8 +184,4 @@ def precision_notes(plan: Plan) -> tuple[str, ...]:
 
 def ranks_of(plan: Plan) -> list[list[int]]:
     """For each rank of the pipeline, its stages; replicas are one rank."""
-    placement = plan.placement or range(len(plan.stages))
-    found: list[list[int]] = [[] for _ in range(max(placement) + 1)]
-    for s, rank in enumerate(placement):
-        found[rank].append(s)
-    return found
+    return [list(lane.stages) for lane in lanes_of(plan) if not lane.replica]
