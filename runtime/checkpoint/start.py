@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
@@ -195,7 +195,7 @@ def check_logs(where: RunDir, settings: RunSettings, replicas: Sequence[Replica]
 
 
 def _check_log(
-    where: RunDir, path: Path, noted: Mapping[str, int], read: Callable[[Path, int], object]
+    where: RunDir, path: Path, noted: Mapping[str, int], read: Callable[..., Iterable[object]]
 ) -> None:
     """What a log had at the checkpoint must be there still; what came later is cut off."""
     size = noted.get(str(path.relative_to(where.path)), 0)
@@ -205,7 +205,7 @@ def _check_log(
     if have < size:
         raise FileError(f"{path}: has {have} bytes, and had {size} at the checkpoint; {_GONE}")
     try:
-        read(path, size)
+        list(read(path, size))
     except FileError as error:
         raise FileError(f"{error}; {_GONE}") from None
 

@@ -28,7 +28,7 @@ from .events import (
     Stop,
 )
 from .metrics import EpochRecord, EvaluationRecord
-from .progress import Losses, Observer, progress_in
+from .progress import Losses, Observer, read_progress
 from .run_dir import RunDir, keep_alone
 
 
@@ -49,7 +49,7 @@ class ToldBefore:
     def __iter__(self) -> Iterator[MiniBatchDone | EvaluationDone]:
         """Raises FileError."""
         done, starts, evaluated = 0, dict[int, int](), 0
-        for found in progress_in(self.path, self.size) if self.size else ():
+        for found in read_progress(self.path, self.size) if self.size else ():
             if isinstance(found, Losses):
                 for k, loss, figures in found.one_by_one():
                     yield MiniBatchDone(

@@ -188,12 +188,7 @@ _KINDS: dict[Any, type[Progress]] = {
 }
 
 
-def read_progress(path: Path, size: int | None = None) -> list[Progress]:
-    """All lines of a metrics file (`progress_in`). Raises FileError."""
-    return list(progress_in(path, size))
-
-
-def progress_in(path: Path, size: int | None = None) -> Iterator[Progress]:
+def read_progress(path: Path, size: int | None = None) -> Iterator[Progress]:
     """The lines of a metrics file, one after another; none where there is no file.
 
     Args:

@@ -10,8 +10,8 @@ from timeprest.runtime.records.progress import (
     MetricsFile,
     Observer,
     Tail,
-    progress_in,
     read_losses,
+    read_progress,
 )
 
 
@@ -55,7 +55,7 @@ def test_losses_are_kept_and_figures_thinned_as_the_file_grows(tmp_path, monkeyp
     assert gaps[:10] == [1] * 10
     assert max(gaps) >= 16
     assert len(known) < 400
-    assert sum(len(line.losses) for line in progress_in(path)) == len(losses)
+    assert sum(len(line.losses) for line in read_progress(path)) == len(losses)
 
 
 @pytest.mark.parametrize("more", [False, True])
@@ -64,6 +64,7 @@ def test_a_run_that_goes_on_knows_how_large_its_file_is(more, tmp_path, monkeypa
     path = tmp_path / "metrics.jsonl"
     write(path, [0.0] * 200)
     write(path, [1.0] * 10, more=more)
-    with_figures = [line for line in progress_in(path) if line.losses == [1.0] and line.figures[0]]
+    lines = read_progress(path)
+    with_figures = [line for line in lines if line.losses == [1.0] and line.figures[0]]
     assert len(with_figures) == (10 if not more else len(with_figures))
     assert not more or len(with_figures) < 5
