@@ -36,17 +36,14 @@ from .status import read_statuses
 # the other differ by twice the clocks' difference, where the way takes as long there as back.
 
 
-class Delay(NamedTuple):
-    """A message between two hosts: by how much its arrival there is later than its sending here,
-    each by its own host's clock."""
-
-    source: Hashable
-    target: Hashable
-    seconds: float
-
-
-def offsets(hosts: Iterable[Hashable], delays: Iterable[Delay]) -> Mapping[Hashable, float]:
+def offsets(
+    hosts: Iterable[Hashable], delays: Iterable[tuple[Hashable, Hashable, float]]
+) -> Mapping[Hashable, float]:
     """Seconds to add to each host's clock, so that it goes with the first one's.
+
+    Args:
+        delays: of each message from one host to another, by how many seconds its arrival there is
+            later than its sending here, each by its own host's clock.
 
     Hosts that no messages lead to keep their own.
     """
@@ -259,7 +256,7 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     replicas = all_replicas(plan)
     host_of = [hosts[replica.rank] for replica in replicas]
     delays = (
-        Delay(host_of[key.source], host_of[key.target], received[key][1] - at_s)
+        (host_of[key.source], host_of[key.target], received[key][1] - at_s)
         for key, (_, at_s, _) in sent.items()
         if key in received
     )
