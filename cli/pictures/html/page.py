@@ -253,20 +253,17 @@ def _variables(colours: Iterable[tuple[str, str, str]]) -> str:
 # A plan's page ------------------------------------------------------------------------------------
 
 
-def plan_part(
-    plan: Plan, name: str, mini_batches: int | None = None, *, recorded: bool = True
-) -> dict[str, Any]:
-    """The plan as its file has it, with a recording of what it predicts.
+def plan_part(plan: Plan, name: str, *, recorded: bool = True) -> dict[str, Any]:
+    """The plan as its file has it, with a recording of what it predicts: of as many mini-batches as
+    become steady, fewer where they are too many to look at.
 
     Args:
         name: what the page calls it: its file's name, say.
-        mini_batches: how many to record; by default as many as become steady, fewer where
-            they are too many to look at.
         recorded: False: without one.
 
     Raises ScheduleError for a plan whose stages wait for each other.
     """
-    part = {
+    part: dict[str, Any] = {
         "name": name,
         "plan": msgspec.to_builtins(plan),
         # Nothing where each stage has a device of its own.
@@ -275,16 +272,13 @@ def plan_part(
         "recording": None,
         "mini_batches_shown": 0,
     }
-    if not recorded:
-        return part
-    recording = predicted(plan, mini_batches)
-    # It opens where a figure would be drawn.
-    window = window_of(recording, FigureSettings())
-    return {
-        **part,
-        "recording": {**columns(recording), "window": [window.begin_s, window.end_s]},
-        "mini_batches_shown": len({span.mini_batch for span in recording.spans}),
-    }
+    if recorded:
+        recording = predicted(plan)
+        # It opens where a figure would be drawn.
+        window = window_of(recording, FigureSettings())
+        part["recording"] = {**columns(recording), "window": [window.begin_s, window.end_s]}
+        part["mini_batches_shown"] = len({span.mini_batch for span in recording.spans})
+    return part
 
 
 def plans_report(plans: Mapping[str, Plan], path: str) -> None:

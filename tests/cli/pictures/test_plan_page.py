@@ -18,7 +18,7 @@ from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.engine_runs import run_by
 from timeprest.planner.plan import FastestPlan, read_plan
-from timeprest.planner.recordings.predicted import predicted
+from timeprest.planner.recordings.predicted import default_mini_batches, predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes, format_seconds
@@ -476,11 +476,12 @@ def test_data_cannot_end_its_script():
 
 
 def test_the_page_keeps_to_plain_numbers(plan):
-    part = plan_part(plan, "plan.json", 3)
-    assert part["mini_batches_shown"] == 3
+    part = plan_part(plan, "plan.json")
+    shown = default_mini_batches(plan)
+    assert part["mini_batches_shown"] == shown
     with pytest.raises(ValueError, match="JSON"):
         page_text({"plans": [], "bad": float("nan")})
-    assert part["recording"]["spans"]["count"] == 3 * S * (N + 2)
+    assert part["recording"]["spans"]["count"] == shown * S * (N + 2)
 
 
 def test_show_writes_the_page(plan, tmp_path, monkeypatch):
