@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..plan import Plan
 from .engines import Engine
 
 
@@ -45,20 +46,17 @@ def _block_of(name: str, above: set[str]) -> str:
     return ".".join(parts[:k])
 
 
-def blocks_by_stage(engine: Engine, stages: Sequence[Sequence[str]]) -> list[list[str]]:
+def blocks_by_stage(engine: Engine, plan: Plan) -> list[list[str]]:
     """Per stage, its blocks as they come.
-
-    Args:
-        stages: per stage, names of its layers.
 
     Raises PlanError where a block is on two stages, or a list's blocks aren't in its sequence.
     """
-    of_layer = iter(blocks_of([name for names in stages for name in names]))
+    of_layer = iter(blocks_of([name for stage in plan.stages for name in stage.nodes]))
     found: list[list[str]] = []
     stage_of: dict[str, int] = {}
-    for s, names in enumerate(stages):
+    for s, stage in enumerate(plan.stages):
         mine: list[str] = []
-        for name in names:
+        for name in stage.nodes:
             block = next(of_layer)
             other = stage_of.setdefault(block, s)
             if other != s:

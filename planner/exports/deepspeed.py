@@ -73,7 +73,7 @@ def for_deepspeed(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles
     Raises PlanError where DeepSpeed can't express the plan.
     """
     DEEPSPEED.check(plan)
-    parts = blocks_by_stage(DEEPSPEED, [stage.nodes for stage in plan.stages])
+    parts = blocks_by_stage(DEEPSPEED, plan)
     for s in range(1, len(parts)):
         tensors = [edge.tensor for edge in plan.edges if edge.target == s]
         if len(tensors) != 1:

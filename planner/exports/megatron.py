@@ -56,7 +56,7 @@ def for_megatron(plan: Plan, look: object) -> EngineFiles:
 
 def layout_of(plan: Plan) -> str:
     """``Ett|ttt|tL``. Raises PlanError where stages don't consist of whole transformer blocks."""
-    parts = blocks_by_stage(MEGATRON, [stage.nodes for stage in plan.stages])
+    parts = blocks_by_stage(MEGATRON, plan)
     places = [(s, block, list_of(block)) for s, blocks in enumerate(parts) for block in blocks]
     lists = Counter(place[0] for _, _, place in places if place is not None)
     if not lists:

@@ -72,7 +72,7 @@ def for_torchtitan(plan: Plan, look: object) -> EngineFiles:
     Raises PlanError where torchtitan can't express the plan.
     """
     TORCHTITAN.check(plan)
-    parts = blocks_by_stage(TORCHTITAN, [stage.nodes for stage in plan.stages])
+    parts = blocks_by_stage(TORCHTITAN, plan)
     for s, blocks in enumerate(parts):
         for block in blocks:
             *above, last = block.split(".")
