@@ -76,10 +76,6 @@ class _Command(ImportingCommand, OneRankCommand):
     """Of one or several processes; or of a file."""
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _check_processes(option: str, count: int) -> None:
     """Raise UserError for more processes than this machine can run at once."""
     processors = os.cpu_count() or 1
@@ -163,9 +159,8 @@ def main(
     check_output(path, Kind.PROFILE)
     if is_foreign(target):
         refuse(("device", *_OF_MEASURING), f"leave it out; {target} has its figures already")
-        profile = import_profile(
-            target, **{name: asked[name] for name in OF_FILES}, spelled=_flag, **own
-        )
+        own |= {name: asked[name] for name in OF_FILES}
+        profile = import_profile(target, spelled=lambda name: f"--{name.replace('_', '-')}", **own)
     else:
         refuse(own, f"goes with a file that is imported; {target} is none")
         if asked["edges"]:

@@ -22,9 +22,6 @@ AXES = {"mini-batches": "mini-batches", "epochs": "epochs", "seconds": "seconds 
 """What curves may be drawn over, and what the axis is called."""
 
 
-_FAR = ("mini_batches", "epochs", "seconds")
-
-
 @dataclass(frozen=True)
 class CurvePoint:
     """A value, and how far training was: each of `AXES`, with evaluations' time left out."""
@@ -133,7 +130,8 @@ def target_figures(target: CurveTarget, curves: Iterable[RunCurve]) -> dict[str,
         "quantity": target.quantity,
         "value": target.value,
         "reached": {
-            run: point and {name: getattr(point, name) for name in _FAR}
+            run: point
+            and {far: getattr(point, far) for far in ("mini_batches", "epochs", "seconds")}
             for run, point in target.reached(curves).items()
         },
     }

@@ -233,7 +233,7 @@ def timeline(
     panels = [_panel(recording, f"from mini-batch {begin} on", begin, shown)]
     if first is None:
         panels = _two_panels(plan, recording, begin, shown)
-    lanes = _lanes(plan, recording, every=every)
+    lanes = _lanes(recording, every=every)
     return Group(
         timetable(console, recording, lanes, panels), _legend(console, plan, recording, lanes)
     )
@@ -318,7 +318,7 @@ def _two_panels(plan: Plan, recording: Recording, settled: int, count: int) -> l
     ]
 
 
-def _lanes(plan: Plan, recording: Recording, *, every: bool) -> list[int]:
+def _lanes(recording: Recording, *, every: bool) -> list[int]:
     """Lanes to draw: all, or the first replicas, or those of some stages from first to last."""
     lanes = list(range(len(recording.lanes)))
     if every or len(lanes) <= _MOST_LANES:

@@ -49,11 +49,11 @@ class Record:
             ops: that the worker runs in it.
             end: mini-batches of the whole run.
         """
-        low, high = self._within(segment, ops, end)
+        low, high = self._within(segment, end)
         chosen = [k for k, op in enumerate(ops) if low <= op.mini_batch < high]
         return (ops[chosen[0]], ops[chosen[-1]]) if chosen else (None, None)
 
-    def _within(self, segment: Segment, ops: Sequence[Op], end: int) -> tuple[int, int]:
+    def _within(self, segment: Segment, end: int) -> tuple[int, int]:
         """Mini-batches of the segment: the first, and the one after the last."""
         if self.where == "all":
             return 0, segment.mini_batches

@@ -210,7 +210,6 @@ def _mode(where: RunDir, summary: RunSummary | None, *, begun: bool) -> str | No
 def run_figures(facts: RunFacts) -> dict[str, Any]:
     """Everything but the recordings, as JSON holds it (`tp-run report --json`)."""
     predicted, summary = facts.plan.predicted, facts.summary
-    curve = _curve(facts)
     return {
         "name": facts.name,
         "variant": facts.plan.variant,
@@ -225,8 +224,7 @@ def run_figures(facts: RunFacts) -> dict[str, Any]:
             "predicted": predicted.samples_per_s,
         },
         "sequence_distance_predicted": predicted.sequence_distance,
-        "losses": curve["losses"],
-        "loss_seconds": curve["seconds"],
+        **_losses(facts),
         "epochs": _epochs(facts),
         **({"evaluations": _evaluations(facts)} if facts.evaluations else {}),
         "workers": [_worker(facts, worker) for worker in facts.workers],
@@ -250,7 +248,7 @@ def run_part(facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def _curve(facts: RunFacts) -> dict[str, list[float | None]]:
+def _losses(facts: RunFacts) -> dict[str, list[float | None]]:
     """Loss of each mini-batch, and the seconds of training after it: an epoch's are shared out
     among its mini-batches. Of an epoch under way, each takes as long as the last epoch's."""
     losses: list[float | None] = []
@@ -263,7 +261,7 @@ def _curve(facts: RunFacts) -> dict[str, list[float | None]]:
         losses += [_number(loss) for loss in own]
         seconds += [before + each * (k + 1) for k in range(len(own))]
         before += each * len(own)
-    return {"losses": losses, "seconds": seconds}
+    return {"losses": losses, "loss_seconds": seconds}
 
 
 def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
@@ -349,10 +347,7 @@ def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
                 },
                 "weight_distance": _number(epoch.weight_distance),
                 "largest_weight_distance": _number(epoch.largest_weight_distance),
-                "compute_s": epoch.compute_s,
-                "communication_s": epoch.communication_s,
-                "idle_s": epoch.idle_s,
-                "loading_s": epoch.loading_s,
+                **training_times([epoch])._asdict(),
             }
             for epoch in epochs
         ],

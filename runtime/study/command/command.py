@@ -163,6 +163,6 @@ def _show(found: Study, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     if found.dropped:
         console.print(dropped_table(found, results, console.width))
     if len(found.arms) > 1:
-        console.print(level_table(found, results, console.width))
+        console.print(level_table(results, console.width))
     for line in study_lines(found, results, verbose=verbose):
         console.print(line)

@@ -89,7 +89,7 @@ def _why_dropped(each: DroppedResult) -> str:
     return "budget" if each.overlap else "slower"
 
 
-def level_table(study: Study, results: StudyResults, width: int) -> Group:
+def level_table(results: StudyResults, width: int) -> Group:
     """Table of the overheads at levels that plain training has on its way."""
     arms = [arm for arm in results.arms if arm.arm != PLAIN]
     places = results.arms[0].by_level

@@ -19,7 +19,7 @@ import msgspec
 
 from .curves import noise_of, points_of, samples_to, smoothed, value_at
 from .spread import Spread, spread_of
-from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
+from .study import PLAIN, RISES, StudiedPlan, Study, StudyArm
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the steps: where plain training then is are the levels that overheads are given at."""
@@ -61,16 +61,14 @@ class Reckoning:
     """
 
     def __init__(self, study: Study) -> None:
-        self.study = study
+        self.study, asked = study, study.question
         self._smooth = {
-            arm.name: [self._smoothed(curve) for curve in arm.finals()] for arm in study.arms
+            arm.name: [
+                smoothed(points_of(curve, asked.metric, asked.mini_batch)) for curve in arm.finals()
+            ]
+            for arm in study.arms
         }
-        given = study.question.target
-        self.target = self.level(study.question.steps) if given is None else given
-
-    def _smoothed(self, curve: Curve) -> list[tuple[float, float]]:
-        asked = self.study.question
-        return smoothed(points_of(curve, asked.metric, asked.mini_batch))
+        self.target = self.level(asked.steps) if asked.target is None else asked.target
 
     def level(self, steps: float) -> float:
         """Of plain training after so many mini-batches: the mean over seeds that don't diverge; NaN
