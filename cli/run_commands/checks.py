@@ -126,7 +126,7 @@ def show_check(
         def starting(self, what: str) -> None:
             bar.doing(what)
 
-        def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        def mini_batch(self, epoch: int, done: int, of: int, *more: object) -> None:
             bar("training", done, of)
 
     with Bar("checking", quiet=quiet or as_json) as bar:

@@ -137,7 +137,6 @@ class Callbacks(Observer):
         self.stop: Stop | None = None
         self._begun: RunBegun | None = None
         self._done = self._evaluated = 0
-        self._figures: Mapping[str, float] = {}
 
     def starting(self, what: str) -> None:
         self._call("on_starting", what)
@@ -147,13 +146,11 @@ class Callbacks(Observer):
         self._evaluated = 0
         self._call("on_begin", begun)
 
-    def figures(self, found: Mapping[str, float]) -> None:
-        self._figures = found
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+    def mini_batch(
+        self, epoch: int, done: int, of: int, loss: float, figures: Mapping[str, float]
+    ) -> None:
         assert self._begun is not None
         self._done = epoch * self._begun.epoch_mini_batches + done
-        figures, self._figures = self._figures, {}
         event = MiniBatchDone(
             mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss, figures=figures
         )

@@ -33,11 +33,11 @@ class Observer:
     def begin(self, begun: RunBegun) -> None:
         """All checks have passed; training begins."""
 
-    def figures(self, found: Mapping[str, float]) -> None:
-        """Figures of the mini-batch that is told next, where the settings' `log` asks for them."""
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """A mini-batch's forward is done on the last stage."""
+    def mini_batch(
+        self, epoch: int, done: int, of: int, loss: float, figures: Mapping[str, float]
+    ) -> None:
+        """A mini-batch's forward is done on the last stage. It has `figures` where the settings'
+        `log` asks for them."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """The test data have been evaluated while an epoch goes on."""
@@ -84,18 +84,18 @@ class MetricsFile(GrowingFile, Observer):
         self._written = 0.0
         self._size, self._told = self.size(), 0
 
-    def figures(self, found: Mapping[str, float]) -> None:
-        every = 1 << (self._size // FULL_BYTES).bit_length()
-        self._figures.append({} if self._told % every else found)
-        self._told += 1
-        self._then.figures(found)
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+    def mini_batch(
+        self, epoch: int, done: int, of: int, loss: float, figures: Mapping[str, float]
+    ) -> None:
+        if figures:
+            every = 1 << (self._size // FULL_BYTES).bit_length()
+            self._figures.append({} if self._told % every else figures)
+            self._told += 1
         self._losses.append(loss)
         self._at = epoch, done, of
         if done == of or time.monotonic() - self._written > 0.2:
             self.flush()
-        self._then.mini_batch(epoch, done, of, loss)
+        self._then.mini_batch(epoch, done, of, loss, figures)
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
         self.flush()
@@ -154,9 +154,7 @@ class Tail:
                 self.observer.evaluation(found)
             else:
                 for done, loss, figures in found.one_by_one():
-                    if figures:
-                        self.observer.figures(figures)
-                    self.observer.mini_batch(found.epoch, done, found.of, loss)
+                    self.observer.mini_batch(found.epoch, done, found.of, loss, figures)
         return bool(lines)
 
 

@@ -457,11 +457,12 @@ class Course:
 
     def _report(self, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
+        figures: dict[str, float] = {}
         if self.prepared.settings.log:
             (reporter,) = (runner for runner in self.runners if runner.replica.is_reporter)
-            self.observer.figures(self._figures(reporter, segment, mini_batch))
+            figures = self._figures(reporter, segment, mini_batch)
         of = segment.offset + segment.mini_batches + segment.rest
-        self.observer.mini_batch(segment.epoch, done, of, loss)
+        self.observer.mini_batch(segment.epoch, done, of, loss, figures)
 
     def reports(self) -> list[StageReport]:
         """What each runner of this process measured. Raises FileError."""

@@ -129,7 +129,7 @@ class Tells(Observer):
     def starting(self, what):
         self.said.append(what)
 
-    def mini_batch(self, epoch, done, of, loss):
+    def mini_batch(self, epoch, done, of, loss, figures):
         self.said.append("trains")
 
 

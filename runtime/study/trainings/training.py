@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -139,7 +139,7 @@ def _train_plainly(
     def after(segment: Segment, b: int, loss: float) -> None:
         if evaluator is not None and segment.updates_after(b):
             evaluator.updated(0, segment.first + b + 1, training.model.state_dict)
-        recorder.mini_batch(segment.epoch, b, segment.mini_batches, loss)
+        recorder.mini_batch(segment.epoch, b, segment.mini_batches, loss, {})
 
     training.train(after)
 
@@ -165,7 +165,9 @@ class _CurveRecorder(Observer):
         self._recent: deque[float] = deque(maxlen=max(window, LOOKED_AT))
         self._first = 0.0
 
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+    def mini_batch(
+        self, epoch: int, done: int, of: int, loss: float, figures: Mapping[str, float]
+    ) -> None:
         """Note a loss. Raises DivergedError."""
         self._done += 1
         if not math.isfinite(loss):

@@ -21,7 +21,7 @@ class StopsAfter(Observer):
     def __init__(self, mini_batches):
         self.left = mini_batches
 
-    def mini_batch(self, epoch, done, of, loss):
+    def mini_batch(self, epoch, done, of, loss, figures):
         if not self.left:
             raise Stopped
         self.left -= 1

@@ -334,7 +334,7 @@ class KillsAll(Observer):
     def __init__(self, run_dir):
         self.run_dir = run_dir
 
-    def mini_batch(self, epoch, done, of, loss):
+    def mini_batch(self, epoch, done, of, loss, figures):
         if len(list(self.run_dir.glob("checkpoints/0*"))) >= 2:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):

@@ -159,7 +159,7 @@ def test_a_local_run_listens_on_the_loopback_device_alone(mlp_profile, mlp_targe
     seen = set()
 
     class Look(Observer):
-        def mini_batch(self, epoch, done, of, loss):
+        def mini_batch(self, epoch, done, of, loss, figures):
             if done % 15:
                 # Of many at once one is told, and a look takes long.
                 return

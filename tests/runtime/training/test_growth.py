@@ -28,7 +28,7 @@ class Held(Observer):
     def __init__(self):
         self.done, self.seen = 0, []
 
-    def mini_batch(self, epoch, done, of, loss):
+    def mini_batch(self, epoch, done, of, loss, figures):
         self.done += 1
         if self.done == WINDOW:
             # What the first ones make isn't looked at.
