@@ -67,6 +67,22 @@ def opened(browser, path):
     watched.page.context.close()
 
 
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens the page of plans, each in a wide window; none may complain of anything in any test."""
+    every = []
+
+    def shown(plans):
+        plans_report(plans, str(tmp_path / "page.html"))
+        every.append(Watched(browser.new_page(viewport=WIDE)))
+        return every[-1].open(tmp_path / "page.html")
+
+    yield shown
+    for watched in every:
+        assert watched.complaints == []
+        watched.page.context.close()
+
+
 # Where things are drawn, and which operation is which, as the page itself sees them.
 PLACE = """([lane, kind, mini]) => {
     const { gantt, recording } = TP.timeline;
@@ -125,42 +141,33 @@ def test_numbers_are_those_of_the_plan(opened, plan):
     assert sum(parts) == 2 * sum(stage.memory_bytes for stage in plan.predicted.stages)
 
 
-def test_limits_that_differ_are_not_told_as_one(browser, plan, tmp_path):
+def test_limits_that_differ_are_not_told_as_one(show, plan):
     first, *rest = plan.cluster.devices
     large = [msgspec.structs.replace(d, memory_bytes=2**31) for d in rest]
     devices = (msgspec.structs.replace(first, memory_bytes=2**30), *large)
     cluster = msgspec.structs.replace(plan.cluster, devices=devices)
-    plans_report({"p": msgspec.structs.replace(plan, cluster=cluster)}, str(tmp_path / "p.html"))
-    watched = Watched(browser.new_page())
-    told = watched.open(tmp_path / "p.html").locator("#bytes .lead").inner_text()
+    page = show({"p": msgspec.structs.replace(plan, cluster=cluster)})
+    told = page.locator("#bytes .lead").inner_text()
     assert "The limits, 1.0 GiB and more, lie far to the right" in told
-    watched.page.context.close()
 
 
-def test_what_is_kept_free_and_what_was_given_away_are_shown(browser, plan, tmp_path):
+def test_what_is_kept_free_and_what_was_given_away_are_shown(show, plan):
     cluster = plan.cluster.with_headroom(Headroom(nbytes=1024))
     fastest = FastestPlan(version_difference=9, memory_bytes=20_000, given_for="staleness")
     objective_s = plan.predicted.period_s / 1.006
     solver = msgspec.structs.replace(plan.solver, fastest=fastest, objective_s=objective_s)
-    other = msgspec.structs.replace(plan, cluster=cluster, solver=solver)
-    plans_report({"p": other}, str(tmp_path / "p.html"))
-    watched = Watched(browser.new_page())
-    page = watched.open(tmp_path / "p.html")
+    page = show({"p": msgspec.structs.replace(plan, cluster=cluster, solver=solver)})
     assert page.locator("#bytes .bar .free").count() == S
     assert "kept free" in page.locator("#bytes .legend").inner_text()
     assert "1.0 KiB kept free" in page.locator("#summary").inner_text()
     given = f"0.6 % of the period for a version difference of {plan.predicted.version_difference}"
     told = page.locator("#solver").inner_text()
     assert f"{given} instead of 9" in " ".join(told.split())
-    assert watched.complaints == []
-    watched.page.context.close()
 
 
-def test_another_engines_run_has_its_memory_and_order(browser, tmp_path):
+def test_another_engines_run_has_its_memory_and_order(show):
     there = run_by(made("pipedream-flush"), "deepspeed")
-    plans_report({"p": there}, str(tmp_path / "p.html"))
-    watched = Watched(browser.new_page())
-    page = watched.open(tmp_path / "p.html")
+    page = show({"p": there})
     kept = format_bytes(there.predicted.stages[0].memory.engine_bytes)
     titles = page.eval_on_selector_all("#bytes .bar .part", "all => all.map((one) => one.title)")
     assert titles.count(f"engine's own: {kept}") == S
@@ -168,17 +175,12 @@ def test_another_engines_run_has_its_memory_and_order(browser, tmp_path):
     assert "pipedream-flush in DeepSpeed" in page.title()
     assert "deepspeed" in page.locator("#provenance").inner_text()
     assert "with tp-run" in page.locator("#solver").inner_text()
-    assert watched.complaints == []
-    watched.page.context.close()
 
 
-def test_a_plan_that_was_edited_says_so(browser, plan, tmp_path):
-    watched = Watched(browser.new_page())
+def test_a_plan_that_was_edited_says_so(show, plan):
     for edited in (plan, msgspec.structs.replace(plan, mini_batch=2 * N)):
-        plans_report({"p": edited}, str(tmp_path / "p.html"))
-        told = watched.open(tmp_path / "p.html").locator("#summary").inner_text()
+        told = show({"p": edited}).locator("#summary").inner_text()
         assert ("edited since it was made" in told) == (edited is not plan)
-    watched.page.context.close()
 
 
 def test_the_cut_shows_every_layer_and_what_crosses(opened, plan):
@@ -359,12 +361,10 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, path):
     context.close()
 
 
-def test_devices_with_several_stages(browser, tmp_path):
+def test_devices_with_several_stages(show):
     """A row for each device; stages are told apart, by rules, labels and in words."""
     plan = chain_plan("timeprest", placement=(0, 1, 0))
-    plans_report({"plan.json": plan}, str(tmp_path / "page.html"))
-    watched = Watched(browser.new_page(viewport=WIDE, color_scheme="light"))
-    page = watched.open(tmp_path / "page.html")
+    page = show({"plan.json": plan})
     assert "3 stages on 2 devices (placement: v)" in page.locator("#summary").inner_text()
     recording = predicted(plan)
     devices = plan.predicted.devices
@@ -409,8 +409,6 @@ def test_devices_with_several_stages(browser, tmp_path):
     assert "1st, 5th, 9th, … stage of a device2nd, 6th, 10th, … stage" in page.evaluate(legend)
     rows = page.locator("#bytes .bar-row .name").all_inner_texts()
     assert rows == ["device0 (stages 0, 2)", "device1 (stage 1)"]
-    assert watched.complaints == []
-    page.context.close()
 
 
 @pytest.mark.slow
@@ -436,7 +434,7 @@ def test_every_system_has_its_page(browser, tmp_path):
     page.context.close()
 
 
-def test_names_from_files_are_text_and_no_more(browser, tmp_path):
+def test_names_from_files_are_text_and_no_more(show):
     layers = [(f"{HOSTILE}.{k}", 100, 1e-3, 1e-3, 10, []) for k in range(4)]
     names = [name for name, *_ in layers]
     edges = [
@@ -444,25 +442,18 @@ def test_names_from_files_are_text_and_no_more(browser, tmp_path):
         for k, (a, b) in enumerate(zip(names, [*names[1:], "output"], strict=True))
     ]
     plan = plan_by_hand(profile_by_hand(layers, edges), "gpipe", 2, 2, mini_batch=4)
-    plans_report({f"{HOSTILE}.json": plan}, str(tmp_path / "page.html"))
-    watched = Watched(browser.new_page(viewport=WIDE))
-    page = watched.open(tmp_path / "page.html")
+    page = show({f"{HOSTILE}.json": plan})
     assert page.locator("#graph .layers li").all_text_contents() == names
     assert HOSTILE in page.locator("#provenance").inner_text()
-    assert watched.complaints == []
-    page.context.close()
 
 
-def test_a_thousand_layers_fold(browser, tmp_path):
+def test_a_thousand_layers_fold(show):
     plan = plan_by_hand(chain(1000), "timeprest", 2, 2, mini_batch=4)
-    plans_report({"plan.json": plan}, str(tmp_path / "page.html"))
-    watched = Watched(browser.new_page(viewport=WIDE))
-    page = watched.open(tmp_path / "page.html")
+    page = show({"plan.json": plan})
     layers = page.locator("#graph .card").first.locator(".layers li")
     assert layers.count() < 12
     page.locator("#graph .more button").first.click()
     assert layers.count() == 500
-    page.context.close()
 
 
 # Without a browser ----------------------------------------------------------------------------
