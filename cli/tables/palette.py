@@ -71,11 +71,6 @@ SERIES: tuple[Paint, ...] = (
 """Of curves and bars that stand for whole plans or runs; start over after the last."""
 
 
-def lightness_step(mini_batch: int) -> int:
-    """0, 1 or 2: how far an operation's fill is lightened to tell mini-batches apart."""
-    return mini_batch % 3
-
-
 def blended(colour: str, other: str, share: float) -> str:
     """``colour`` with so much of ``other`` in it: ``blended("#000000", "#ffffff", 0.5)``."""
     mixed = (
@@ -86,7 +81,8 @@ def blended(colour: str, other: str, share: float) -> str:
 
 
 LIGHTENED = (0.0, 0.22, 0.4)
-"""For each `lightness_step`, the share of the page's background mixed into a fill."""
+"""For mini-batches in turn, to tell them apart: the share of the page's background mixed into an
+operation's fill."""
 
 
 # On a terminal: styles by kind, and letters where there are no colours ----------------------------
@@ -102,7 +98,7 @@ def has_colours(console: Console) -> bool:
 
 def operation_style(console: Console, kind: str, mini_batch: int) -> Style:
     """How an operation is filled; neighbouring mini-batches differ in lightness."""
-    return _filled(console, OPERATIONS[kind], LIGHTENED[lightness_step(mini_batch)])
+    return _filled(console, OPERATIONS[kind], LIGHTENED[mini_batch % len(LIGHTENED)])
 
 
 def memory_style(console: Console, kind: str) -> Style:
