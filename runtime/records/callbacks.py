@@ -135,33 +135,29 @@ class Callbacks(Observer):
         self.callbacks = tuple(callbacks)
         self.waited_for = any(callback.waited_for for callback in callbacks)
         self.stop: Stop | None = None
-        self._begun: RunBegun | None = None
         self._done = self._evaluated = 0
 
     def starting(self, what: str) -> None:
         self._call("on_starting", what)
 
     def begin(self, begun: RunBegun) -> None:
-        self._begun, self._done, self.stop = begun, begun.resumed_at, None
-        self._evaluated = 0
+        self._done, self._evaluated, self.stop = begun.resumed_at, 0, None
+        self._run_dir, self._of_epoch = RunDir(begun.run_dir), begun.epoch_mini_batches
         self._call("on_begin", begun)
 
     def mini_batch(
         self, epoch: int, done: int, of: int, loss: float, figures: Mapping[str, float]
     ) -> None:
-        assert self._begun is not None
-        self._done = epoch * self._begun.epoch_mini_batches + done
+        self._done = epoch * self._of_epoch + done
         event = MiniBatchDone(
             mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss, figures=figures
         )
         self._call("on_mini_batch", event)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        assert self._begun is not None
-        done = record.epoch * self._begun.epoch_mini_batches + record.mini_batches
-        self._evaluated = done
+        self._evaluated = record.epoch * self._of_epoch + record.mini_batches
         figures = dict(record.test)
-        event = EvaluationDone(mini_batch=done, epoch=record.epoch, figures=figures)
+        event = EvaluationDone(mini_batch=self._evaluated, epoch=record.epoch, figures=figures)
         self._call("on_evaluation", event)
 
     def epoch(self, record: EpochRecord) -> None:
@@ -173,9 +169,8 @@ class Callbacks(Observer):
         self._call("on_epoch", EpochDone(mini_batch=self._done, record=record))
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
-        assert self._begun is not None
         if checkpoint:
-            path = RunDir(self._begun.run_dir).checkpoint(mini_batches)
+            path = self._run_dir.checkpoint(mini_batches)
             self._call("on_checkpoint", CheckpointWritten(mini_batch=mini_batches, path=path))
         return self.stop is None
 
