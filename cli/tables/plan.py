@@ -87,7 +87,7 @@ def verdict(plan: Plan) -> Table:
     return labelled(
         [
             ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
-            *_loading(plan),
+            *[("loading", _SLOW_LOADING)] * predicted.waits_for_samples,
             ("rate", rate(plan)),
             *_placed(plan),
             ("busiest", busy),
@@ -103,6 +103,12 @@ def verdict(plan: Plan) -> Table:
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
+
+
+_SLOW_LOADING = (
+    "takes as long, and no pipeline is faster than its samples come: give the DataLoader more "
+    "workers"
+)
 
 
 def _given(plan: Plan) -> list[tuple[str, str]]:
@@ -175,19 +181,6 @@ def _to_target(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("shortest", shortest_text(plan, found)),
         *([("train with", found.options)] if found.options else []),
-    ]
-
-
-def _loading(plan: Plan) -> list[tuple[str, str]]:
-    """That samples are what a plan waits for."""
-    if not plan.predicted.waits_for_samples:
-        return []
-    return [
-        (
-            "loading",
-            "takes as long, and no pipeline is faster than its samples come: give the DataLoader "
-            "more workers",
-        )
     ]
 
 
