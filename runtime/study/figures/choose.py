@@ -246,7 +246,9 @@ class TargetSearch:
         return self.figures.seconds(period_s) * self.figures.fit.least(late)
 
     def _judging(self, name: str, system: str, how: TrainedWith) -> Callable[[Evaluation], None]:
-        mine, told, loading_s = self.systems[name], self.planning.asked["seen"], self._loading_s
+        mine, told = self.systems[name], self.planning.asked["seen"]
+        a_sample_s = self.planning.profile.loading_s_per_sample or 0.0
+        loading_s = a_sample_s * self.figures.study.question.mini_batch
 
         def judge(found: Evaluation) -> None:
             if told is not None:
@@ -267,12 +269,6 @@ class TargetSearch:
                 mine.best, mine.found = judged, found
 
         return judge
-
-    @property
-    def _loading_s(self) -> float:
-        a_sample_s = self.planning.profile.loading_s_per_sample
-        asked = self.figures.study.question.mini_batch
-        return 0.0 if a_sample_s is msgspec.UNSET else a_sample_s * asked
 
     def _keep_file(self, name: str, own: Plan) -> None:
         """Make a file of the system's best if it was met by the search that found this plan, which
