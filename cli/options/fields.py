@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
@@ -15,7 +14,7 @@ from ...profiles import plugins
 from ...profiles.errors import PluginError
 from ...profiles.files import MAX_COUNT
 from ...profiles.imported.reader import options_of_importers
-from ...profiles.options import Kind, OptionField, option_fields
+from ...profiles.options import OptionField, option_fields
 from ..errors import F
 from .command import GroupedCommand, group, options
 from .values import (
@@ -79,19 +78,11 @@ def _type(field: OptionField) -> click.ParamType[Any]:
         return click.Choice(words)
     if kind.base is int:
         return Whole(int(kind.least or 0), MAX_COUNT if kind.most is None else int(kind.most))
-    if kind.base is float:
-        return _number(kind)
-    return _NAMES[option.names]() if option.names else click.STRING
-
-
-def _number(kind: Kind) -> click.ParamType[Any]:
-    if (kind.least, kind.most) == (0, 1):
+    if kind.base is float and (kind.least, kind.most) == (0, 1):
         return Fraction(min_open=kind.above, max_open=kind.below)
-    least, most = (
-        -math.inf if kind.least is None else kind.least,
-        math.inf if kind.most is None else kind.most,
-    )
-    return Number(least, most, above=kind.above)
+    if kind.base is float:
+        return Number(kind.least, kind.most, above=kind.above)
+    return _NAMES[option.names]() if option.names else click.STRING
 
 
 class ImportingCommand(GroupedCommand):

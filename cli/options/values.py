@@ -34,16 +34,16 @@ class Whole(click.types.IntParamType):
 class Number(click.types.FloatParamType):
     """A finite number; help says nothing of its limits.
 
-    Attributes:
+    Args:
+        least, most: None: any.
         above: `least` itself is too little.
     """
 
     name = "number"
 
-    def __init__(
-        self, least: float = -math.inf, most: float = math.inf, *, above: bool = False
-    ) -> None:
-        self.least, self.most, self.above = least, most, above
+    def __init__(self, least: float | None, most: float | None, *, above: bool = False) -> None:
+        self.least = -math.inf if least is None else least
+        self.most, self.above = math.inf if most is None else most, above
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """As click's, which lets nan and inf pass. Raises click.BadParameter."""
