@@ -6,7 +6,7 @@ Index letters: S stages; D devices; n groups of layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from math import inf
 from typing import Any, TypeAlias
 
@@ -124,8 +124,8 @@ def _sequences(near: Neighbours) -> Iterable[Sequence[int]]:
     found = dict.fromkeys(tuple(sorted(listed, key=key)) for key in keys)
     if sums_copies(question) or not question.cluster.uniform:
         for mine in _parts(near):
-            half, rest = len(mine) - len(mine) // 2, [d for d in listed if d not in mine]
-            found[tuple([*mine[:half], *rest, *mine[half:]])] = None
+            half, rest = len(mine) - len(mine) // 2, (d for d in listed if d not in mine)
+            found[tuple(chain(mine[:half], rest, mine[half:]))] = None
     return found
 
 
