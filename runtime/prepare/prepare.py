@@ -132,7 +132,7 @@ class PreparedModel:
             id(p)
             for one in (*self.ties.shared, *self.ties.frozen)
             if stage in one.stages and stage != one.owner
-            for p in one.of(self.stages[one.owner].piece.module)
+            for p in one.of(one.owner, self.stages[one.owner].piece.module)
         )
 
     def owned_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:

@@ -25,15 +25,22 @@ from ...profiles.tracing.graph import GraphBody, fetch_attribute, graph_of
 
 @dataclass(frozen=True)
 class TiedParameters:
-    """Parameters of which several devices hold copies, and the stages that do.
+    """Parameters that several stages use: copies on several devices, or one tensor on one.
 
     Attributes:
-        stages: ascending.
-        names: per stage, of its copies in its own piece; the same sequence at every stage.
+        stages: ascending. Of those of one device the first one updates them, if they are trained,
+            and has them in its state.
+        names: per stage, of its copies in its own piece; the same sequence at every stage. Of one
+            tensor, at the first stage alone.
     """
 
     stages: tuple[int, ...]
     names: Mapping[int, tuple[str, ...]]
+
+    @property
+    def owner(self) -> int:
+        """The first of the stages."""
+        return self.stages[0]
 
     @property
     def group(self) -> str:
@@ -41,33 +48,9 @@ class TiedParameters:
         return f"tied stages {', '.join(map(str, self.stages))}"
 
     def of(self, stage: int, module: nn.Module) -> list[nn.Parameter]:
-        """The copies in a stage's piece, or in a replica of it."""
+        """Those in a stage's piece, or in a replica of it."""
         named = dict(module.named_parameters())
         return [named[name] for name in self.names[stage]]
-
-
-@dataclass(frozen=True)
-class OnOneDevice:
-    """Parameters that several stages of one device share: one tensor.
-
-    Attributes:
-        stages: ascending; the first one updates them, if they are trained, and has them in its
-            state.
-        names: of the parameters in the first one's piece.
-    """
-
-    stages: tuple[int, ...]
-    names: tuple[str, ...]
-
-    @property
-    def owner(self) -> int:
-        """The first of the stages."""
-        return self.stages[0]
-
-    def of(self, module: nn.Module) -> list[nn.Parameter]:
-        """They themselves. `module`: the owner's piece."""
-        named = dict(module.named_parameters())
-        return [named[name] for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -81,8 +64,8 @@ class Ties:
     """
 
     copied: tuple[TiedParameters, ...] = ()
-    shared: tuple[OnOneDevice, ...] = ()
-    frozen: tuple[OnOneDevice, ...] = ()
+    shared: tuple[TiedParameters, ...] = ()
+    frozen: tuple[TiedParameters, ...] = ()
 
 
 def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] = ()) -> Ties:
@@ -100,28 +83,24 @@ def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] 
             holders.setdefault(id(p), []).append(s)
             shared[id(p)] = p
     tied = {key: held for key, held in holders.items() if len(held) > 1}
-    copied: dict[tuple[int, ...], dict[int, list[str]]] = {}
-    shared_by: dict[tuple[int, ...], list[str]] = {}
-    frozen_by: dict[tuple[int, ...], list[str]] = {}
+    # By stages, and by those of them that know a parameter by name.
+    copied, alone, frozen = (dict[tuple[int, ...], dict[int, list[str]]]() for _ in range(3))
     moved: dict[int, dict[int, nn.Parameter]] = {}
     for key, held in tied.items():
         on_device: dict[int, list[int]] = {}
         for s in held:
             on_device.setdefault(placement[s], []).append(s)
         owners = [mine[0] for mine in on_device.values()]
-        name_in = {
-            s: next(name for name, p in stages[s][0].named_parameters() if id(p) == key)
-            for s in owners
-        }
         trained = shared[key].requires_grad
-        if len(owners) > 1 and trained:
-            by_stage = copied.setdefault(tuple(owners), {s: [] for s in owners})
-            for s in owners:
-                by_stage[s].append(name_in[s])
+        noted = [(copied, owners, owners)] if len(owners) > 1 and trained else []
+        by = alone if trained else frozen
+        noted += [(by, mine, mine[:1]) for mine in on_device.values() if len(mine) > 1]
+        for found, users, named in noted:
+            names = found.setdefault(tuple(users), {s: [] for s in named})
+            for s in named:
+                own = stages[s][0].named_parameters()
+                names[s].append(next(name for name, p in own if id(p) == key))
         for number, mine in enumerate(on_device.values()):
-            if len(mine) > 1:
-                by = shared_by if trained else frozen_by
-                by.setdefault(tuple(mine), []).append(name_in[mine[0]])
             if number:
                 parameter = shared[key]
                 made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -133,14 +112,13 @@ def give_copies(stages: Sequence[Sequence[GraphBody]], placement: Sequence[int] 
         for module in stages[s]:
             _replace(module, copies, leaves)
     return Ties(
-        tuple(
-            TiedParameters(held, {s: tuple(names) for s, names in by_stage.items()})
-            for held, by_stage in copied.items()
-        ),
         *(
-            tuple(OnOneDevice(held, tuple(names)) for held, names in by.items())
-            for by in (shared_by, frozen_by)
-        ),
+            tuple(
+                TiedParameters(users, {s: tuple(names) for s, names in by_stage.items()})
+                for users, by_stage in found.items()
+            )
+            for found in (copied, alone, frozen)
+        )
     )
 
 

@@ -77,7 +77,7 @@ class Stage:
         # Where losses have weights of their own, each mini-batch's gradients are divided by its.
         together = 1 if model.loss.weighted else plan.update_every
         shared = [one for one in model.ties.shared if one.owner == s]
-        ties = [TiedWeights(one.stages, one.of(module), together) for one in shared]
+        ties = [TiedWeights(one.stages, one.of(s, module), together) for one in shared]
         self.ties = StageTies(s, ties)
         tied = set(map(id, self.ties.parameters))
         frozen = [p for p in module.parameters() if not p.requires_grad]
