@@ -54,6 +54,16 @@ def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
     )
 
 
+def profiled(target, sizes=(2, 4, 8), **how):
+    """A task's profile, or a `Target`'s, `with_times`, in mini-batches of the largest size."""
+    from timeprest.profiles.measuring.measure import measure
+    from timeprest.profiles.target import resolve
+
+    target = resolve(target) if isinstance(target, str) else target
+    found = measure(target, batch_size=sizes[-1], micro_batch_sizes=sizes, seconds=0, **how)
+    return with_times(found)
+
+
 def split_evenly(names, stages):
     """Layer names in `stages` consecutive groups."""
     borders = [round(k * len(names) / stages) for k in range(stages + 1)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.processes.pretend_device import DEVICE, Elsewhere, MixedDevicesError
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.tracing.call import Call
@@ -72,12 +72,8 @@ def test_nor_of_replicas_nor_what_is_computed_again(
     ],
 )
 def test_models_of_many_shapes_go_there_whole(task, elsewhere, tmp_path):
-    from timeprest.profiles.measuring.measure import measure
-    from timeprest.profiles.target import resolve
-
     target = f"{TESTS / task}"
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "timeprest", 2, 2)
+    plan = plan_by_hand(profiled(target), "timeprest", 2, 2)
     settings = RunSettings(task=target, steps=2, deferred_batch_norm=True, checkpoint_every=0)
     running.run(plan, settings, tmp_path / "run", inline=True)
 

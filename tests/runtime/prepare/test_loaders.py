@@ -21,6 +21,7 @@ from data_tasks import Flow, Listed, Loaded, Rows42
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
+from helpers.weights import assert_same_weights
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning, UserError
 from timeprest.profiles.measuring.measure import measure
@@ -54,8 +55,7 @@ def trained(plan, name, where, **how):
 
 def assert_same(found, other):
     assert found[0] == other[0]
-    assert found[1].keys() == other[1].keys()
-    assert all(torch.equal(found[1][key], weight) for key, weight in other[1].items())
+    assert_same_weights(found[1], other[1])
     assert found[2] == other[2]
 
 
@@ -232,8 +232,7 @@ def test_a_thread_that_loads_ahead_changes_nothing(plan, tmp_path):
     )
     found = trained(plan, "Listed", tmp_path / "listed")
     assert found[0] == read_losses(tmp_path / "memory/metrics.jsonl")
-    for key, weight in load_weights(tmp_path / "memory").items():
-        assert torch.equal(found[1][key], weight)
+    assert_same_weights(found[1], tmp_path / "memory")
     # Its test data are fewer.
     assert len(found[2]) == len(in_memory.epochs)
     assert isinstance(Listed().data("train"), Rows42)
@@ -286,8 +285,7 @@ def test_processes_load_what_one_process_does(mlp_profile, tmp_path):
     settings = RunSettings(task=f"{FILE}:LoadedNoisyByWorkers", epochs=2, timeout_s=20)
     run(plan, settings, tmp_path / "run")
     assert read_losses(tmp_path / "run/metrics.jsonl") == inline[0]
-    for key, weight in load_weights(tmp_path / "run").items():
-        assert torch.equal(inline[1][key], weight)
+    assert_same_weights(tmp_path / "run", inline[1])
     for name in ("LoadedFailingByWorkers", "FailingSample"):
         settings = RunSettings(task=f"{FILE}:{name}", epochs=1, timeout_s=20)
         with pytest.raises(UserError, match=MISTAKES[name]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
+from helpers.weights import assert_same_weights
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -24,17 +25,9 @@ STEPS = 7
 """More than an epoch of 40 samples in mini-batches of 8."""
 
 
-def profile_of(name, front_end=None):
-    target = resolve(f"{FILE}:{name}")
-    sizes = [2, 4, 8]
-    return with_times(
-        measure(target, batch_size=8, micro_batch_sizes=sizes, seconds=0, front_end=front_end)
-    )
-
-
 @pytest.fixture(scope="module")
 def profiles():
-    return {name: profile_of(name) for name in ("TupleTask", "NestedTask", "DictTask")}
+    return {name: profiled(f"{FILE}:{name}") for name in ("TupleTask", "NestedTask", "DictTask")}
 
 
 def trained(name, profile, variant, where):
@@ -76,8 +69,7 @@ def test_the_form_of_batches_changes_nothing(variant, profiles, tmp_path):
     for other in others:
         assert other[0] == first[0]
         assert other[2] == pytest.approx(first[2])
-        for key, weight in first[1].items():
-            assert torch.equal(other[1][key], weight)
+        assert_same_weights(other[1], first[1])
 
 
 @pytest.mark.parametrize("front_end", ["fx", "export"])

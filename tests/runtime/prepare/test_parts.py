@@ -7,6 +7,7 @@ import torch
 from data_tasks import READ, Album, OwnBatches, ShuffledAlbum
 from helpers.plans import plan_by_hand
 from helpers.processes.stopped_runs import check_resumed
+from helpers.weights import assert_same_weights
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.parts import ALL, INPUTS, TARGET, Parts, fetch_parts, only
@@ -39,7 +40,7 @@ def trained(plan, task, where):
 
 def assert_same(found, other):
     assert found[0] == other[0]
-    assert all(torch.equal(found[1][key], weight) for key, weight in other[1].items())
+    assert_same_weights(found[1], other[1])
     assert found[2] == other[2]
 
 

@@ -12,14 +12,15 @@ from helpers.drawn.pipelines import ALL
 from helpers.oracle import SGD, Oracle
 from helpers.output.schedules import schedule_text
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plain_training import assert_trained_as, train_plainly
+from helpers.plans import plan_by_hand, profiled
+from helpers.weights import assert_same_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.data import (
     Segment,
@@ -42,9 +43,7 @@ EPOCHS = 2
 
 
 def profile_of(name, batch_size=8):
-    target = resolve(f"{FILE}:{name}")
-    sizes = [1, 2, 4, batch_size]
-    return with_times(measure(target, batch_size=batch_size, micro_batch_sizes=sizes, seconds=0))
+    return profiled(f"{FILE}:{name}", (1, 2, 4, batch_size))
 
 
 @pytest.fixture(scope="module")
@@ -79,33 +78,10 @@ def test_what_is_filled_up_is_drawn_once(real):
 
 
 def train_in_whole_mini_batches(name, mini_batch, *, last):
-    """Losses and model of a plain loop; `last`: train on what doesn't fill a mini-batch too."""
-    task = resolve(f"{FILE}:{name}").task
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = task.optimizer(list(model.parameters()))
-    samples = Samples(task, "train", mini_batch, seed=0)
-    losses = []
-    for epoch in range(EPOCHS):
-        for start in range(0, samples.size, mini_batch):
-            positions = range(start, min(start + mini_batch, samples.size))
-            real = len(positions)
-            if real < mini_batch and not last:
-                continue
-            inputs, target = samples.take(epoch, positions)
-            optimizer.zero_grad()
-            loss = task.loss(model(*(x[:real] for x in inputs)), target)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses, model
-
-
-def compare(run_dir, losses, model):
-    assert read_losses(run_dir / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
-    state = load_weights(run_dir)
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    """Losses and model of a plain loop over the epochs."""
+    size = len(resolve(f"{FILE}:{name}").task.data("train"))
+    each = -(-size // mini_batch) if last else size // mini_batch
+    return train_plainly(f"{FILE}:{name}", mini_batch, EPOCHS * each, last=last)
 
 
 @pytest.mark.choice(12)
@@ -130,7 +106,7 @@ def test_flush_systems_equal_plain_training(
     summary = run(plan, settings, tmp_path / "run", inline=True)
     last = ragged == "pad"
     losses, model = train_in_whole_mini_batches("FewSamples", mini_batch, last=last)
-    compare(tmp_path / "run", losses, model)
+    assert_trained_as(tmp_path / "run", (losses, model))
     each = len(losses) // EPOCHS
     used = 21 if last else each * mini_batch
     sizes = [min(mini_batch, used - b * mini_batch) for b in range(each)]
@@ -212,7 +188,7 @@ def test_results_of_other_forms(name, n, tmp_path):
     settings = RunSettings(task=f"{FILE}:{name}", epochs=EPOCHS, ragged="pad")
     summary = run(plan, settings, tmp_path / "run", inline=True)
     losses, model = train_in_whole_mini_batches(name, 8, last=True)
-    compare(tmp_path / "run", losses, model)
+    assert_trained_as(tmp_path / "run", (losses, model))
     task = resolve(f"{FILE}:{name}").task
     inputs, target = Samples(task, "test", len(task.data("test")), seed=0).evaluation(0)[:2]
     model.eval()
@@ -253,7 +229,7 @@ def test_one_stage_is_plain_training_in_any_system(variant, few_profile, tmp_pat
     plan = plan_by_hand(few_profile, variant, 1, 3)
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
     run(plan, settings, tmp_path / "run", inline=True)
-    compare(tmp_path / "run", *train_in_whole_mini_batches("FewSamples", 8, last=True))
+    assert_trained_as(tmp_path / "run", train_in_whole_mini_batches("FewSamples", 8, last=True))
 
 
 @pytest.mark.parametrize("n", [3, 8])
@@ -314,9 +290,7 @@ def test_an_update_after_several_mini_batches(together, few_profile, tmp_path):
                 loss = task.loss(model(inputs[0][: len(positions)]), wanted)
                 (loss / len(numbers)).backward()
             optimizer.step()
-    state = load_weights(tmp_path / "run")
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_same_weights(tmp_path / "run", model.state_dict(), atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -341,9 +315,7 @@ def test_replicas_pad_alike(variant, n, mini_batch, few_profile, tmp_path, monke
     wanted = run(alone, settings, tmp_path / "alone", inline=True)
     losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("replicated", "alone")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
-    state = load_weights(tmp_path / "alone")
-    for key, weight in load_weights(tmp_path / "replicated").items():
-        torch.testing.assert_close(weight, state[key], rtol=0, atol=1e-10)
+    assert_same_weights(tmp_path / "replicated", tmp_path / "alone", atol=1e-10)
     for mine, other in zip(found.epochs, wanted.epochs, strict=True):
         assert mine.train_loss == pytest.approx(other.train_loss, abs=1e-10)
         assert mine.test == pytest.approx(other.test, abs=1e-10)
@@ -355,7 +327,7 @@ def test_recomputed_stages_pad_alike(few_profile, tmp_path):
     plan = msgspec.structs.replace(plan, stages=stages)
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
     run(plan, settings, tmp_path / "run", inline=True)
-    compare(tmp_path / "run", *train_in_whole_mini_batches("FewSamples", 8, last=True))
+    assert_trained_as(tmp_path / "run", train_in_whole_mini_batches("FewSamples", 8, last=True))
 
 
 @pytest.mark.processes
@@ -365,9 +337,7 @@ def test_processes_equal_inline(few_profile, tmp_path):
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
     ended = [run(plan, settings, tmp_path / m, inline=m == "inline") for m in ("inline", "all")]
     assert ended[0].epochs[-1].test == pytest.approx(ended[1].epochs[-1].test, abs=1e-10)
-    inline, processes = (load_weights(tmp_path / m) for m in ("inline", "all"))
-    for key, weight in inline.items():
-        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+    assert_same_weights(tmp_path / "all", tmp_path / "inline", atol=1e-10)
 
 
 def test_too_few_samples(few_profile):

@@ -7,13 +7,12 @@ import pytest
 import torch
 from helpers.against_oracle import ask_oracle, settings_of, train
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from helpers.processes.stopped_runs import check_resumed
 from timeprest.cli.tables.run import summary_lines
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import RunError, TraceError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import check_other, trace
@@ -28,8 +27,7 @@ FILE = TESTS / "tasks/shape_tasks.py"
 
 
 def profile_of(name, **how):
-    target = resolve(f"{FILE}:{name}")
-    return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0, **how))
+    return profiled(f"{FILE}:{name}", **how)
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +188,7 @@ def test_a_graph_of_free_lengths_is_found_again(tmp_path):
     """A profile of torch.export's graph, whose fingerprint mustn't hang on lengths."""
     profile = profile_of("Unpadded", front_end="export")
     assert profile.varying.free == ((1,), (1,))
-    again = measure(
-        resolve(f"{FILE}:Unpadded"), batch_size=8, seconds=0, front_end="export", batches=3
-    )
+    again = profile_of("Unpadded", front_end="export", batches=3)
     assert again.fingerprint == profile.fingerprint
 
 

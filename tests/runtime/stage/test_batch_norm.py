@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from helpers.plans import plan_by_hand, with_times
-from timeprest.profiles.measuring.measure import measure
+from helpers.plans import plan_by_hand, profiled
+from helpers.weights import assert_same_weights
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.run_dir import load_weights
@@ -21,17 +21,17 @@ SOME_LAYERS = ("first", "second")
 
 def run_of(name, n, stages, run_dir, variant="gpipe", *, recompute=False, **options):
     """Final parameters and buffers. `recompute`: everything, or layers by name."""
-    target = resolve(f"batch_norm_tasks:{name}")
-    profile = measure(target, batch_size=8, micro_batch_sizes=[1, 2, 4, 8], seconds=0)
+    target = f"batch_norm_tasks:{name}"
+    profile = profiled(target, (1, 2, 4, 8))
     assert profile.front_end == ("export" if name == "Exported" else "fx")
-    plan = plan_by_hand(with_times(profile), variant, stages, n)
+    plan = plan_by_hand(profile, variant, stages, n)
     again = []
     for stage in plan.stages:
         some = isinstance(recompute, tuple)
         names = tuple(n for n in stage.nodes if n in recompute) if some else recompute
         again.append(msgspec.structs.replace(stage, recompute=names))
     plan = msgspec.structs.replace(plan, stages=tuple(again))
-    settings = RunSettings(task=target.name, epochs=EPOCHS, **options)
+    settings = RunSettings(task=target, epochs=EPOCHS, **options)
     run(plan, settings, run_dir, inline=True)
     return load_weights(run_dir)
 
@@ -122,15 +122,13 @@ def test_one_value_has_no_variance():
 def test_what_is_computed_again_counts_once(recompute, name, tmp_path):
     a = run_of(name, 4, 2, tmp_path / "a", deferred_batch_norm=True)
     b = run_of(name, 4, 2, tmp_path / "b", deferred_batch_norm=True, recompute=recompute)
-    for key in a:
-        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+    assert_same_weights(a, b, atol=1e-12)
 
 
 def test_with_one_micro_batch_nothing_is_deferred(tmp_path):
     a = run_of("Exported", 1, 2, tmp_path / "a", deferred_batch_norm=True)
     b = run_of("Exported", 1, 2, tmp_path / "b")
-    for key in a:
-        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+    assert_same_weights(a, b, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["Traced", "Mean"])

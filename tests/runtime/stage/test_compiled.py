@@ -10,12 +10,10 @@ import pytest
 import torch
 from helpers.against_oracle import train
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from timeprest.cli.tables.run import compile_lines
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
@@ -66,8 +64,7 @@ def normed(tmp_path_factory):
         """)
     )
     target = f"{file}:Normed"
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    return target, with_times(profile)
+    return target, profiled(target)
 
 
 @pytest.mark.choice(0)
@@ -127,9 +124,9 @@ def test_convolutions_and_dropout_on_later_weights(tmp_path):
         """)
     )
     target = f"{file}:Pictures"
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    profile = profiled(target)
     names = [layer.name for layer in profile.layers]
-    plan = plan_by_hand(with_times(profile), "timeprest", 2, 2, cut=[names[:4], names[4:]])
+    plan = plan_by_hand(profile, "timeprest", 2, 2, cut=[names[:4], names[4:]])
     losses = []
     for compile_it in (False, True):
         where = tmp_path / str(compile_it)

@@ -12,6 +12,7 @@ from helpers.against_oracle import delays_of, train
 from helpers.paths import TESTS
 from helpers.plans import ALL, plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
+from helpers.weights import assert_same_weights
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
@@ -55,8 +56,7 @@ def test_pipemare_reschedules_unless_told_otherwise(
         settings = settings_of(plan, {"task": mlp_target, "steps": steps, **asked})
         run(plan, settings, tmp_path / name, inline=True)
         weights[name] = load_weights(tmp_path / name)
-    for name, weight in weights["own"].items():
-        assert torch.equal(weight, weights["said"][name]), name
+    assert_same_weights(weights["own"], weights["said"])
     assert any(not torch.equal(weights["own"][n], weights["none"][n]) for n in weights["own"])
     for name in set(ASYNCHRONOUS) - {"pipemare"}:
         assert settings_of(plan_of(mlp_profile, name, 2, 2), {}).lr_rescheduling == 0, name
@@ -136,9 +136,7 @@ def test_in_processes(mlp_profile, mlp_target, tmp_path):
     plan = plan_of(mlp_profile, "pipemare", 3, 2)
     train(plan, mlp_target, "adam", tmp_path / "processes", inline=False, **BOTH)
     train(plan, mlp_target, "adam", tmp_path / "inline", **BOTH)
-    inline = load_weights(tmp_path / "inline")
-    for name, weight in load_weights(tmp_path / "processes").items():
-        assert torch.equal(weight, inline[name]), name
+    assert_same_weights(tmp_path / "processes", tmp_path / "inline")
 
 
 def test_replicas_correct_alike(mlp_profile, mlp_target, tmp_path, monkeypatch):
@@ -152,9 +150,7 @@ def test_replicas_correct_alike(mlp_profile, mlp_target, tmp_path, monkeypatch):
         patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
         run(alone, settings, tmp_path / "alone", inline=True)
     assert delays_of(plan) == delays_of(alone) == [1, 0]
-    wanted = load_weights(tmp_path / "alone")
-    for name, weight in load_weights(tmp_path / "replicated").items():
-        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
+    assert_same_weights(tmp_path / "replicated", tmp_path / "alone", atol=1e-10)
 
 
 def test_runs_go_on_bit_for_bit(mlp_profile, mlp_target, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -13,23 +14,20 @@ import torch
 from helpers.by_hand.profiles import chain
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.recorded_graphs import Recorded, RecordedGraphs
+from helpers.weights import assert_same_weights
 from mlp_task import MLPTask
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring import capture
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.graphs import Graphs, most_in_flight
-
-_profiles = {}
 
 
 @pytest.fixture
@@ -39,11 +37,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(capture, "capture_on", RecordedGraphs)
 
 
-def profile_of(task):
-    if task not in _profiles:
-        found = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-        _profiles[task] = with_times(found)
-    return _profiles[task]
+profile_of = cache(profiled)
 
 
 def check_same(plan, settings, where):
@@ -51,8 +45,7 @@ def check_same(plan, settings, where):
     off = msgspec.structs.replace(settings, graphs="off")
     assert not any(report.graphs for report in run(plan, off, where / "off", inline=True).stages)
     summary = run(plan, settings, where / "on", inline=True)
-    found, wanted = (load_weights(where / name) for name in ("on", "off"))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_same_weights(where / "on", where / "off")
     losses, without = (read_losses(RunDir(where / name).metrics) for name in ("on", "off"))
     assert losses == without
     return [report.graphs for report in summary.stages]
@@ -152,8 +145,7 @@ def test_a_run_goes_on(variant, tmp_path, graphs):
     wanted = load_weights(tmp_path / "on")
     for graphs_are in ("auto", "off"):
         resume(tmp_path / "on", {"graphs": graphs_are}, at=4, inline=True)
-        found = load_weights(tmp_path / "on")
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert_same_weights(tmp_path / "on", wanted)
 
 
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2]])

@@ -8,8 +8,10 @@ from functools import partial
 import pytest
 import torch
 from helpers.drawn.pipelines import ALL
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
+from helpers.weights import assert_same_weights
 from mlp_task import MLPTask
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.recordings.recording import MEMORY_KINDS
@@ -22,9 +24,6 @@ from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.hooks import RunLength, task_scheduler
 from timeprest.runtime.checkpoint.learning_rate import go_on
 from timeprest.runtime.prepare.prepare import prepare
-from timeprest.runtime.prepare.samples import Samples
-from timeprest.runtime.records.progress import read_losses
-from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.memory import MemoryAccount
@@ -54,41 +53,9 @@ STEPS = 8
 CLIP = 0.1
 
 
-def train(target, make=None, *, clip_norm=None, schedule=None, mini_batch=8):
-    """Losses and model of a plain loop, as anyone would write it.
-
-    Args:
-        make: parameters under their names → optimizer; by default the task's own.
-        schedule: optimizer → scheduler.
-    """
-    task = resolve(target).task
-    torch.manual_seed(0)
-    model = task.model()
-    named = list(model.named_parameters())
-    optimizer = make(named) if make else task.optimizer([p for _, p in named])
-    scheduler = schedule(optimizer) if schedule else None
-    samples = Samples(task, "train", mini_batch, seed=0)
-    losses = []
-    for b in range(STEPS):
-        inputs, wanted = samples.take(0, range(b * mini_batch, (b + 1) * mini_batch))
-        optimizer.zero_grad()
-        loss = task.loss(model(*inputs), wanted)
-        loss.backward()
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return losses, model
-
-
-def compare(run_dir, trained):
-    losses, model = trained
-    assert read_losses(run_dir / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
-    state = load_weights(run_dir)
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+def train(target, make=None, *, mini_batch=8, **how):
+    """As `train_plainly`."""
+    return train_plainly(target, mini_batch, STEPS, make, **how)
 
 
 def settings_of(task, **options):
@@ -111,15 +78,12 @@ def test_what_maximizes_the_negated_loss_predicts_the_same(
     variant, make, mlp_profile, tmp_path, monkeypatch
 ):
     plan = plan_by_hand(with_times(mlp_profile), variant, 3, 1)
-    ends = []
     for sign in (1, -1):
         loss = partial(lambda sign, found, wanted: sign * ((found - wanted) ** 2).mean(), sign)
         monkeypatch.setattr(MLPTask, "loss", staticmethod(loss))
         monkeypatch.setattr(MLPTask, "optimizer", staticmethod(partial(make, maximize=sign < 0)))
         run(plan, settings_of("mlp_task:MLPTask"), tmp_path / f"{sign}", inline=True)
-        ends.append(load_weights(tmp_path / f"{sign}"))
-    for name, weight in ends[0].items():
-        assert torch.equal(ends[1][name], weight), name
+    assert_same_weights(tmp_path / "1", tmp_path / "-1")
 
 
 def test_the_greatest_second_moments_are_predicted_by_where_steps_go_by_them():
@@ -147,7 +111,7 @@ def test_clipping_in_flush_systems_is_that_of_one_process(
     run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
     clipped = train(mlp_target, clip_norm=CLIP)
     assert abs(clipped[0][-1] - train(mlp_target)[0][-1]) > 1e-3
-    compare(tmp_path / "run", clipped)
+    assert_trained_as(tmp_path / "run", clipped)
 
 
 def test_stages_of_one_worker_clip_together_wherever_their_updates_are(
@@ -158,7 +122,7 @@ def test_stages_of_one_worker_clip_together_wherever_their_updates_are(
     cluster = uniform_cluster(1)
     plan = solve(with_times(mlp_profile), cluster, "gpipe", order=order, mini_batch=8)
     run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
-    compare(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
+    assert_trained_as(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4), (2, 2, 1)])
@@ -168,7 +132,7 @@ def test_replicas_clip_as_one(replicas, mlp_profile, mlp_target, tmp_path):
         with_times(mlp_profile), "pipedream-flush", len(replicas), 4, replicas=replicas
     )
     run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
-    compare(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
+    assert_trained_as(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
 
 
 @pytest.mark.processes
@@ -199,7 +163,7 @@ def test_processes_clip_decay_and_schedule(mlp_profile, mlp_target, tmp_path):
         return LambdaLR(optimizer, lambda update: [*shares, 0][update])
 
     trained = train(mlp_target, make, clip_norm=CLIP, schedule=schedule, mini_batch=7)
-    compare(tmp_path / "run", trained)
+    assert_trained_as(tmp_path / "run", trained)
     last = (1 + math.cos(math.pi * 4 / 5)) / 2
     assert summary.epochs[-1].lr == pytest.approx(0.05 * last)
 
@@ -224,7 +188,7 @@ def test_asynchronous_stages_clip_their_own_parts(variant, n, mlp_profile, tmp_p
         assert (full > 0) == bites
     one = plan_by_hand(with_times(mlp_profile), variant, 1, n)
     run(one, settings_of(target, clip_norm=CLIP), tmp_path / "one", inline=True)
-    compare(tmp_path / "one", train(target, clip_norm=CLIP))
+    assert_trained_as(tmp_path / "one", train(target, clip_norm=CLIP))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -280,7 +244,7 @@ def test_groups_by_name(stages, mlp_profile, tmp_path):
     run(plan, settings_of(target), tmp_path / "run", inline=True)
     counts = {groups for _, _, groups in NotingSGD.notes}
     assert counts == {3}
-    compare(tmp_path / "run", train(target, grouped))
+    assert_trained_as(tmp_path / "run", train(target, grouped))
 
 
 @pytest.mark.parametrize("name", ["GroupSchedule", "GroupCycle", "GroupByDepth"])
@@ -297,7 +261,7 @@ def test_schedules_by_group(name, mlp_profile, tmp_path):
 
     groups = task.parameter_groups
     plain = train(target, lambda n: task.optimizer(groups(n)), schedule=schedule)
-    compare(tmp_path / "run", plain)
+    assert_trained_as(tmp_path / "run", plain)
     some = settings_of(target, checkpoint_every=3)
     run_and_stop(plan, some, tmp_path / "stopped", at=4)
     resumed = resume(tmp_path / "stopped", inline=True)
@@ -338,7 +302,7 @@ def test_groups_serve_a_named_optimizer_too(mlp_profile, tmp_path):
         # Nesterov's needs momentum in each group.
         return torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.2)
 
-    compare(tmp_path / "run", train(target, make))
+    assert_trained_as(tmp_path / "run", train(target, make))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -357,7 +321,7 @@ def test_decay_of_matrices_alone(named, mlp_profile, tmp_path):
             return resolve(target).task.optimizer(groups)
         return torch.optim.Adam(groups, lr=0.05, weight_decay=0.5)
 
-    compare(tmp_path / "run", train(target, make))
+    assert_trained_as(tmp_path / "run", train(target, make))
 
 
 def test_decay_of_matrices_in_a_task_without_groups(mlp_target):
@@ -394,7 +358,7 @@ def test_a_tasks_own_scheduler(stages, mlp_profile, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", stages, 2)
     summary = run(plan, settings_of(target), tmp_path / "run", inline=True)
     task = resolve(target).task
-    compare(tmp_path / "run", train(target, schedule=task.scheduler))
+    assert_trained_as(tmp_path / "run", train(target, schedule=task.scheduler))
     # The last of eight updates is the second after the second halving.
     assert summary.epochs[-1].lr == 0.05 / 4
 
@@ -406,7 +370,7 @@ def test_a_named_schedule_takes_the_place_of_the_tasks(mlp_profile, tmp_path):
     run(plan, settings, tmp_path / "run", inline=True)
     shares = [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
     found = train(target, schedule=lambda o: LambdaLR(o, lambda update: shares[update]))
-    compare(tmp_path / "run", found)
+    assert_trained_as(tmp_path / "run", found)
 
 
 def test_schedules_over_epochs(mlp_profile, tmp_path):
@@ -560,4 +524,4 @@ def test_an_optimizer_that_was_made_to_be_looked_at_leaves_no_hooks(mlp_profile,
     target = f"{TASKS}:HookedByOptimizer"
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 1)
     run(plan, RunSettings(task=target, steps=STEPS, evaluate=False), tmp_path, inline=True)
-    compare(tmp_path, train(target))
+    assert_trained_as(tmp_path, train(target))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plain_training import train_plainly
+from helpers.plans import plan_by_hand, profiled
+from helpers.weights import assert_same_weights
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
-from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -31,11 +33,7 @@ summed over micro-batches is rounded once for each of them, one of the whole min
 
 @pytest.fixture(scope="module")
 def profile():
-    platform = platform_of("cpu", autocast="bfloat16")
-    target = resolve(TARGET)
-    sizes = [2, 4, 8]
-    found = measure(target, batch_size=8, micro_batch_sizes=sizes, seconds=0, platform=platform)
-    return with_times(found)
+    return profiled(TARGET, platform=platform_of("cpu", autocast="bfloat16"))
 
 
 def autocast(on=True):
@@ -44,21 +42,9 @@ def autocast(on=True):
 
 def train(on=True):
     """Losses, first weights and model of a plain loop."""
-    task = resolve(TARGET).task
     torch.manual_seed(0)
-    model = task.model()
-    first = {key: weight.clone() for key, weight in model.state_dict().items()}
-    optimizer = task.optimizer(model.parameters())
-    samples = Samples(task, "train", 8, seed=0)
-    losses = []
-    for b in range(STEPS):
-        inputs, wanted = samples.take(0, range(b * 8, b * 8 + 8))
-        optimizer.zero_grad()
-        with autocast(on):
-            loss = task.loss(model(*inputs), wanted)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    first = resolve(TARGET).task.model().state_dict()
+    losses, model = train_plainly(TARGET, 8, STEPS, context=partial(autocast, on))
     return losses, first, model
 
 
@@ -138,9 +124,7 @@ def test_processes_equal_inline_under_autocast(profile, tmp_path):
     plan = plan_by_hand(profile, "timeprest", 3, 4)
     for mode in ("inline", "processes"):
         run(plan, RunSettings(task=TARGET, steps=STEPS), tmp_path / mode, inline=mode == "inline")
-    inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))
-    for key, weight in inline.items():
-        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-6)
+    assert_same_weights(tmp_path / "processes", tmp_path / "inline", atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["gpipe", "v-timeprest"])

@@ -11,12 +11,11 @@ import pytest
 import torch
 from graph_task import GraphTask
 from helpers.drawn.pipelines import ALL
-from helpers.plans import REPORT, plan_by_hand, with_times
+from helpers.plans import REPORT, plan_by_hand, profiled, with_times
+from helpers.weights import assert_same_weights
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import GraphBody
@@ -251,14 +250,18 @@ class Dropped(GraphTask):
     dropout = 0.3
 
 
+def unevenly_timed(target):
+    """Its profile: no two operations can start at the same moment by chance."""
+    profile = profiled(target)
+    shares = [1 + 0.137 * k for k in range(len(profile.layers))]
+    return with_times(profile, backward_s=2.3e-3, shares=shares)
+
+
 @pytest.fixture(scope="module", params=["NormsTask", "Dropped"])
 def drawn(request):
     """Target and profile of a model that draws at random."""
     target = f"{FILE}:{request.param}"
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    # No two operations can start at the same moment by chance.
-    shares = [1 + 0.137 * k for k in range(len(profile.layers))]
-    return target, with_times(profile, backward_s=2.3e-3, shares=shares)
+    return target, unevenly_timed(target)
 
 
 def again(profile, plan, stages):
@@ -296,9 +299,7 @@ def test_the_run_is_the_same(variant, drawn, tmp_path):
         run(plan, settings, tmp_path / where, inline=True)
     losses = [read_losses(tmp_path / where / "metrics.jsonl") for where in ("plain", "again")]
     assert losses[0] == losses[1]
-    wanted, found = (load_weights(tmp_path / where) for where in ("plain", "again"))
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    assert_same_weights(tmp_path / "again", tmp_path / "plain")
 
 
 def some_layers(plan, seed):
@@ -322,9 +323,7 @@ def test_the_run_is_the_same_where_some_layers_run_again(variant, seed, drawn, t
         run(plan, settings, tmp_path / where, inline=True)
         for plan, where in ((plain, "plain"), (rebuilt, "again"))
     )
-    wanted, weights = (load_weights(tmp_path / where) for where in ("plain", "again"))
-    for name, tensor in wanted.items():
-        assert torch.equal(weights[name], tensor), name
+    assert_same_weights(tmp_path / "again", tmp_path / "plain")
     rows = zip(whole.stages, some.stages, found.predicted.stages, strict=True)
     for s, (before, report, predicted) in enumerate(rows):
         assert report.versions_held <= predicted.versions_held
@@ -340,7 +339,7 @@ def test_the_run_is_the_same_where_some_layers_run_again(variant, seed, drawn, t
 def aliases(tmp_path_factory):
     """Target, plan for one stage, and weights where nothing is computed again."""
     target = f"{FILE}:AliasesTask"
-    plan = plan_by_hand(profiled(target), "gpipe", 1, 2)
+    plan = plan_by_hand(unevenly_timed(target), "gpipe", 1, 2)
     return target, plan, weights_of(target, plan, tmp_path_factory.mktemp("plain"))
 
 
@@ -364,9 +363,7 @@ def test_a_view_and_its_base_are_one_memory_when_they_are_made_again(chosen, ali
         with pytest.raises(RunError, match="changed in place between two layers"):
             weights_of(target, plan, tmp_path)
         return
-    found = weights_of(target, plan, tmp_path)
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    assert_same_weights(weights_of(target, plan, tmp_path), wanted)
 
 
 @pytest.mark.parametrize(
@@ -376,19 +373,17 @@ def test_a_copy_is_of_the_memory_as_it_was_when_it_was_taken(name, chosen, tmp_p
     """Between two layers that change it, and are computed again, one does that isn't; or one of
     them changes it through a view, and another takes it as before."""
     target = f"{FILE}:{name}"
-    plan = plan_by_hand(profiled(target), "gpipe", 1, 2)
+    plan = plan_by_hand(unevenly_timed(target), "gpipe", 1, 2)
     wanted = weights_of(target, plan, tmp_path / "plain")
     stage = msgspec.structs.replace(plan.stages[0], recompute=chosen)
     plan = msgspec.structs.replace(plan, stages=(stage,))
-    found = weights_of(target, plan, tmp_path / "again")
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    assert_same_weights(weights_of(target, plan, tmp_path / "again"), wanted)
 
 
 def test_copies_of_what_is_overwritten_are_in_the_plan(tmp_path):
     """Though the layers that overwrite it hand on a tensor of their own."""
     target = f"{FILE}:PooledTask"
-    profile = profiled(target)
+    profile = unevenly_timed(target)
     assert [layer.changes or () for layer in profile.layers[:4]] == [(), ("one",), (), ("two",)]
     plan = again(profile, plan_by_hand(profile, "gpipe", 1, 4), {0: ("act1", "act2")})
     summary = run(plan, RunSettings(task=target, steps=2, evaluate=False), tmp_path, inline=True)
@@ -452,14 +447,7 @@ BUFFERED = ["AveragedTask", "SpectralTask", "ParametrizedTask"]
 def buffered(request):
     """Target and profile of a model whose forward reads a buffer that it changes."""
     target = f"{FILE}:{request.param}"
-    return target, profiled(target)
-
-
-def profiled(target):
-    """Its profile."""
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    shares = [1 + 0.137 * k for k in range(len(profile.layers))]
-    return with_times(profile, backward_s=2.3e-3, shares=shares)
+    return target, unevenly_timed(target)
 
 
 def every_layer(plan, seed):
@@ -490,14 +478,12 @@ def test_a_second_forward_finds_the_buffers_of_the_first(
     settings = RunSettings(task=target, steps=5, evaluate=False)
     for plan, where in ((plain, "plain"), (rebuilt, "again")):
         run(plan, settings, tmp_path / where, inline=True)
-    wanted, found = (load_weights(tmp_path / where) for where in ("plain", "again"))
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    assert_same_weights(tmp_path / "again", tmp_path / "plain")
 
 
 def buffers_kept(target):
     """Names of the buffers that a model's only stage keeps for each micro-batch."""
-    plan = plan_by_hand(profiled(target), "gpipe", 1, 2, recompute=[True])
+    plan = plan_by_hand(unevenly_timed(target), "gpipe", 1, 2, recompute=[True])
     prepared = prepare(plan, RunSettings(task=target, steps=1, evaluate=False))
     module = prepared.model.pieces[0].module.train()
     changed = ChangedBuffers(module, only_updated(module))

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
+from helpers.weights import assert_same_weights
 from mlp_task import MLPTask, TiedShort, WeightedTask
 from timeprest.profiles.errors import RunError, TargetError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import read_figure, read_loss
 from timeprest.runtime.prepare.loss import LossKind, kind_of_loss
@@ -169,14 +169,10 @@ def test_with_skip_all_stages_leave_its_update_out(
 ):
     """Momentum would move the weights without a gradient, too."""
     plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2, update_every=update_every)
-    ends = {}
     for steps in (4 - update_every, 4):
         how = RunSettings(task=here(task), steps=steps, on_nan="skip", evaluate=False)
         run(plan, how, tmp_path / str(steps), inline=True)
-        ends[steps] = load_weights(tmp_path / str(steps))
-    before, after = ends.values()
-    for name, weight in before.items():
-        assert torch.equal(after[name], weight), name
+    assert_same_weights(tmp_path / "4", tmp_path / str(4 - update_every))
 
 
 @pytest.mark.parametrize("update_every", [1, 2])
@@ -217,14 +213,12 @@ def test_gradients_that_wait_for_the_next_mini_batchs():
 def test_split_backwards_of_a_weight_that_is_used_twice(tmp_path):
     """It gets its gradient in the first part, which mustn't meet those of the mini-batch before."""
     target = here("TwiceOnALaterStage")
-    profile = with_times(measure(resolve(target), batch_size=8, micro_batch_sizes=[4], seconds=0))
-    settings, ends = RunSettings(task=target, steps=4, evaluate=False), []
+    profile = profiled(target, (4, 8))
+    settings = RunSettings(task=target, steps=4, evaluate=False)
     for variant in ("zb-h1", "pipedream-flush"):
         plan = plan_by_hand(profile, variant, 2, 2, update_every=2)
         run(plan, settings, tmp_path / variant, inline=True)
-        ends.append(load_weights(tmp_path / variant))
-    for name, weight in ends[0].items():
-        torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-12)
+    assert_same_weights(tmp_path / "pipedream-flush", tmp_path / "zb-h1", atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +228,7 @@ def frozen_target(mlp_target):
 
 @pytest.fixture(scope="module")
 def frozen_profile(frozen_target):
-    return measure(resolve(frozen_target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    return profiled(frozen_target)
 
 
 @pytest.mark.parametrize("update_every", [1, 2])
@@ -260,7 +254,7 @@ def test_stages_that_no_gradients_come_to_need_no_weights(
 ):
     """Their updates may come before the last stage's forward. The mean is the same."""
     plan = plan_by_hand(
-        with_times(frozen_profile),
+        frozen_profile,
         variant,
         len(placement),
         micro_batches,
@@ -268,26 +262,20 @@ def test_stages_that_no_gradients_come_to_need_no_weights(
         placement=placement,
         replicas=replicas,
     )
-    ends = []
-    for number, task in enumerate((frozen_target, frozen_target + "Sum")):
-        how = RunSettings(task=task, steps=4, evaluate=False, clip_norm=1.0)
-        run(plan, how, tmp_path / str(number), inline=True)
-        ends.append(load_weights(tmp_path / str(number)))
-    for name, weight in ends[0].items():
-        torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-12)
+    for loss in ("", "Sum"):
+        how = RunSettings(task=frozen_target + loss, steps=4, evaluate=False, clip_norm=1.0)
+        run(plan, how, tmp_path / f"Mean{loss}", inline=True)
+    assert_same_weights(tmp_path / "MeanSum", tmp_path / "Mean", atol=1e-12)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_nor_do_they_in_processes(frozen_target, frozen_profile, tmp_path):
-    plan = plan_by_hand(with_times(frozen_profile), "timeprest", 4, 2, placement=(0, 1, 0, 1))
+    plan = plan_by_hand(frozen_profile, "timeprest", 4, 2, placement=(0, 1, 0, 1))
     how = RunSettings(task=frozen_target + "Sum", steps=4, evaluate=False)
-    ends = []
     for inline in (True, False):
         run(plan, how, tmp_path / str(inline), inline=inline)
-        ends.append(load_weights(tmp_path / str(inline)))
-    for name, weight in ends[0].items():
-        assert torch.equal(ends[1][name], weight), name
+    assert_same_weights(tmp_path / "False", tmp_path / "True")
 
 
 def test_a_loss_that_is_now_this_and_now_that_is_refused(mlp_profile, tmp_path):
@@ -320,10 +308,9 @@ def test_a_loss_is_asked_before_a_run_which_it_gives(task, fake):
 def test_a_weight_with_a_gradient_is_refused_at_profile_and_run(mlp_profile, tmp_path):
     """Its gradient would be left out; a part of a result that has none may be one."""
     with pytest.raises(TargetError, match=r"a weight that has a gradient .*weight.detach"):
-        measure(resolve(here("Learned")), batch_size=8, micro_batch_sizes=[4], seconds=0)
+        profiled(here("Learned"))
     for task in ("Constant", "Counted"):
-        profile = measure(resolve(here(task)), batch_size=8, micro_batch_sizes=[4], seconds=0)
-        plan = plan_by_hand(with_times(profile), "gpipe", 2, 2)
+        plan = plan_by_hand(profiled(here(task), (4, 8)), "gpipe", 2, 2)
         run(plan, RunSettings(task=here(task), steps=1), tmp_path / task, inline=True)
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
     with pytest.raises(TargetError, match="a weight that has a gradient"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same
+from helpers.weights import assert_same_weights
 from timeprest import Callback, EarlyStopping, Stop, Trainer
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.runtime.checkpoint.checkpoint import Saved
@@ -16,7 +16,7 @@ from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.processes.rendezvous import LocalStore, MayGoOn, Rendezvous
 from timeprest.runtime.records.events import EvaluationDone, RunBegun
 from timeprest.runtime.records.progress import read_epochs, read_losses
-from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -111,10 +111,7 @@ def test_a_run_stops_where_the_pipeline_drains(inline, plan, short_epochs, whole
     assert_losses = read_losses(whole / "metrics.jsonl")[: 2 * each]
     assert read_losses(where / "metrics.jsonl") == assert_losses
     there = Saved(whole / "checkpoints" / f"{2 * each:08d}").weights()
-    found = load_weights(where)
-    assert found.keys() == there.keys()
-    for name, weight in there.items():
-        assert torch.equal(found[name], weight), name
+    assert_same_weights(where, there)
     if inline:
         again = Trainer(None, where, inline=True).resume()
         assert again.stopped is None
@@ -132,8 +129,7 @@ def test_a_run_stops_in_the_middle_of_an_epoch(plan, short_epochs, tmp_path):
     assert summary.epochs[0].test
     assert RunDir(where).places() == [3]
     there = Saved(tmp_path / "whole" / "checkpoints" / "00000003").weights()
-    for name, weight in load_weights(where).items():
-        assert torch.equal(weight, there[name]), name
+    assert_same_weights(where, there)
     Trainer(None, where, inline=True).resume()
     last = RunDir(where).places()[-1]
     assert_same(tmp_path / "whole", where, last)

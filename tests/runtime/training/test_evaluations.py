@@ -11,12 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from graph_task import GraphTask
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.processes.stopped_runs import check_resumed
+from helpers.weights import assert_same_weights
 from timeprest import Callback, EarlyStopping, Trainer
 from timeprest.cli.run import main
 from timeprest.profiles.errors import UserError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.random_states import seed_all
 from timeprest.runtime.communication.channel import LocalChannels
@@ -200,13 +200,8 @@ class Drawing(GraphTask):
 @pytest.mark.parametrize("placement", [(0,), (0, 1, 0, 1)])
 def test_what_evaluating_draws_leaves_training_as_it_is(placement, tmp_path):
     target = f"{__file__}:Drawing"
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[4, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "gpipe", len(placement), 2, placement=placement)
-    found = []
-    for how in ({"evaluate": False}, {"eval_every": 1}, {}):
-        where = tmp_path / str(len(found))
+    plan = plan_by_hand(profiled(target), "gpipe", len(placement), 2, placement=placement)
+    for k, how in enumerate(({"evaluate": False}, {"eval_every": 1}, {})):
         seed_all(0)
-        run(plan, RunSettings(task=target, steps=5, **how), where, inline=True)
-        found.append(load_weights(where))
-    for other in found[1:]:
-        assert all(torch.equal(other[name], weight) for name, weight in found[0].items())
+        run(plan, RunSettings(task=target, steps=5, **how), tmp_path / str(k), inline=True)
+        assert_same_weights(tmp_path / str(k), tmp_path / "0")

@@ -12,13 +12,13 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
+from helpers.weights import assert_same_weights
 from tasks.mlp_task import MLPTask
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.prepare import clock as clocks
 from timeprest.runtime.prepare.clock import AHEAD, StreamClock, UnderWay
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
-from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.stage import gradients, notes, summed_losses
@@ -120,9 +120,7 @@ def test_figures_are_those_of_who_waits(
     assert len(found) >= 3 + 2 * 3
     for name, lines in wanted.items():
         assert found[name] == lines, name
-    weights = load_weights(tmp_path / "late")
-    for name, weight in load_weights(tmp_path / "waits").items():
-        assert torch.equal(weights[name], weight)
+    assert_same_weights(tmp_path / "late", tmp_path / "waits")
 
 
 def lines_of(where):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
+from helpers.weights import assert_same_weights
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
@@ -48,8 +47,7 @@ def check_same(plan, settings, tmp_path, monkeypatch, warmed, stages=2):
     assert len(warmed) == 2 * stages
     monkeypatch.setattr(warming, "warm_up", lambda runner: None)
     run(plan, settings, tmp_path / "cold", inline=True)
-    found, wanted = (load_weights(tmp_path / name) for name in ("warm", "cold"))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_same_weights(tmp_path / "warm", tmp_path / "cold")
     losses, without = (read_losses(RunDir(tmp_path / name).metrics) for name in ("warm", "cold"))
     assert losses == without
 
@@ -81,8 +79,7 @@ def test_whatever_the_model_keeps_draws_or_sends(
     name, options, chosen, tmp_path, monkeypatch, warmed
 ):
     task = f"{TESTS / 'tasks' / name}"
-    profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "timeprest", 2, 2, **options)
+    plan = plan_by_hand(profiled(task), "timeprest", 2, 2, **options)
     settings = RunSettings(task=task, steps=3, **chosen)
     check_same(plan, settings, tmp_path, monkeypatch, warmed)
 
@@ -94,8 +91,7 @@ def test_also_where_a_run_goes_on(mlp_profile, mlp_target, tmp_path, warmed, mon
     run(plan, settings, tmp_path / "run", inline=True)
     wanted = load_weights(tmp_path / "run")
     resume(tmp_path / "run", at=3, inline=True)
-    found = load_weights(tmp_path / "run")
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_same_weights(tmp_path / "run", wanted)
 
 
 def test_what_fails_in_it_is_left_to_the_run(mlp_profile, mlp_target, tmp_path, monkeypatch):

@@ -11,10 +11,8 @@ import torch
 import variety_tasks
 from batch_norm_tasks import Moving
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from timeprest.profiles.errors import TaskWarning
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.loss_parts import loss_in_parts
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
@@ -27,10 +25,8 @@ FILE = TESTS / "tasks/batch_norm_tasks.py"
 
 
 def plan_for(name, variant="gpipe", n=4, file=FILE, **more):
-    target = resolve(f"{file}:{name}")
-    sizes = [1, 2, 4, 8] if "Alone" in name else [2, 4, 8]
-    profile = measure(target, batch_size=8, micro_batch_sizes=sizes, seconds=0)
-    return plan_by_hand(with_times(profile), variant, 2, n, **more)
+    sizes = (1, 2, 4, 8) if "Alone" in name else (2, 4, 8)
+    return plan_by_hand(profiled(f"{file}:{name}", sizes), variant, 2, n, **more)
 
 
 def checked(name, **more):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import msgspec
 import pytest
@@ -14,13 +14,12 @@ import variety_tasks
 from click.testing import CliRunner
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from timeprest.cli.run import main
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.dropout import HeldStatistics, WithoutDropout
 from timeprest.profiles.errors import TargetError, TaskWarning, UserError
 from timeprest.profiles.files import write_file
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.run_dir import load_weights
@@ -36,15 +35,11 @@ FILE = TESTS / "tasks/variety_tasks.py"
 ORDERS = [("gpipe", 2), ("gpipe", 4), ("pipedream-flush", 3), ("zb-h1", 3)]
 MODELS = ["ResNetTask", "GPTTask", "SkipsTask", "MaskedTask", "FrozenTask"]
 
-_profiles = {}
+profile_of = cache(profiled)
 
 
 def plan_for(name, variant, stages, n, **more):
-    if name not in _profiles:
-        target = resolve(f"{FILE}:{name}")
-        found = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-        _profiles[name] = with_times(found)
-    return plan_by_hand(_profiles[name], variant, stages, n, **more)
+    return plan_by_hand(profile_of(f"{FILE}:{name}"), variant, stages, n, **more)
 
 
 def settings_for(name, **more):
@@ -117,9 +112,8 @@ def test_copies_of_a_weight_are_treated_as_it_is(how):
     ],
 )
 def test_what_stages_cant_have_is_refused_in_a_line(name, whole, why, tmp_path):
-    target = resolve(f"{FILE}:{name}")
-    sizes = {"batch_size": 8, "micro_batch_sizes": [2], "seconds": 0}
-    plan = plan_by_hand(with_times(measure(target, **sizes, granularity=whole)), "gpipe", 2, 4)
+    profile = profiled(f"{FILE}:{name}", granularity=whole)
+    plan = plan_by_hand(profile, "gpipe", 2, 4)
     with pytest.raises(TargetError, match=why):
         run(plan, settings_for(name, evaluate=False), tmp_path / "run", inline=True)
 
@@ -196,8 +190,7 @@ def test_plain_training_has_no_part_in_what_stages_do_wrong(where, name, wrong, 
 def test_a_hugging_face_model_with_ignored_labels_is_trained_as_one_process_does():
     pytest.importorskip("transformers")
     name = "hf:llama,length=8,num_hidden_layers=1"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "pipedream-flush", 2, 4)
+    plan = plan_by_hand(profiled(name), "pipedream-flush", 2, 4)
     report = check(plan, RunSettings(task=name), inline=True)
     assert report.verdict == "same"
 
@@ -316,8 +309,7 @@ def test_gpus_may_round_float32_to_tf32(target, cudnn, matmul, rounds, monkeypat
     monkeypatch.setattr(checking, "device_kind", lambda plan, settings: "cuda")
     backends = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [backend.allow_tf32 for backend in backends]
-    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "gpipe", 2, 1)
+    plan = plan_by_hand(profiled(target, (8,)), "gpipe", 2, 1)
     try:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
         report = check(plan, RunSettings(task=target), inline=True)
@@ -390,10 +382,7 @@ def test_a_tied_parameter_has_one_name_whatever_its_piece_calls_it():
     target = resolve(f"{FILE}:TiedTask")
     names = {}
     for front_end in ("fx", "export"):
-        exported = replace(target, front_end=front_end)
-        profile = with_times(
-            measure(exported, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-        )
+        profile = profiled(replace(target, front_end=front_end))
         plan = plan_by_hand(profile, "gpipe", 3, 4, tied="split")
         prepared = prepare(plan, settings_for("TiedTask"))
         names[front_end] = dict(prepared.model.pieces[0].module.named_parameters()).keys()

@@ -17,13 +17,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from timeprest.cli.run import main
 from timeprest.cli.run_commands.checks import device_lines
 from timeprest.profiles.errors import FileError, PlanError, RunError, TargetError
 from timeprest.profiles.files import write_file
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -57,8 +55,7 @@ def test_it_finds_workers_hosts_and_cuts(plan, mlp_target, tmp_path):
 def test_shapes_go_through_every_cut(task, fake, monkeypatch):
     """Skips, several values on a cut, numbers; on fake tensors as for real, and replicated."""
     name = f"{TESTS / task}"
-    measured = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    profile = with_times(measured)
+    profile = profiled(name)
     monkeypatch.setattr(module, "is_small", lambda plan: not fake)
     for replicas in (None, (2, 1)):
         plan = plan_by_hand(profile, "timeprest", 2, 4, replicas=replicas)

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 import torch
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from timeprest.profiles.autograd.random_numbers import RandomCall, RandomCalls, SameNumbers
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.settings import RunSettings
@@ -24,8 +23,7 @@ def here(name):
 def plan_for(name, variant="gpipe", stages=2, n=4, by=None, **more):
     target = resolve(here(name))
     target = target if by is None else replace(target, front_end=by)
-    found = measure(target, batch_size=8, micro_batch_sizes=[2, 3, 4, 8], seconds=0)
-    return plan_by_hand(with_times(found), variant, stages, n, **more)
+    return plan_by_hand(profiled(target, (2, 3, 4, 8)), variant, stages, n, **more)
 
 
 @pytest.mark.choice(6)

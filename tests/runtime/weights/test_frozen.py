@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from helpers.processes.stopped_runs import check_resumed
+from helpers.weights import assert_same_weights
 from safetensors.torch import load_file
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.boundary import storage_key
 from timeprest.profiles.errors import PlanError, RunError, TargetError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.front_ends import trace
@@ -120,8 +120,7 @@ def here(name):
 
 @cache
 def profile_of(name):
-    target = resolve(here(name))
-    return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0))
+    return profiled(here(name))
 
 
 def placed(name, variant, placement, n, **how):
@@ -281,9 +280,7 @@ def test_they_train_as_buffers_do(variant, layout, tmp_path):
             assert peak.total <= device.accounted.total
     (losses, weights), (others, expected) = ends
     assert losses == others
-    assert weights.keys() == expected.keys()
-    for key, weight in weights.items():
-        assert torch.equal(weight, expected[key]), key
+    assert_same_weights(weights, expected)
     assert kinds[0] == kinds[1]
 
 
@@ -321,8 +318,7 @@ def test_it_is_plain_training(how, tmp_path):
 @pytest.mark.slow
 def test_processes_train_as_one_does(tmp_path):
     name = f"{TESTS / 'tasks/variety_tasks.py'}:FrozenTask"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[4, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "timeprest", 4, 2, placement=(0, 1, 1, 0))
+    plan = plan_by_hand(profiled(name, (4, 8)), "timeprest", 4, 2, placement=(0, 1, 1, 0))
     report = check(plan, RunSettings(task=name, steps=4), run_dir=tmp_path / "run")
     assert report.verdict == "same"
 
@@ -331,11 +327,8 @@ def test_autocast_copies_them_as_it_does_buffers(tmp_path):
     """It copies what isn't trained in each forward, and nothing tells what such a copy is of."""
     kept = []
     for name in ("Single", "SingleBuffers"):
-        target, platform = resolve(here(name)), platform_of("cpu", autocast="bfloat16")
-        profile = with_times(
-            measure(target, batch_size=8, micro_batch_sizes=[4], platform=platform, seconds=0)
-        )
-        plan = plan_by_hand(profile, "timeprest", 2, 2)
+        platform = platform_of("cpu", autocast="bfloat16")
+        plan = plan_by_hand(profiled(here(name), (4, 8), platform=platform), "timeprest", 2, 2)
         summary, *_ = trained(plan, name, tmp_path / name)
         kept.append([report.peak.activations_bytes for report in summary.stages])
         planned = [s.accounted_memory.activations_bytes for s in plan.predicted.stages]
