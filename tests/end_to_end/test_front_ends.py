@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import torch
+from helpers.alike import check_processes
 from helpers.paths import TESTS
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.profile import ELSEWHERE
 from timeprest.profiles.target import resolve
-from timeprest.runtime.records.progress import read_losses
-from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -37,12 +35,7 @@ def test_gpipe_equals_plain_training(name, tmp_path):
     assert profile.front_end == plan.profile.front_end == front_end
     assert profile.refusals
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
-    losses, model = train_plainly(name, plan.mini_batch, STEPS)
-    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
-    state = load_weights(tmp_path / "run")
-    assert set(state) == set(model.state_dict())
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(name, plan.mini_batch, STEPS))
 
 
 @pytest.mark.parametrize("granularity", ["op", "b,c"])
@@ -51,8 +44,7 @@ def test_other_granularities_run(granularity, tmp_path):
     profile, plan = plan_of(name, "gpipe", 2, 2, granularity=granularity)
     assert profile.granularity == plan.profile.granularity == granularity
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
-    losses, _ = train_plainly(name, plan.mini_batch, STEPS)
-    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(name, plan.mini_batch, STEPS))
 
 
 def test_a_module_that_is_kept_whole_runs_as_it_is(tmp_path):
@@ -61,10 +53,7 @@ def test_a_module_that_is_kept_whole_runs_as_it_is(tmp_path):
     profile, plan = plan_of(name, "gpipe", 4, 2, granularity="own")
     assert [layer.name for layer in profile.layers] == ["first", "own", "more", "last.linear"]
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
-    _, model = train_plainly(name, plan.mini_batch, STEPS)
-    state = load_weights(tmp_path / "run")
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(name, plan.mini_batch, STEPS))
 
 
 @pytest.mark.processes
@@ -72,12 +61,7 @@ def test_a_module_that_is_kept_whole_runs_as_it_is(tmp_path):
 def test_processes_equal_inline_on_an_exported_graph(tmp_path):
     name = f"{FILE}:ByExport"
     _, plan = plan_of(name, "timeprest", 2, 4)
-    settings = RunSettings(task=name, steps=STEPS)
-    for mode in ("inline", "processes"):
-        run(plan, settings, tmp_path / mode, inline=mode == "inline")
-    inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))
-    for key, weight in inline.items():
-        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+    check_processes(plan, RunSettings(task=name, steps=STEPS), tmp_path)
 
 
 def test_what_has_no_model_behind_it_is_refused(tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from graph_task import GraphTask
+from helpers.alike import assert_same_weights, check_processes
 from helpers.paths import TESTS
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -51,10 +51,7 @@ def test_flush_systems_on_a_graph_are_plain_training(variant, stages, graph_prof
     summary = run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
     task = resolve(name).task
     losses, model = train_plainly(name, plan.mini_batch, STEPS)
-    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
-    state = load_weights(tmp_path / "run")
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", (losses, model))
     for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
         assert report.peak.total <= predicted.memory_bytes
     # Evaluation: 60 samples in micro-batches of 2, in evaluation mode, on the final weights.
@@ -76,10 +73,7 @@ def test_gradients_that_are_views_of_one_are_added_apart(variant, placement, tmp
     profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[1, 8], seconds=0)
     plan = plan_by_hand(with_times(profile), variant, 3, 8, placement=placement)
     run(plan, RunSettings(task=name, steps=3, evaluate=False), tmp_path, inline=True)
-    _, model = train_plainly(name, plan.mini_batch, 3)
-    state = load_weights(tmp_path)
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path, train_plainly(name, plan.mini_batch, 3))
 
 
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream"])
@@ -90,10 +84,7 @@ def test_gradients_that_stages_of_a_device_share_are_added_apart(variant, tmp_pa
     cut = [["one", "two"], ["sum"], ["last", "skip"]]
     plan = plan_by_hand(with_times(profile), variant, 3, 1, cut=cut, placement=(0, 0, 0))
     run(plan, RunSettings(task=name, steps=1, evaluate=False), tmp_path, inline=True)
-    _, model = train_plainly(name, plan.mini_batch, 1)
-    state = load_weights(tmp_path)
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path, train_plainly(name, plan.mini_batch, 1))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,6 @@ def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
     variant, n, placement, tmp_path
 ):
     """As what is computed of it, where a layer that is kept whole gives it as it is."""
-    found = []
     for name in ("QueryTask", "ComputedQueryTask"):
         target = f"{TESTS / 'tasks/variety_tasks.py'}:{name}"
         sizes = {"batch_size": 8, "micro_batch_sizes": [2, 8], "seconds": 0}
@@ -118,9 +108,7 @@ def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
         plan = plan_by_hand(profile, variant, 3, n, placement=placement)
         settings = RunSettings(task=target, steps=6, evaluate=False)
         run(plan, settings, tmp_path / name, inline=True)
-        found.append(load_weights(tmp_path / name))
-    for key, weight in found[1].items():
-        torch.testing.assert_close(found[0][key], weight, rtol=0, atol=1e-10)
+    assert_same_weights(tmp_path / "QueryTask", tmp_path / "ComputedQueryTask", atol=1e-10)
 
 
 @pytest.mark.slow
@@ -156,15 +144,7 @@ def test_evaluation_drops_nothing_out(dropout_profile, tmp_path):
 def test_processes_equal_inline_with_dropout_and_skips(dropout_profile, tmp_path):
     """Three processes draw the same dropout masks as the inline run, and send the same graph."""
     plan = plan_by_hand(dropout_profile, "timeprest", 3, 4)
-    settings = RunSettings(task=f"{FILE}:DropoutTask", epochs=2)
-    ended = [
-        run(plan, settings, tmp_path / mode, inline=mode == "inline")
-        for mode in ("inline", "processes")
-    ]
-    assert ended[0].epochs[-1].test == pytest.approx(ended[1].epochs[-1].test, abs=1e-10)
-    inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))
-    for key, weight in inline.items():
-        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+    check_processes(plan, RunSettings(task=f"{FILE}:DropoutTask", epochs=2), tmp_path)
 
 
 class NoTestData(GraphTask):

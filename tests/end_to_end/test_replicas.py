@@ -7,18 +7,16 @@ import time
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
+from helpers.alike import check_processes, run_replicated
 from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.plan import pipeline_of
-from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.operations import parse_op
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
@@ -26,11 +24,9 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.workers import all_replicas
-from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.training import loop as training
 
 GRAPH = TESTS / "tasks/graph_task.py"
 STEPS = 7
@@ -42,21 +38,10 @@ WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
 
 def plans(profile, variant, replicas, n=4, **how):
     """The replicated plan, and one of the same stages with a device each."""
-    n = 1 if VARIANTS[variant].whole_mini_batches else n
     return [
         plan_by_hand(profile, variant, len(replicas), n, replicas=r, **how)
         for r in (replicas, None)
     ]
-
-
-def run_both(plan, alone, how, where, monkeypatch):
-    """Run both plans, inline and in the replicated one's order, on the same samples."""
-    summary = run(plan, how, where / "replicated", inline=True)
-    pipeline = pipeline_of(plan)
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
-        run(alone, how, where / "alone", inline=True)
-    return summary
 
 
 def logged(run_dir, name):
@@ -66,13 +51,7 @@ def logged(run_dir, name):
 
 
 def compare(plan, where):
-    """Weights, losses, and the version of every operation, each of which one replica logs."""
-    state, wanted = load_weights(where / "replicated"), load_weights(where / "alone")
-    assert state.keys() == wanted.keys()
-    for key, weight in wanted.items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
-    losses = [read_losses(where / name / "metrics.jsonl") for name in ("replicated", "alone")]
-    np.testing.assert_allclose(*losses, rtol=0, atol=1e-10)
+    """The version of every operation, each of which one replica logs."""
     whole = VARIANTS[plan.variant].whole_mini_batches
     for worker in all_replicas(plan):
         mine = []
@@ -87,9 +66,7 @@ def compare(plan, where):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (4, 2), (2, 2, 1)])
-def test_replicas_equal_one_worker(
-    variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
-):
+def test_replicas_equal_one_worker(variant, replicas, mlp_profile, mlp_target, tmp_path):
     plan, alone = plans(with_times(mlp_profile), variant, replicas)
     how = RunSettings(
         task=mlp_target,
@@ -98,7 +75,7 @@ def test_replicas_equal_one_worker(
         evaluate=False,
         log_operations=True,
     )
-    summary = run_both(plan, alone, how, tmp_path, monkeypatch)
+    summary, _ = run_replicated(plan, alone, how, tmp_path)
     compare(plan, tmp_path)
     of_workers = [(report.stage, report.replica) for report in summary.stages]
     assert of_workers == [(s, j) for s, r in enumerate(replicas) for j in range(r)]
@@ -139,8 +116,7 @@ def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path
     how = RunSettings(
         task=mlp_target, optimizer=choice, steps=STEPS, evaluate=False, log_operations=True
     )
-    with pytest.MonkeyPatch.context() as patched:
-        summary = run_both(plan, alone, how, where, patched)
+    summary, _ = run_replicated(plan, alone, how, where)
     compare(plan, where)
     for report in summary.stages:
         predicted = plan.predicted.stages[report.stage]
@@ -154,12 +130,12 @@ def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path
 @pytest.mark.parametrize("variant", WHOLE)
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2, 1), (1, 3, 2)])
 def test_uneven_replicas_share_whole_mini_batches(
-    variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
+    variant, replicas, mlp_profile, mlp_target, tmp_path
 ):
     """Samples k mod 2 on one stage and k mod 3 on the next; evaluation has parts left over."""
     plan, alone = plans(with_times(mlp_profile), variant, replicas, mini_batch=6)
     how = RunSettings(task=mlp_target, steps=STEPS, log_operations=True)
-    summary = run_both(plan, alone, how, tmp_path, monkeypatch)
+    summary, _ = run_replicated(plan, alone, how, tmp_path)
     compare(plan, tmp_path)
     assert summary.epochs[-1].test == pytest.approx(by_hand(mlp_target, tmp_path), abs=1e-10)
 
@@ -179,14 +155,12 @@ def by_hand(target, where):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (2, 4)])
-def test_replicas_weigh_a_loss_together(
-    variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
-):
+def test_replicas_weigh_a_loss_together(variant, replicas, mlp_profile, mlp_target, tmp_path):
     """A loss of sums and weights; what counts is spread unevenly over the replicas' samples."""
     plan, alone = plans(with_times(mlp_profile), variant, replicas, update_every=2)
     task = mlp_target.replace("MLPTask", "ShortWeighted")
     how = RunSettings(task=task, optimizer=MOMENTUM, steps=STEPS, ragged="pad", log_operations=True)
-    summary = run_both(plan, alone, how, tmp_path, monkeypatch)
+    summary, _ = run_replicated(plan, alone, how, tmp_path)
     compare(plan, tmp_path)
     alone_test = msgspec.json.decode((tmp_path / "alone" / "summary.json").read_bytes())
     wanted = alone_test["epochs"][-1]
@@ -200,11 +174,7 @@ def test_flushed_replicas_are_plain_training(variant, replicas, mlp_profile, mlp
     """With one stage that is data parallelism."""
     plan, _ = plans(with_times(mlp_profile), variant, replicas)
     run(plan, RunSettings(task=mlp_target, steps=STEPS), tmp_path, inline=True)
-    losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
-    np.testing.assert_allclose(read_losses(tmp_path / "metrics.jsonl"), losses, rtol=0, atol=1e-10)
-    state = load_weights(tmp_path)
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path, train_plainly(mlp_target, plan.mini_batch, STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -215,14 +185,14 @@ def graph_profile():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "i-timeprest", "pipedream", "spectrain"])
-def test_tensors_that_skip_stages(variant, graph_profile, tmp_path, monkeypatch):
+def test_tensors_that_skip_stages(variant, graph_profile, tmp_path):
     """From 2 replicas over 4 to 2 and 1, with integers, sizes and samples in dimension 1."""
     plan, alone = plans(graph_profile, variant, (2, 4, 1, 2))
     assert any(edge.target - edge.source > 1 for edge in plan.edges)
     how = RunSettings(
         task=f"{GRAPH}:GraphTask", optimizer=MOMENTUM, steps=STEPS, log_operations=True
     )
-    summary = run_both(plan, alone, how, tmp_path, monkeypatch)
+    summary, _ = run_replicated(plan, alone, how, tmp_path)
     compare(plan, tmp_path)
     alone_test = msgspec.json.decode((tmp_path / "alone" / "summary.json").read_bytes())
     wanted = alone_test["epochs"][-1]["test"]
@@ -275,15 +245,7 @@ def test_processes_weigh_a_loss_together(mlp_target, tmp_path):
 
 
 def processes_equal_inline(plan, how, where):
-    ended = [
-        run(plan, how, where / mode, inline=mode == "inline") for mode in ("inline", "processes")
-    ]
-    assert ended[0].epochs[-1].test == pytest.approx(ended[1].epochs[-1].test, abs=1e-10)
-    losses = [read_losses(where / mode / "metrics.jsonl") for mode in ("inline", "processes")]
-    np.testing.assert_allclose(*losses, rtol=0, atol=1e-10)
-    inline, processes = (load_weights(where / mode) for mode in ("inline", "processes"))
-    for key, weight in inline.items():
-        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+    ended = check_processes(plan, how, where, 1e-10)
     workers = all_replicas(plan)
     assert [(r.stage, r.replica) for r in ended[1].stages] == [(w.stage, w.index) for w in workers]
     for report in ended[1].stages:
@@ -324,10 +286,7 @@ def test_weights_that_forwards_compute(tmp_path):
     profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
     plan, _ = plans(with_times(profile), "gpipe", (2, 1))
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path, inline=True)
-    _, model = train_plainly(name, plan.mini_batch, STEPS)
-    state = load_weights(tmp_path)
-    for key, weight in model.state_dict().items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path, train_plainly(name, plan.mini_batch, STEPS))
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4)])

@@ -10,13 +10,12 @@ import pytest
 from helpers.against_oracle import STEPS, ask_oracle, settings_of, train
 from helpers.drawn.cases import examples
 from helpers.oracle import SYSTEMS
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -273,13 +272,7 @@ def test_gpipe_is_plain_training_loss_by_loss(inline, mlp_profile, mlp_target, t
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 4)
     settings_ = RunSettings(task=mlp_target, steps=STEPS, evaluate=False)
     run(plan, settings_, tmp_path / "run", inline=inline)
-    losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
-    np.testing.assert_allclose(
-        read_losses(tmp_path / "run" / "metrics.jsonl"), losses, rtol=0, atol=1e-10
-    )
-    state = load_weights(tmp_path / "run")
-    for name, weight in model.state_dict().items():
-        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(mlp_target, plan.mini_batch, STEPS))
 
 
 # Systems that flush are plain training, loss by loss ----------------------------------------
@@ -297,12 +290,7 @@ def test_flush_systems_are_plain_training(variant, stages, n, mlp_profile, mlp_t
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
     settings = RunSettings(task=mlp_target, steps=FLUSH_STEPS, evaluate=False)
     summary = run(plan, settings, tmp_path / "run", inline=True)
-    losses, model = train_plainly(mlp_target, plan.mini_batch, FLUSH_STEPS)
-    measured = read_losses(tmp_path / "run" / "metrics.jsonl")
-    np.testing.assert_allclose(measured, losses, rtol=0, atol=1e-10)
-    state = load_weights(tmp_path / "run")
-    for name, weight in model.state_dict().items():
-        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(mlp_target, plan.mini_batch, FLUSH_STEPS))
     assert [report.versions_held for report in summary.stages] == [1] * stages
     for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
         assert report.peak.total <= predicted.memory_bytes
@@ -313,7 +301,4 @@ def test_flush_systems_are_plain_training(variant, stages, n, mlp_profile, mlp_t
 def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, 4)
     run(plan, RunSettings(task=mlp_target, steps=FLUSH_STEPS, evaluate=False), tmp_path / "run")
-    _, model = train_plainly(mlp_target, plan.mini_batch, FLUSH_STEPS)
-    state = load_weights(tmp_path / "run")
-    for name, weight in model.state_dict().items():
-        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(mlp_target, plan.mini_batch, FLUSH_STEPS))

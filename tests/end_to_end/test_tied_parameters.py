@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 from helpers.against_oracle import STEPS, train
+from helpers.alike import assert_same_weights, run_replicated
 from helpers.paths import TESTS
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from mlp_task import MLPTask
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from timeprest.planner.plan import check_against_profile, pipeline_of
+from timeprest.planner.plan import check_against_profile
 from timeprest.planner.recordings.predicted import predicted
-from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, TargetError
 from timeprest.profiles.measuring.measure import measure
@@ -31,7 +31,6 @@ from timeprest.runtime.records.recording import measured
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.training import loop
 from timeprest.runtime.verify.check import check
 from torch import nn
 
@@ -321,12 +320,7 @@ def test_systems_that_flush_are_plain_training(variant, tmp_path):
     (name, placement), *_ = layouts(variant)
     target, plan = placed_plan(name, variant, placement)
     run(plan, RunSettings(task=target, steps=6, evaluate=False), tmp_path / "run", inline=True)
-    losses, model = train_plainly(target, plan.mini_batch, 6)
-    found = read_losses(tmp_path / "run" / "metrics.jsonl")
-    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-10)
-    state = load_weights(tmp_path / "run")
-    for name, weight in model.state_dict().items():
-        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(target, plan.mini_batch, 6))
 
 
 @pytest.mark.choice(8)
@@ -376,19 +370,13 @@ def test_gradients_of_later_mini_batches_wait_apart(tmp_path):
 @pytest.mark.parametrize(
     ("variant", "replicas"), [("timeprest", (2, 2)), ("pipedream", (2, 1)), ("zb-v", (2, 2))]
 )
-def test_replicated_stages_share_it_on_each_device(variant, replicas, tmp_path, monkeypatch):
+def test_replicated_stages_share_it_on_each_device(variant, replicas, tmp_path):
     """The run is that of one worker for each device, by the same schedule."""
     n = 1 if VARIANTS[variant].whole_mini_batches else 4
     target, plan = placed_plan("TiedV", variant, V, n, replicas=replicas)
     _, alone = placed_plan("TiedV", variant, V, n)
     settings = RunSettings(task=target, steps=6, clip_norm=0.3, evaluate=False)
-    run(plan, settings, tmp_path / "replicated", inline=True)
-    pipeline = pipeline_of(plan)
-    monkeypatch.setattr(loop, "make_schedule", lambda _, count: make_schedule(pipeline, count))
-    run(alone, settings, tmp_path / "alone", inline=True)
-    wanted = load_weights(tmp_path / "alone")
-    for name, weight in load_weights(tmp_path / "replicated").items():
-        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
+    run_replicated(plan, alone, settings, tmp_path)
 
 
 @pytest.mark.parametrize("variant", ["timeprest-stashed", "spectrain", "zb-v"])
@@ -419,14 +407,9 @@ def test_a_checkpoint_starts_a_run_under_another_placement(tmp_path):
         placed_plan("TiedV", "gpipe", LOOP, tied="split")[1],
         placed_plan("TiedV", "gpipe", (0,))[1],
     ]
-    states = []
     for k, other in enumerate([plan, *others]):
         run(other, settings, tmp_path / str(k), inline=True)
-        states.append(load_weights(tmp_path / str(k)))
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        for name, weight in states[0].items():
-            torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-10)
+        assert_same_weights(tmp_path / str(k), tmp_path / "0", atol=1e-10)
 
 
 def test_on_one_device_and_over_devices_at_once(tmp_path):
@@ -451,9 +434,7 @@ def test_a_language_model_in_a_v(name, tmp_path):
     _, alone = placed_plan(name, "gpipe", (0,), file="variety_tasks.py")
     for where, one in (("v", plan), ("alone", alone)):
         run(one, settings, tmp_path / where, inline=True)
-    state = load_weights(tmp_path / "v")
-    for key, weight in load_weights(tmp_path / "alone").items():
-        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    assert_same_weights(tmp_path / "v", tmp_path / "alone", atol=1e-10)
     target, plan = placed_plan(name, "timeprest", V, file="variety_tasks.py")
     settings = RunSettings(task=target, steps=30, evaluate=False)
     run(plan, settings, tmp_path / "several", inline=True)

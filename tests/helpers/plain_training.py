@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers.weights import assert_same_weights
+from helpers.alike import assert_same_weights
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.tracing.call import Call

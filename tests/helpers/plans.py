@@ -88,6 +88,7 @@ def plan_by_hand(
     """A plan with a given cut and in-flight limits (S − s by default).
 
     Args:
+        micro_batches: of a mini-batch, in systems that know any.
         recompute: per stage; nowhere by default.
         replicas: per stage; one each by default. Of the first stage of each device, where
             there is a placement.
@@ -95,6 +96,8 @@ def plan_by_hand(
     """
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
+    if VARIANTS[variant].whole_mini_batches:
+        micro_batches = 1
     if limits is None:
         ranges = limit_ranges(VARIANTS[variant], stages, several=bool(placement))
         limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]

@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-import torch
+from helpers.alike import assert_same_weights
 from helpers.output.lines import complaints
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
@@ -29,7 +29,6 @@ from timeprest.runtime.processes.environment import (
     use_interface,
     variables_of,
 )
-from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -50,13 +49,6 @@ def listening(process):
     except psutil.Error:
         return set()
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
-
-
-def equal(one, other):
-    one, other = load_weights(one), load_weights(other)
-    assert one.keys() == other.keys()
-    for name, weight in one.items():
-        assert torch.equal(weight, other[name]), name
 
 
 # Who a process is ---------------------------------------------------------------------------
@@ -174,7 +166,7 @@ def test_torchrun_runs_the_same_run(plan, mlp_target, tmp_path):
     assert out.count("\nepoch") == 2
     assert {ip for ip, _ in seen - launchers} == {"127.0.0.1"}
     run(plan, RunSettings(task=mlp_target, epochs=2, evaluate=False), tmp_path / "in", inline=True)
-    equal(tmp_path / "run", tmp_path / "in")
+    assert_same_weights(tmp_path / "run", tmp_path / "in")
     assert (tmp_path / "run" / "summary.json").exists()
 
 

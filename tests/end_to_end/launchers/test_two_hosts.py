@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-import torch
+from helpers.alike import assert_same_weights
 from helpers.output.lines import complaints
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
@@ -76,10 +76,7 @@ def test_two_hosts_train_as_one_process_does(hosts, plan, mlp_target, tmp_path):
     settings = RunSettings(task=mlp_target, epochs=2, evaluate=False)
     summary = run(plan, settings, tmp_path / "inline", inline=True)
     found = {**load_weights(tmp_path / "run0"), **load_weights(tmp_path / "run1")}
-    wanted = load_weights(tmp_path / "inline")
-    assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        assert torch.equal(found[name], weight), name
+    assert_same_weights(found, tmp_path / "inline")
     boundary = sum(edge.bytes_per_micro_batch for edge in plan.edges) * plan.micro_batches
     for host in (0, 1):
         sent = hosts.sent_bytes(host) - before[host]

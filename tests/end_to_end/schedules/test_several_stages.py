@@ -7,33 +7,28 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from helpers.against_oracle import STEPS, train
+from helpers.alike import assert_same_weights, check_processes, run_replicated
 from helpers.paths import TESTS
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, check_resumed, run_and_stop
 from timeprest.cli.pictures.html.run_data import read_facts, run_figures
 from timeprest.cli.run_commands.report import page_data
 from timeprest.cli.tables.run import summary_table
-from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recordings.predicted import predicted
-from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.boundary import storage_key
 from timeprest.profiles.errors import RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.recording import measured
-from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.messages import HandedOver
-from timeprest.runtime.training import loop as training
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
 
@@ -103,12 +98,7 @@ def test_systems_that_flush_are_plain_training(variant, mlp_profile, mlp_target,
     placement = fit(variant)
     plan = plan_by_hand(with_times(mlp_profile), variant, 4, 4, placement=placement)
     run(plan, RunSettings(task=mlp_target, steps=6, evaluate=False), tmp_path / "run", inline=True)
-    losses, model = train_plainly(mlp_target, plan.mini_batch, 6)
-    measured_ = read_losses(tmp_path / "run" / "metrics.jsonl")
-    np.testing.assert_allclose(measured_, losses, rtol=0, atol=1e-10)
-    state = load_weights(tmp_path / "run")
-    for name, weight in model.state_dict().items():
-        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(mlp_target, plan.mini_batch, 6))
 
 
 def test_evaluation_is_that_of_a_stage_per_device(mlp_profile, mlp_target, tmp_path):
@@ -164,7 +154,7 @@ def test_check_finds_plain_training(name, variant, placement):
     ],
 )
 def test_replicas_equal_one_worker(
-    variant, placement, replicas, workers, mlp_profile, mlp_target, tmp_path, monkeypatch
+    variant, placement, replicas, workers, mlp_profile, mlp_target, tmp_path
 ):
     """The devices of stages that share them have a replica of each."""
     n, stages = n_of(variant), len(placement)
@@ -172,15 +162,8 @@ def test_replicas_equal_one_worker(
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, replicas=replicas, **how)
     alone = plan_by_hand(with_times(mlp_profile), variant, stages, n, **how)
     settings = RunSettings(task=mlp_target, steps=6, clip_norm=0.3, evaluate=False)
-    summary = run(plan, settings, tmp_path / "replicated", inline=True)
-    pipeline = pipeline_of(plan)
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
-        run(alone, settings, tmp_path / "alone", inline=True)
+    summary, _ = run_replicated(plan, alone, settings, tmp_path)
     assert [report.worker for report in summary.stages] == workers
-    wanted = load_weights(tmp_path / "alone")
-    for name, weight in load_weights(tmp_path / "replicated").items():
-        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
 
 
 def test_a_dry_run_knows_the_workers(mlp_profile, mlp_target, tmp_path):
@@ -252,23 +235,12 @@ def test_a_checkpoint_starts_a_run_under_another_placement(mlp_profile, mlp_targ
     ]
     run(plans[0], settings, tmp_path / "first", inline=True)
     settings = msgspec.structs.replace(settings, start_from=str(tmp_path / "first"))
-    states = []
     for k, plan in enumerate(plans):
         run(plan, settings, tmp_path / str(k), inline=True)
-        states.append(load_weights(tmp_path / str(k)))
-    for state in states[1:]:
-        for name, weight in states[0].items():
-            torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-10)
+        assert_same_weights(tmp_path / str(k), tmp_path / "0", atol=1e-10)
 
 
 # In processes -----------------------------------------------------------------------------------
-
-
-def same_weights(one, other):
-    """Bit for bit."""
-    found, wanted = load_weights(one), load_weights(other)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.choice("zb-v", "placement3", "placement4")
@@ -289,7 +261,7 @@ def test_processes_are_the_inline_run(variant, placement, n, mlp_profile, mlp_ta
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, placement=placement)
     summary = train(plan, mlp_target, "momentum", tmp_path / "processes", inline=False)
     train(plan, mlp_target, "momentum", tmp_path / "inline")
-    same_weights(tmp_path / "processes", tmp_path / "inline")
+    assert_same_weights(tmp_path / "processes", tmp_path / "inline")
     for report in summary.stages:
         predicted_ = plan.predicted.device_of(report.stage)
         assert report.peak.total <= predicted_.accounted.total
@@ -316,11 +288,7 @@ def test_replicas_with_sums_over_all_workers_in_processes(mlp_profile, mlp_targe
     )
     target = mlp_target.replace("MLPTask", "WeightedTask")
     settings = RunSettings(task=target, steps=4, clip_norm=0.1, on_nan="skip")
-    run(plan, settings, tmp_path / "processes")
-    run(plan, settings, tmp_path / "inline", inline=True)
-    inline = load_weights(tmp_path / "inline")
-    for name, weight in load_weights(tmp_path / "processes").items():
-        torch.testing.assert_close(weight, inline[name], rtol=0, atol=1e-12)
+    check_processes(plan, settings, tmp_path, 1e-12)
 
 
 @pytest.mark.processes

@@ -6,10 +6,9 @@ import csv
 import io
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain
-from helpers.plain_training import train_plainly
+from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import chain_plan, with_times
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.exports.export import exported
@@ -19,8 +18,6 @@ from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.torch_csv import csv_text
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import OrderError, PlanError
-from timeprest.runtime.records.progress import read_losses
-from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -76,12 +73,7 @@ def test_torchs_schedules_train_plainly(
         tmp_path / "run",
         inline=True,
     )
-    losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
-    measured = read_losses(tmp_path / "run" / "metrics.jsonl")
-    np.testing.assert_allclose(measured, losses, rtol=0, atol=1e-10)
-    state = load_weights(tmp_path / "run")
-    for parameter, weight in model.state_dict().items():
-        np.testing.assert_allclose(state[parameter], weight, rtol=0, atol=1e-10)
+    assert_trained_as(tmp_path / "run", train_plainly(mlp_target, plan.mini_batch, STEPS))
     # And out again: what torch wrote, in the parts that are run here, without its bubbles.
     again = read_csv(csv_text(make_schedule(pipeline_of(plan), 1)), path)
     assert (again.rows, again.reverse) == (order.rows, order.reverse)

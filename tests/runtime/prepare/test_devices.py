@@ -8,7 +8,6 @@ from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.processes.pretend_device import DEVICE, Elsewhere, MixedDevicesError
-from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint, graph_of
@@ -36,8 +35,7 @@ def test_mixing_devices_is_noticed(elsewhere):
 def test_nothing_of_a_stage_stays_on_the_cpu(variant, elsewhere, mlp_profile, tmp_path):
     """Training, a checkpoint, going on from it, and evaluation on a few samples."""
     task = f"{TESTS / 'tasks/mlp_task.py'}:ShortEpochs"
-    whole = VARIANTS[variant].whole_mini_batches
-    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 1 if whole else 4)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 4)
     settings = RunSettings(task=task, steps=4, ragged="drop", checkpoint_every=2, clip_norm=1.0)
     running.run(plan, settings, tmp_path / "run", inline=True)
     assert elsewhere.computed > 100
@@ -56,8 +54,7 @@ def test_nothing_of_a_stage_stays_on_the_cpu(variant, elsewhere, mlp_profile, tm
 def test_nor_of_replicas_nor_what_is_computed_again(
     variant, options, elsewhere, mlp_profile, mlp_target, tmp_path
 ):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n, **options)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 4, **options)
     settings = RunSettings(task=mlp_target, steps=3, evaluate=False, checkpoint_every=0)
     running.run(plan, settings, tmp_path / "run", inline=True)
 

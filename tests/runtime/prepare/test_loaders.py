@@ -18,10 +18,10 @@ import msgspec
 import pytest
 import torch
 from data_tasks import Flow, Listed, Loaded, Rows42
+from helpers.alike import assert_same_weights, check_processes
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
-from helpers.weights import assert_same_weights
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning, UserError
 from timeprest.profiles.measuring.measure import measure
@@ -281,11 +281,8 @@ def test_a_run_goes_on_with_the_samples_that_it_would_have_had(name, plan, tmp_p
 @pytest.mark.processes
 def test_processes_load_what_one_process_does(mlp_profile, tmp_path):
     plan = plan_by_hand(mlp_profile, "timeprest", 2, 2)
-    inline = trained(plan, "LoadedNoisyByWorkers", tmp_path / "inline")
     settings = RunSettings(task=f"{FILE}:LoadedNoisyByWorkers", epochs=2, timeout_s=20)
-    run(plan, settings, tmp_path / "run")
-    assert read_losses(tmp_path / "run/metrics.jsonl") == inline[0]
-    assert_same_weights(tmp_path / "run", inline[1])
+    check_processes(plan, settings, tmp_path)
     for name in ("LoadedFailingByWorkers", "FailingSample"):
         settings = RunSettings(task=f"{FILE}:{name}", epochs=1, timeout_s=20)
         with pytest.raises(UserError, match=MISTAKES[name]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled
-from helpers.weights import assert_same_weights
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve

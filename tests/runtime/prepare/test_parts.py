@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from data_tasks import READ, Album, OwnBatches, ShuffledAlbum
+from helpers.alike import assert_same_weights
 from helpers.plans import plan_by_hand
 from helpers.processes.stopped_runs import check_resumed
-from helpers.weights import assert_same_weights
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.parts import ALL, INPUTS, TARGET, Parts, fetch_parts, only

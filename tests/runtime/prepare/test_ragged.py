@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.alike import assert_same_weights, check_processes, run_replicated
 from helpers.drawn.pipelines import ALL
 from helpers.oracle import SGD, Oracle
 from helpers.output.schedules import schedule_text
 from helpers.paths import TESTS
 from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, profiled
-from helpers.weights import assert_same_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.plan import pipeline_of
@@ -35,7 +35,6 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.training import loop as training
 from timeprest.runtime.weights.in_place import unchanged
 
 FILE = TESTS / "tasks/data_tasks.py"
@@ -302,20 +301,14 @@ def test_an_update_after_several_mini_batches(together, few_profile, tmp_path):
         ("pipedream", 1, 10),  # it has 1: one replica of two has none
     ],
 )
-def test_replicas_pad_alike(variant, n, mini_batch, few_profile, tmp_path, monkeypatch):
+def test_replicas_pad_alike(variant, n, mini_batch, few_profile, tmp_path):
     profile = profile_of("FewSamples", batch_size=10) if mini_batch > 8 else few_profile
     plan, alone = (
         plan_by_hand(profile, variant, 2, n, mini_batch=mini_batch, replicas=replicas)
         for replicas in ((2, 1), None)
     )
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
-    found = run(plan, settings, tmp_path / "replicated", inline=True)
-    pipeline = pipeline_of(plan)
-    monkeypatch.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
-    wanted = run(alone, settings, tmp_path / "alone", inline=True)
-    losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("replicated", "alone")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
-    assert_same_weights(tmp_path / "replicated", tmp_path / "alone", atol=1e-10)
+    found, wanted = run_replicated(plan, alone, settings, tmp_path)
     for mine, other in zip(found.epochs, wanted.epochs, strict=True):
         assert mine.train_loss == pytest.approx(other.train_loss, abs=1e-10)
         assert mine.test == pytest.approx(other.test, abs=1e-10)
@@ -335,9 +328,7 @@ def test_recomputed_stages_pad_alike(few_profile, tmp_path):
 def test_processes_equal_inline(few_profile, tmp_path):
     plan = plan_by_hand(few_profile, "timeprest", 2, 3)
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
-    ended = [run(plan, settings, tmp_path / m, inline=m == "inline") for m in ("inline", "all")]
-    assert ended[0].epochs[-1].test == pytest.approx(ended[1].epochs[-1].test, abs=1e-10)
-    assert_same_weights(tmp_path / "all", tmp_path / "inline", atol=1e-10)
+    check_processes(plan, settings, tmp_path, 1e-10)
 
 
 def test_too_few_samples(few_profile):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 from helpers.against_oracle import ask_oracle, settings_of, train
+from helpers.alike import check_processes
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled
 from helpers.processes.stopped_runs import check_resumed
@@ -199,15 +200,8 @@ def test_processes_are_the_inline_run(name, transport, varying, unpadded, tmp_pa
     profile = varying if name == "Grown" else unpadded
     plan = plan_by_hand(profile, "timeprest", 2, 2)
     settings = RunSettings(task=f"{FILE}:{name}", epochs=2, transport=transport, timeout_s=20)
-    summaries = [
-        run(plan, settings, tmp_path / mode, inline=mode == "inline")
-        for mode in ("inline", "processes")
-    ]
-    losses = [read_losses(tmp_path / mode / "metrics.jsonl") for mode in ("inline", "processes")]
-    assert losses[0] == losses[1]
-    tests = [[epoch.test for epoch in summary.epochs] for summary in summaries]
-    assert tests[0] == tests[1]
-    assert summaries[1].stages[0].transport == {"shm": "shared memory"}.get(transport, transport)
+    _, summary = check_processes(plan, settings, tmp_path)
+    assert summary.stages[0].transport == {"shm": "shared memory"}.get(transport, transport)
 
 
 def test_what_a_forward_keeps_goes_by_the_numbers_it_gets():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.plans import plan_by_hand, profiled
-from helpers.weights import assert_same_weights
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.run_dir import load_weights

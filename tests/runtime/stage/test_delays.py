@@ -9,12 +9,10 @@ import msgspec
 import pytest
 import torch
 from helpers.against_oracle import delays_of, train
+from helpers.alike import assert_same_weights, run_replicated
 from helpers.paths import TESTS
 from helpers.plans import ALL, plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
-from helpers.weights import assert_same_weights
-from timeprest.planner.plan import pipeline_of
-from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError, TaskWarning, UserError
 from timeprest.runtime.checkpoint.checkpoint import settings_checksum
@@ -22,7 +20,6 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings, settings_of
 from timeprest.runtime.stage.optimizer import _scaled
-from timeprest.runtime.training import loop as training
 from timeprest.runtime.weights.delays import Rescheduling, delay_of, raise_momentum
 
 ASYNCHRONOUS = [name for name in ALL if not VARIANTS[name].flushes]
@@ -31,8 +28,7 @@ BOTH_OFF = {"lr_rescheduling": 0, "stagewise_momentum": False}
 
 
 def plan_of(profile, variant, stages, n, **how):
-    system = VARIANTS[variant]
-    n = 1 if system.whole_mini_batches else max(n, system.least_micro_batches(stages))
+    n = max(n, VARIANTS[variant].least_micro_batches(stages))
     return plan_by_hand(with_times(profile), variant, stages, n, **how)
 
 
@@ -139,18 +135,13 @@ def test_in_processes(mlp_profile, mlp_target, tmp_path):
     assert_same_weights(tmp_path / "processes", tmp_path / "inline")
 
 
-def test_replicas_correct_alike(mlp_profile, mlp_target, tmp_path, monkeypatch):
+def test_replicas_correct_alike(mlp_profile, mlp_target, tmp_path):
     """As one worker does that follows their schedule."""
     plan = plan_of(mlp_profile, "pipemare", 2, 4, replicas=(2, 2))
     alone = plan_of(mlp_profile, "pipemare", 2, 4)
     settings = RunSettings(task=mlp_target, steps=12, evaluate=False, lr_rescheduling=5)
-    run(plan, settings, tmp_path / "replicated", inline=True)
-    pipeline = pipeline_of(plan)
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
-        run(alone, settings, tmp_path / "alone", inline=True)
+    run_replicated(plan, alone, settings, tmp_path)
     assert delays_of(plan) == delays_of(alone) == [1, 0]
-    assert_same_weights(tmp_path / "replicated", tmp_path / "alone", atol=1e-10)
 
 
 def test_runs_go_on_bit_for_bit(mlp_profile, mlp_target, tmp_path):

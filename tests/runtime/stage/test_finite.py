@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.plans import plan_by_hand, with_times
-from helpers.weights import assert_same_weights
 from mlp_task import MLPTask
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.prepare.workers import all_replicas

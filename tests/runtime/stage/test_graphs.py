@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.by_hand.profiles import chain
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.recorded_graphs import Recorded, RecordedGraphs
-from helpers.weights import assert_same_weights
 from mlp_task import MLPTask
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
@@ -54,8 +54,7 @@ def check_same(plan, settings, where):
 @pytest.mark.choice(8)
 @pytest.mark.parametrize("variant", ALL)
 def test_all_systems(variant, mlp_profile, mlp_target, tmp_path, graphs):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_by_hand(with_times(mlp_profile), variant, 3, n)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 4)
     adam = OptimizerChoice(name="adam", lr=0.01, weight_decay=0.1)
     settings = RunSettings(task=mlp_target, steps=6, optimizer=adam)
     lines = check_same(plan, settings, tmp_path)
@@ -138,8 +137,7 @@ def test_the_last_mini_batch_is_filled_up(variant, update_every, tmp_path, graph
 @pytest.mark.parametrize("variant", ["timeprest", "pipedream", "zb-h1"])
 def test_a_run_goes_on(variant, tmp_path, graphs):
     task = MODELS["dropout-batch-norm"]
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_by_hand(profile_of(task), variant, 2, n)
+    plan = plan_by_hand(profile_of(task), variant, 2, 4)
     settings = RunSettings(task=task, steps=8, checkpoint_every=4)
     check_same(plan, settings, tmp_path)
     wanted = load_weights(tmp_path / "on")

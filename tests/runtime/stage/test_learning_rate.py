@@ -9,7 +9,6 @@ from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
-from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.hooks import RunLength
@@ -34,8 +33,7 @@ def settings_of(name, **how):
 
 
 def plan_of(profile, variant="timeprest", **how):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    return plan_by_hand(with_times(profile), variant, 2, n, **how)
+    return plan_by_hand(with_times(profile), variant, 2, 4, **how)
 
 
 @pytest.mark.choice(14)

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.drawn.pipelines import ALL
 from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
-from helpers.weights import assert_same_weights
 from mlp_task import MLPTask
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.recordings.recording import MEMORY_KINDS

@@ -7,11 +7,11 @@ from functools import partial
 import msgspec
 import pytest
 import torch
+from helpers.alike import check_processes
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, profiled
-from helpers.weights import assert_same_weights
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.platforms import platform_of
@@ -122,9 +122,7 @@ def test_float16_is_refused(profile):
 @pytest.mark.timeout(180)
 def test_processes_equal_inline_under_autocast(profile, tmp_path):
     plan = plan_by_hand(profile, "timeprest", 3, 4)
-    for mode in ("inline", "processes"):
-        run(plan, RunSettings(task=TARGET, steps=STEPS), tmp_path / mode, inline=mode == "inline")
-    assert_same_weights(tmp_path / "processes", tmp_path / "inline", atol=1e-6)
+    check_processes(plan, RunSettings(task=TARGET, steps=STEPS), tmp_path, 1e-6)
 
 
 @pytest.mark.parametrize("variant", ["gpipe", "v-timeprest"])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from graph_task import GraphTask
+from helpers.alike import assert_same_weights
 from helpers.drawn.pipelines import ALL
 from helpers.plans import REPORT, plan_by_hand, profiled, with_times
-from helpers.weights import assert_same_weights
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
@@ -290,8 +290,7 @@ RECOMPUTING = [name for name in ALL if not VARIANTS[name].recompute_refusal]
 @pytest.mark.parametrize("variant", RECOMPUTING)
 def test_the_run_is_the_same(variant, drawn, tmp_path):
     target, profile = drawn
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plain = plan_by_hand(profile, variant, 3, n)
+    plain = plan_by_hand(profile, variant, 3, 4)
     # Orders follow from times: those of the plain plan, whatever the work done twice takes.
     rebuilt = msgspec.structs.replace(plain, stages=again(profile, plain, {0, 1, 2}).stages)
     settings = RunSettings(task=target, steps=7, evaluate=False)
@@ -314,8 +313,7 @@ def some_layers(plan, seed):
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "i-timeprest", "pipedream"])
 def test_the_run_is_the_same_where_some_layers_run_again(variant, seed, drawn, tmp_path):
     target, profile = drawn
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plain = plan_by_hand(profile, variant, 3, n)
+    plain = plan_by_hand(profile, variant, 3, 4)
     found = again(profile, plain, some_layers(plain, seed))
     rebuilt = msgspec.structs.replace(plain, stages=found.stages)
     settings = RunSettings(task=target, steps=7, evaluate=False)

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.alike import assert_same_weights, check_processes
 from helpers.plans import plan_by_hand, profiled, with_times
-from helpers.weights import assert_same_weights
 from mlp_task import MLPTask, TiedShort, WeightedTask
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.target import resolve
@@ -273,9 +273,7 @@ def test_stages_that_no_gradients_come_to_need_no_weights(
 def test_nor_do_they_in_processes(frozen_target, frozen_profile, tmp_path):
     plan = plan_by_hand(frozen_profile, "timeprest", 4, 2, placement=(0, 1, 0, 1))
     how = RunSettings(task=frozen_target + "Sum", steps=4, evaluate=False)
-    for inline in (True, False):
-        run(plan, how, tmp_path / str(inline), inline=inline)
-    assert_same_weights(tmp_path / "False", tmp_path / "True")
+    check_processes(plan, how, tmp_path)
 
 
 def test_a_loss_that_is_now_this_and_now_that_is_refused(mlp_profile, tmp_path):

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch.distributed as dist
+from helpers.alike import assert_same_weights
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same
-from helpers.weights import assert_same_weights
 from timeprest import Callback, EarlyStopping, Stop, Trainer
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.runtime.checkpoint.checkpoint import Saved

@@ -11,9 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from graph_task import GraphTask
+from helpers.alike import assert_same_weights, check_processes
 from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.processes.stopped_runs import check_resumed
-from helpers.weights import assert_same_weights
 from timeprest import Callback, EarlyStopping, Trainer
 from timeprest.cli.run import main
 from timeprest.profiles.errors import UserError
@@ -131,8 +131,7 @@ def test_callbacks_are_told_and_may_stop(mlp_profile, mlp_target, tmp_path):
 def test_processes_evaluate_the_same(mlp_profile, mlp_target, tmp_path):
     settings = RunSettings(task=mlp_target, steps=10, eval_every=4)
     plan = plan_of(mlp_profile)
-    for name in ("inline", "processes"):
-        run(plan, settings, tmp_path / name, inline=name == "inline")
+    check_processes(plan, settings, tmp_path)
     found = [evaluations(tmp_path / name) for name in ("inline", "processes")]
     assert found[0] == found[1]
     assert len(found[0]) == 3

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers.alike import check_processes
 from helpers.paths import ROOT
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
@@ -157,13 +158,7 @@ def test_processes_equal_inline(folders, tmp_path):
     """The example below trains a BERT in processes."""
     target = target_of("llama", folders)
     plan = plan_of(target, "timeprest", 2, 3)
-    settings = RunSettings(task=target, steps=STEPS)
-    for mode in ("inline", "processes"):
-        run(plan, settings, tmp_path / mode, inline=mode == "inline")
-    inline, processes = (
-        read_losses(tmp_path / m / "metrics.jsonl") for m in ("inline", "processes")
-    )
-    assert processes == inline
+    check_processes(plan, RunSettings(task=target, steps=STEPS), tmp_path)
 
 
 @pytest.mark.choice(0)

@@ -11,10 +11,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.plans import plan_by_hand, with_times
-from helpers.weights import assert_same_weights
 from tasks.mlp_task import MLPTask
-from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.prepare import clock as clocks
 from timeprest.runtime.prepare.clock import AHEAD, StreamClock, UnderWay
@@ -107,8 +106,7 @@ CASES = [
 def test_figures_are_those_of_who_waits(
     variant, options, more, late, monkeypatch, mlp_profile, mlp_target, tmp_path
 ):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_by_hand(with_times(mlp_profile), variant, 3, n, **options)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 4, **options)
     settings = RunSettings(task=mlp_target, steps=6, log="tensorboard", log_operations=True, **more)
     run(plan, settings, tmp_path / "late", inline=True)
     assert max(late) == AHEAD

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled, with_times
-from helpers.weights import assert_same_weights
-from timeprest.planner.systems.variants import VARIANTS
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
@@ -57,8 +56,7 @@ def check_same(plan, settings, tmp_path, monkeypatch, warmed, stages=2):
 def test_losses_are_the_same_to_the_last_bit(
     variant, mlp_profile, mlp_target, tmp_path, monkeypatch, warmed
 ):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 2
-    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2)
     adam = OptimizerChoice(name="adam", lr=0.01)
     settings = RunSettings(task=mlp_target, steps=3, optimizer=adam)
     check_same(plan, settings, tmp_path, monkeypatch, warmed)

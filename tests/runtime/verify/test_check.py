@@ -123,8 +123,7 @@ def test_what_stages_cant_have_is_refused_in_a_line(name, whole, why, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("variant", [n for n, v in VARIANTS.items() if not v.flushes])
 def test_the_other_systems_train_every_model(variant, name, tmp_path):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_for(name, variant, 4, n)
+    plan = plan_for(name, variant, 4, 4)
     summary = run(plan, settings_for(name, steps=3, evaluate=False), tmp_path / "run", inline=True)
     assert 0 < summary.epochs[-1].train_loss < 10
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from helpers.alike import assert_same_weights
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled
 from helpers.processes.stopped_runs import check_resumed
-from helpers.weights import assert_same_weights
 from safetensors.torch import load_file
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.boundary import storage_key
@@ -260,11 +260,10 @@ CASES = [
 def test_they_train_as_buffers_do(variant, layout, tmp_path):
     """To the last bit, with the same versions, gradients and state held; and the plan says so."""
     placement, how = LAYOUTS[layout]
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
     choice = OptimizerChoice(name="sgd", lr=0.1, momentum=0.9)
     ends, kinds = [], []
     for name in TASKS:
-        plan = placed(name, variant, placement, n, **how)
+        plan = placed(name, variant, placement, 4, **how)
         summary, losses, weights = trained(plan, name, tmp_path / name, optimizer=choice)
         ends.append((losses, weights))
         devices = plan.predicted.devices
@@ -297,8 +296,7 @@ def test_a_device_has_them_once(tmp_path):
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "pipedream", "i-timeprest"])
 def test_layers_computed_again_have_them(variant, recompute, tmp_path):
     """As with buffers, to the last bit."""
-    n = 1 if VARIANTS[variant].whole_mini_batches else 2
-    plans = [placed(name, variant, (0, 1), n, recompute=recompute) for name in TASKS]
+    plans = [placed(name, variant, (0, 1), 2, recompute=recompute) for name in TASKS]
     ends = [trained(p, name, tmp_path / name) for p, name in zip(plans, TASKS, strict=True)]
     assert ends[0][1] == ends[1][1]
     held, others = ([s.peak.activations_bytes for s in end[0].stages] for end in ends)
