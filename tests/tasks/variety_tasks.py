@@ -23,7 +23,10 @@ def words(seed, below, *shape):
 
 
 class _Task:
-    """Cross-entropy over classes, SGD with momentum."""
+    """Cross-entropy over classes, SGD with momentum, of a `Model` in double precision."""
+
+    def model(self):
+        return self.Model().double()
 
     def loss(self, output, target):
         return functional.cross_entropy(output, target)
@@ -75,8 +78,7 @@ class ResNet(nn.Module):
 
 
 class ResNetTask(_Task):
-    def model(self):
-        return ResNet().double()
+    Model = ResNet
 
     def data(self, split):
         return TensorDataset(drawn(1, 3, 6, 6), words(2, 5))
@@ -131,8 +133,7 @@ class GPT(nn.Module):
 
 
 class GPTTask(_Task):
-    def model(self):
-        return GPT().double()
+    Model = GPT
 
     def data(self, split):
         tokens = words(3, VOCABULARY, LENGTH + 1)
@@ -154,8 +155,7 @@ class TiedGPT(GPT):
 
 
 class TiedTask(GPTTask):
-    def model(self):
-        return TiedGPT().double()
+    Model = TiedGPT
 
 
 class DecayedEmbeddingTask(TiedTask):
@@ -181,9 +181,6 @@ class TiedByCallTask(GPTTask):
             x = self.ln(x + self.wte(tokens.flip(1)))
             return functional.linear(x, self.wte.weight)
 
-    def model(self):
-        return self.Model().double()
-
 
 # Skips, several inputs, integers and tensors without gradients across cuts ----------------------
 
@@ -206,8 +203,7 @@ class Skips(nn.Module):
 
 
 class SkipsTask(_Task):
-    def model(self):
-        return Skips().double()
+    Model = Skips
 
     def data(self, split):
         return TensorDataset(drawn(4, 6), words(5, 4))
@@ -254,8 +250,7 @@ class Pairs(Dataset):
 class MaskedTask(_Task):
     """A mean over the words of each sample, then over samples."""
 
-    def model(self):
-        return Masked().double()
+    Model = Masked
 
     def data(self, split):
         return Pairs()
@@ -305,8 +300,7 @@ class Frozen(nn.Module):
 
 
 class FrozenTask(_Task):
-    def model(self):
-        return Frozen().double()
+    Model = Frozen
 
     def data(self, split):
         return TensorDataset(drawn(8, 6), words(9, 4))
@@ -332,8 +326,7 @@ class FrozenNorm(nn.Module):
 
 
 class FrozenNormTask(_Task):
-    def model(self):
-        return FrozenNorm().double()
+    Model = FrozenNorm
 
     def data(self, split):
         return TensorDataset(drawn(5, 6), words(6, 3))
@@ -353,8 +346,7 @@ class Shifted(nn.Module):
 
 
 class ShiftedTask(FrozenNormTask):
-    def model(self):
-        return Shifted().double()
+    Model = Shifted
 
 
 class Treated(nn.Module):
@@ -377,8 +369,7 @@ class Treated(nn.Module):
 
 
 class TreatedTask(FrozenNormTask):
-    def model(self):
-        return Treated().double()
+    Model = Treated
 
     def optimizer(self, parameters):
         groups = [{"params": [p], "weight_decay": getattr(p, "decays", 0.0)} for p in parameters]
@@ -447,8 +438,7 @@ class Slope(nn.Module):
 
 
 class SlopeTask(FrozenNormTask):
-    def model(self):
-        return Slope().double()
+    Model = Slope
 
 
 class Weakened(torch.autograd.Function):
@@ -508,21 +498,18 @@ class Written(nn.Module):
 
 
 class OwnBackwardTask(_Task):
-    def model(self):
-        return OwnBackward().double()
+    Model = OwnBackward
 
     def data(self, split):
         return TensorDataset(drawn(1, 6), words(2, 5))
 
 
 class CountedTask(OwnBackwardTask):
-    def model(self):
-        return Counted().double()
+    Model = Counted
 
 
 class WrittenTask(OwnBackwardTask):
-    def model(self):
-        return Written().double()
+    Model = Written
 
 
 class ReturningTask(SkipsTask):
@@ -531,9 +518,6 @@ class ReturningTask(SkipsTask):
     class Model(Skips):
         def forward(self, x):
             return super().forward(x), self.down1.weight
-
-    def model(self):
-        return self.Model().double()
 
     def loss(self, output, target):
         scores, weight = output
@@ -546,9 +530,6 @@ class DrawingTask(SkipsTask):
     class Model(Skips):
         def forward(self, x):
             return super().forward(x + 0.1 * torch.randn_like(x))
-
-    def model(self):
-        return self.Model().double()
 
 
 class WeightNormTask(MLPTask):
@@ -734,8 +715,7 @@ class Paths(nn.Module):
 
 
 class DropPath(_Task):
-    def model(self):
-        return Paths().double()
+    Model = Paths
 
     def data(self, split):
         x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)).double()
@@ -758,8 +738,7 @@ class Encoder(nn.Module):
 
 
 class VAE(DropPath):
-    def model(self):
-        return Encoder().double()
+    Model = Encoder
 
     def data(self, split):
         x = super().data(split).tensors[0]
@@ -789,8 +768,7 @@ class Denoiser(nn.Module):
 
 
 class Diffusion(VAE):
-    def model(self):
-        return Denoiser().double()
+    Model = Denoiser
 
     def loss(self, output, target):
         guess, noise = output
@@ -814,8 +792,7 @@ class Wide(nn.Module):
 
 
 class Everywhere(DropPath):
-    def model(self):
-        return Wide().double()
+    Model = Wide
 
 
 class PathAgain(Path):

@@ -36,9 +36,9 @@ def run_of(name, n, stages, run_dir, variant="gpipe", *, recompute=False, **opti
     return load_weights(run_dir)
 
 
-def mini_batches(task, *, last):
+def mini_batches(name, *, last):
     """The inputs of all mini-batches; `last`: with those that aren't full."""
-    samples = Samples(task, "train", 8, seed=0)
+    samples = Samples(resolve(f"batch_norm_tasks:{name}").task, "train", 8, seed=0)
     for epoch in range(EPOCHS):
         for start in range(0, samples.size, 8):
             positions = range(start, min(start + 8, samples.size))
@@ -46,21 +46,24 @@ def mini_batches(task, *, last):
                 yield samples.take(epoch, positions)[0][0][: len(positions)]
 
 
+def assert_saw(found, name, inputs):
+    """The first batch norm, which no weights come before, has the statistics of these inputs."""
+    norm = nn.BatchNorm1d(3, momentum=resolve(f"batch_norm_tasks:{name}").task.momentum).double()
+    for x in inputs:
+        norm(x)
+    for key, buffer in norm.named_buffers():
+        torch.testing.assert_close(found[f"first.{key}"], buffer, rtol=0, atol=1e-10)
+
+
 @pytest.mark.choice(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Traced", "Exported", "Mean"])
 @pytest.mark.parametrize(("n", "stages", "ragged"), [(4, 1, "drop"), (3, 2, "drop"), (3, 2, "pad")])
 def test_deferred_statistics_are_those_of_mini_batches(name, n, stages, ragged, tmp_path):
-    """Of the first batch norm, which no weights come before; padding isn't among them."""
+    """Padding isn't among them."""
     found = run_of(name, n, stages, tmp_path / "run", ragged=ragged, deferred_batch_norm=True)
-    task = resolve(f"batch_norm_tasks:{name}").task
-    norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
-    inputs = list(mini_batches(task, last=ragged == "pad"))
-    for x in inputs:
-        norm(x)
-    torch.testing.assert_close(found["first.running_mean"], norm.running_mean, rtol=0, atol=1e-10)
-    torch.testing.assert_close(found["first.running_var"], norm.running_var, rtol=0, atol=1e-10)
-    assert found["first.num_batches_tracked"] == len(inputs)
+    inputs = list(mini_batches(name, last=ragged == "pad"))
+    assert_saw(found, name, inputs)
     assert found["second.num_batches_tracked"] == len(inputs)
 
 
@@ -81,13 +84,8 @@ def test_micro_batches_of_padding_alone_count_nothing(deferred, recompute, tmp_p
     """Of the last mini-batch, three of eight."""
     options = {"ragged": "pad", "deferred_batch_norm": deferred}
     found = run_of("Traced", 8, 1, tmp_path, recompute=recompute, **options)
-    task = resolve("batch_norm_tasks:Traced").task
-    norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
-    for x in mini_batches(task, last=True):
-        for part in [x] if deferred else x.split(1):
-            norm(part)
-    for name, tensor in norm.named_buffers():
-        torch.testing.assert_close(found[f"first.{name}"], tensor, rtol=0, atol=1e-10)
+    inputs = mini_batches("Traced", last=True)
+    assert_saw(found, "Traced", [p for x in inputs for p in ([x] if deferred else x.split(1))])
 
 
 def test_a_mini_batch_that_is_begun_is_settled_when_it_is_whole():
@@ -135,12 +133,7 @@ def test_with_one_micro_batch_nothing_is_deferred(tmp_path):
 def test_an_asynchronous_system_keeps_mini_batches_apart(name, tmp_path):
     """Forwards of the next mini-batch begin before an update of the one before."""
     found = run_of(name, 2, 3, tmp_path / "run", "timeprest", deferred_batch_norm=True)
-    task = resolve(f"batch_norm_tasks:{name}").task
-    norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
-    for x in mini_batches(task, last=False):
-        norm(x)
-    torch.testing.assert_close(found["first.running_mean"], norm.running_mean, rtol=0, atol=1e-10)
-    torch.testing.assert_close(found["first.running_var"], norm.running_var, rtol=0, atol=1e-10)
+    assert_saw(found, name, mini_batches(name, last=False))
 
 
 def test_what_isnt_training_is_left_alone():

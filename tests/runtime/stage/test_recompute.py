@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from graph_task import GraphTask
-from helpers.alike import assert_same_weights
+from helpers.alike import assert_same_training, assert_same_weights
 from helpers.drawn.pipelines import ALL
 from helpers.plans import REPORT, plan_by_hand, profiled, with_times
 from timeprest.planner.evaluate import Question, evaluate, make_plan
@@ -21,7 +22,6 @@ from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import GraphBody
 from timeprest.runtime.prepare.data import MicroBatchPart
 from timeprest.runtime.prepare.prepare import prepare
-from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -68,8 +68,10 @@ class Vectors(torch.utils.data.Dataset):
 class NormsTask:
     """Regression."""
 
+    net = Norms
+
     def model(self):
-        return Norms().double()
+        return self.net().double()
 
     def data(self, split):
         return Vectors()
@@ -98,8 +100,7 @@ class Pooled(nn.Module):
 class PooledTask(NormsTask):
     """What makes the memory that they overwrite isn't computed again."""
 
-    def model(self):
-        return Pooled().double()
+    net = Pooled
 
 
 class Averaged(nn.Module):
@@ -139,22 +140,19 @@ class Buffered(nn.Module):
 class AveragedTask(NormsTask):
     """A running mean that the forward takes off."""
 
-    norm = None
-
-    def model(self):
-        return Buffered(self.norm).double()
+    net = Buffered
 
 
 class SpectralTask(AveragedTask):
     """Weights divided by their norms, which each forward approximates further."""
 
-    norm = staticmethod(nn.utils.spectral_norm)
+    net = partial(Buffered, nn.utils.spectral_norm)
 
 
 class ParametrizedTask(AveragedTask):
     """The same by a parametrization."""
 
-    norm = staticmethod(nn.utils.parametrizations.spectral_norm)
+    net = partial(Buffered, nn.utils.parametrizations.spectral_norm)
 
 
 class Product(nn.Module):
@@ -183,10 +181,7 @@ class Aliases(nn.Module):
 
 
 class AliasesTask(NormsTask):
-    """Regression."""
-
-    def model(self):
-        return Aliases().double()
+    net = Aliases
 
 
 class Times(nn.Module):
@@ -238,10 +233,7 @@ class TakenAgain(nn.Module):
 
 
 class TakenAgainTask(NormsTask):
-    """Regression."""
-
-    def model(self):
-        return TakenAgain().double()
+    net = TakenAgain
 
 
 class Dropped(GraphTask):
@@ -282,6 +274,17 @@ def again(profile, plan, stages):
     return make_plan(question, evaluate(question, changed, plan.micro_batches), REPORT)
 
 
+def check_again(target, plain, planned, where, steps=7):
+    """A plan, and the same that recomputes as another one, train alike. Returns both summaries."""
+    # Orders follow from times: those of the plain plan, whatever the work done twice takes.
+    rebuilt = msgspec.structs.replace(plain, stages=planned.stages)
+    settings = RunSettings(task=target, steps=steps, evaluate=False)
+    whole = run(plain, settings, where / "plain", inline=True)
+    some = run(rebuilt, settings, where / "again", inline=True)
+    assert_same_training(where / "again", where / "plain")
+    return whole, some
+
+
 RECOMPUTING = [name for name in ALL if not VARIANTS[name].recompute_refusal]
 
 
@@ -291,14 +294,7 @@ RECOMPUTING = [name for name in ALL if not VARIANTS[name].recompute_refusal]
 def test_the_run_is_the_same(variant, drawn, tmp_path):
     target, profile = drawn
     plain = plan_by_hand(profile, variant, 3, 4)
-    # Orders follow from times: those of the plain plan, whatever the work done twice takes.
-    rebuilt = msgspec.structs.replace(plain, stages=again(profile, plain, {0, 1, 2}).stages)
-    settings = RunSettings(task=target, steps=7, evaluate=False)
-    for plan, where in ((plain, "plain"), (rebuilt, "again")):
-        run(plan, settings, tmp_path / where, inline=True)
-    losses = [read_losses(tmp_path / where / "metrics.jsonl") for where in ("plain", "again")]
-    assert losses[0] == losses[1]
-    assert_same_weights(tmp_path / "again", tmp_path / "plain")
+    check_again(target, plain, again(profile, plain, {0, 1, 2}), tmp_path)
 
 
 def some_layers(plan, seed):
@@ -315,13 +311,7 @@ def test_the_run_is_the_same_where_some_layers_run_again(variant, seed, drawn, t
     target, profile = drawn
     plain = plan_by_hand(profile, variant, 3, 4)
     found = again(profile, plain, some_layers(plain, seed))
-    rebuilt = msgspec.structs.replace(plain, stages=found.stages)
-    settings = RunSettings(task=target, steps=7, evaluate=False)
-    whole, some = (
-        run(plan, settings, tmp_path / where, inline=True)
-        for plan, where in ((plain, "plain"), (rebuilt, "again"))
-    )
-    assert_same_weights(tmp_path / "again", tmp_path / "plain")
+    whole, some = check_again(target, plain, found, tmp_path)
     rows = zip(whole.stages, some.stages, found.predicted.stages, strict=True)
     for s, (before, report, predicted) in enumerate(rows):
         assert report.versions_held <= predicted.versions_held
@@ -471,12 +461,7 @@ def test_a_second_forward_finds_the_buffers_of_the_first(
 ):
     target, profile = buffered
     plain = plan_by_hand(profile, variant, 2, n)
-    rebuilt = again(profile, plain, layers(plain, seed))
-    rebuilt = msgspec.structs.replace(plain, stages=rebuilt.stages)
-    settings = RunSettings(task=target, steps=5, evaluate=False)
-    for plan, where in ((plain, "plain"), (rebuilt, "again")):
-        run(plan, settings, tmp_path / where, inline=True)
-    assert_same_weights(tmp_path / "again", tmp_path / "plain")
+    check_again(target, plain, again(profile, plain, layers(plain, seed)), tmp_path, 5)
 
 
 def buffers_kept(target):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.alike import assert_same_weights
+from helpers.alike import assert_same_training, assert_same_weights
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled, with_times
-from timeprest.runtime.records.progress import read_losses
-from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training import inline
@@ -17,14 +16,21 @@ from timeprest.runtime.training import warm_up as warming
 
 
 @pytest.fixture
-def warmed(monkeypatch):
-    """Has stages of inline runs warm up, as those on GPUs do, and nothing of it fail unseen."""
-    found = []
+def warms_up(monkeypatch):
+    """Has stages of inline runs warm up, as those on GPUs do."""
 
     def load_samples(runners, load=inline.load_samples):
         load(runners)
         for runner in runners:
             warming.warm_up(runner)
+
+    monkeypatch.setattr(inline, "load_samples", load_samples)
+
+
+@pytest.fixture
+def warmed(warms_up, monkeypatch):
+    """And nothing of it fail unseen."""
+    found = []
 
     def counted(name):
         once = getattr(warming, name)
@@ -36,7 +42,6 @@ def warmed(monkeypatch):
 
     for name in ("train_once", "evaluate_once"):
         counted(name)
-    monkeypatch.setattr(inline, "load_samples", load_samples)
     return found
 
 
@@ -46,9 +51,7 @@ def check_same(plan, settings, tmp_path, monkeypatch, warmed, stages=2):
     assert len(warmed) == 2 * stages
     monkeypatch.setattr(warming, "warm_up", lambda runner: None)
     run(plan, settings, tmp_path / "cold", inline=True)
-    assert_same_weights(tmp_path / "warm", tmp_path / "cold")
-    losses, without = (read_losses(RunDir(tmp_path / name).metrics) for name in ("warm", "cold"))
-    assert losses == without
+    assert_same_training(tmp_path / "warm", tmp_path / "cold")
 
 
 @pytest.mark.choice(6)
@@ -92,16 +95,12 @@ def test_also_where_a_run_goes_on(mlp_profile, mlp_target, tmp_path, warmed, mon
     assert_same_weights(tmp_path / "run", wanted)
 
 
-def test_what_fails_in_it_is_left_to_the_run(mlp_profile, mlp_target, tmp_path, monkeypatch):
-    def load_samples(runners, load=inline.load_samples):
-        load(runners)
-        for runner in runners:
-            warming.warm_up(runner)
-
+def test_what_fails_in_it_is_left_to_the_run(
+    warms_up, mlp_profile, mlp_target, tmp_path, monkeypatch
+):
     def fails(*arguments):
         raise ValueError
 
-    monkeypatch.setattr(inline, "load_samples", load_samples)
     monkeypatch.setattr(warming, "train_once", fails)
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
     assert run(plan, RunSettings(task=mlp_target, steps=2), tmp_path / "run", inline=True)
