@@ -8,7 +8,7 @@ import pytest
 import torch
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.progress import read_epochs, read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.training import loop
@@ -21,14 +21,17 @@ def assert_same_weights(one, other, atol=0.0):
 
 
 def assert_same_training(one, other, atol=0.0):
-    """And losses."""
+    """And losses, and figures of tests."""
     assert_same_weights(one, other, atol)
-    losses, others = (read_losses(where / "metrics.jsonl") for where in (one, other))
-    assert losses == pytest.approx(others, rel=0, abs=atol)
+    logs = [where / "metrics.jsonl" for where in (one, other)]
+    found, wanted = map(read_losses, logs)
+    assert found == pytest.approx(wanted, rel=0, abs=atol)
+    for mine, own in zip(*map(read_epochs, logs), strict=True):
+        assert mine.test == pytest.approx(own.test, rel=0, abs=atol)
 
 
 def check_processes(plan, settings, where, atol=0.0):
-    """Run a plan inline and in processes, to the same weights, losses and test figures.
+    """Run a plan inline and in processes: `assert_same_training`.
 
     Returns both summaries.
     """
@@ -37,14 +40,12 @@ def check_processes(plan, settings, where, atol=0.0):
         for mode in ("inline", "processes")
     )
     assert_same_training(where / "processes", where / "inline", atol)
-    for mine, other in zip(inline.epochs, processes.epochs, strict=True):
-        assert mine.test == pytest.approx(other.test, rel=0, abs=atol)
     return inline, processes
 
 
 def run_replicated(plan, alone, settings, where):
-    """Run a plan with replicas, and one without in the first one's order, inline, to the same
-    weights and losses, but for rounding.
+    """Run a plan with replicas, and one without in the first one's order, inline: the same
+    training but for rounding.
 
     Returns both summaries.
     """
