@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.against_oracle import train
-from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled, with_times
+from mlp_task import WIDTHS, MLPTask
 from timeprest.cli.tables.run import compile_lines
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
@@ -19,6 +18,8 @@ from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import COMPILING_S, RunSettings
 from timeprest.runtime.stage import compiled
+from torch import nn
+from torch.utils.data import TensorDataset
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -42,37 +43,21 @@ def test_compiled_stages_equal_the_oracle(variant, mlp_profile, mlp_target, tmp_
     assert graphs() >= before + 2
 
 
-@pytest.fixture(scope="module")
-def normed(tmp_path_factory):
-    """A task whose norm's output, computed again on later weights, isn't what it was."""
-    file = tmp_path_factory.mktemp("tasks") / "normed.py"
-    file.write_text(
-        dedent(f"""
-        import sys
-        sys.path.insert(0, {str(TESTS / "tasks")!r})
-        from mlp_task import WIDTHS, MLPTask
-        from torch import nn
+class Normed(MLPTask):
+    """Its norm's output, computed again on later weights, isn't what it was."""
 
-        class Normed(MLPTask):
-            def model(self):
-                return nn.Sequential(
-                    nn.Linear(WIDTHS[0], 6),
-                    nn.LayerNorm(6),
-                    nn.GELU(),
-                    nn.Linear(6, WIDTHS[-1]),
-                ).double()
-        """)
-    )
-    target = f"{file}:Normed"
-    return target, profiled(target)
+    def model(self):
+        first, last = nn.Linear(WIDTHS[0], 6), nn.Linear(6, WIDTHS[-1])
+        return nn.Sequential(first, nn.LayerNorm(6), nn.GELU(), last).double()
 
 
 @pytest.mark.choice(0)
 @needs_compiler
 @pytest.mark.slow
-def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatch):
+def test_nothing_is_computed_again_on_other_weights(tmp_path, monkeypatch):
     """What the compiler would compute again in a backward stays that of the forward's weights."""
-    target, profile = normed
+    target = f"{__file__}:Normed"
+    profile = profiled(target)
     names = [layer.name for layer in profile.layers]
     plan = plan_by_hand(profile, "timeprest", 2, 2, cut=[names[:3], names[3:]])
 
@@ -93,37 +78,31 @@ def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatc
     assert apart(weights("otherwise", compile=True), eager) > 1e-6
 
 
+class Pictures:
+    """Convolutions of all kinds, and dropout."""
+
+    def model(self):
+        layers = [nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Dropout(0.3)]
+        layers += [nn.ConvTranspose2d(8, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 3)).double()
+
+    def data(self, split):
+        x = torch.randn(64, 3, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+        return TensorDataset(x, (x.sum((1, 2, 3)) > 0).long())
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
 @pytest.mark.choice(0)
 @needs_compiler
 @pytest.mark.slow
 def test_convolutions_and_dropout_on_later_weights(tmp_path):
     """No copies of their weights in another layout are kept, and nothing is drawn twice."""
-    file = tmp_path / "pictures.py"
-    file.write_text(
-        dedent("""
-        import torch
-        from torch import nn
-        from torch.utils.data import TensorDataset
-
-        class Pictures:
-            def model(self):
-                layers = [nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Dropout(0.3)]
-                layers += [nn.ConvTranspose2d(8, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)]
-                return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 3)).double()
-
-            def data(self, split):
-                generator = torch.Generator().manual_seed(0)
-                x = torch.randn(64, 3, 6, 6, generator=generator).double()
-                return TensorDataset(x, (x.sum((1, 2, 3)) > 0).long())
-
-            def loss(self, output, target):
-                return nn.functional.cross_entropy(output, target)
-
-            def optimizer(self, parameters):
-                return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-        """)
-    )
-    target = f"{file}:Pictures"
+    target = f"{__file__}:Pictures"
     profile = profiled(target)
     names = [layer.name for layer in profile.layers]
     plan = plan_by_hand(profile, "timeprest", 2, 2, cut=[names[:4], names[4:]])
