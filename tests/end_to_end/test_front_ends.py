@@ -7,11 +7,9 @@ import pytest
 from helpers.alike import check_processes
 from helpers.paths import TESTS
 from helpers.plain_training import assert_trained_as, train_plainly
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from timeprest.profiles.errors import PlanError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.profile import ELSEWHERE
-from timeprest.profiles.target import resolve
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -22,9 +20,8 @@ TASKS = {"ByExport": "export", "ByStaticExport": "export-static", "ByChildren": 
 
 
 def plan_of(name, variant, stages, micro_batches, **options):
-    target = resolve(name)
-    profile = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0, **options)
-    return profile, plan_by_hand(with_times(profile), variant, stages, micro_batches)
+    profile = profiled(name, **options)
+    return profile, plan_by_hand(profile, variant, stages, micro_batches)
 
 
 @pytest.mark.slow

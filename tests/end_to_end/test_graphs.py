@@ -8,9 +8,8 @@ from graph_task import GraphTask
 from helpers.alike import assert_same_weights, check_processes
 from helpers.paths import TESTS
 from helpers.plain_training import assert_trained_as, train_plainly
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from timeprest.profiles.errors import TargetError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -21,8 +20,7 @@ STEPS = 7
 
 
 def profile_of(name):
-    target = resolve(f"{FILE}:{name}")
-    return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0))
+    return profiled(f"{FILE}:{name}")
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +68,7 @@ def test_gradients_that_are_views_of_one_are_added_apart(variant, placement, tmp
     """Micro-batches of one sample: neither two parameters', nor one's and what goes to the stage
     before, may be one memory when those of the next one come."""
     name = f"{TESTS / 'tasks/variety_tasks.py'}:ShiftsTask"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[1, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), variant, 3, 8, placement=placement)
+    plan = plan_by_hand(profiled(name, (1, 8)), variant, 3, 8, placement=placement)
     run(plan, RunSettings(task=name, steps=3, evaluate=False), tmp_path, inline=True)
     assert_trained_as(tmp_path, train_plainly(name, plan.mini_batch, 3))
 
@@ -80,9 +77,8 @@ def test_gradients_that_are_views_of_one_are_added_apart(variant, placement, tmp
 def test_gradients_that_stages_of_a_device_share_are_added_apart(variant, tmp_path):
     """What stage 1 hands over for two tensors is one memory; stage 2 has more for one of them."""
     name = f"{TESTS / 'tasks/variety_tasks.py'}:SumOfBothTask"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[8], seconds=0)
     cut = [["one", "two"], ["sum"], ["last", "skip"]]
-    plan = plan_by_hand(with_times(profile), variant, 3, 1, cut=cut, placement=(0, 0, 0))
+    plan = plan_by_hand(profiled(name, (8,)), variant, 3, 1, cut=cut, placement=(0, 0, 0))
     run(plan, RunSettings(task=name, steps=1, evaluate=False), tmp_path, inline=True)
     assert_trained_as(tmp_path, train_plainly(name, plan.mini_batch, 1))
 
@@ -103,8 +99,7 @@ def test_a_parameter_that_goes_to_another_stage_is_of_the_version_that_is_used(
     """As what is computed of it, where a layer that is kept whole gives it as it is."""
     for name in ("QueryTask", "ComputedQueryTask"):
         target = f"{TESTS / 'tasks/variety_tasks.py'}:{name}"
-        sizes = {"batch_size": 8, "micro_batch_sizes": [2, 8], "seconds": 0}
-        profile = with_times(measure(resolve(target), **sizes, granularity="ask"))
+        profile = profiled(target, granularity="ask")
         plan = plan_by_hand(profile, variant, 3, n, placement=placement)
         settings = RunSettings(task=target, steps=6, evaluate=False)
         run(plan, settings, tmp_path / name, inline=True)

@@ -14,13 +14,12 @@ from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plain_training import assert_trained_as, train_plainly
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.systems.operations import parse_op
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.workers import all_replicas
@@ -179,8 +178,7 @@ def test_flushed_replicas_are_plain_training(variant, replicas, mlp_profile, mlp
 
 @pytest.fixture(scope="module")
 def graph_profile():
-    target = resolve(f"{GRAPH}:GraphTask")
-    return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0))
+    return profiled(f"{GRAPH}:GraphTask")
 
 
 @pytest.mark.slow
@@ -219,10 +217,9 @@ def test_a_tensor_that_cant_be_dealt_is_refused(graph_profile):
 @pytest.mark.timeout(180)
 def test_processes_equal_inline_with_dropout(graph_profile, tmp_path):
     """Each of three processes draws the masks of its replica's own stream."""
-    target = resolve(f"{GRAPH}:DropoutTask")
-    profile = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan = plan_by_hand(with_times(profile), "timeprest", 2, 4, replicas=(2, 1))
-    processes_equal_inline(plan, RunSettings(task=f"{GRAPH}:DropoutTask", epochs=2), tmp_path)
+    task = f"{GRAPH}:DropoutTask"
+    plan = plan_by_hand(profiled(task), "timeprest", 2, 4, replicas=(2, 1))
+    processes_equal_inline(plan, RunSettings(task=task, epochs=2), tmp_path)
 
 
 @pytest.mark.processes
@@ -238,8 +235,7 @@ def test_processes_equal_inline_with_uneven_replicas(mlp_profile, mlp_target, tm
 def test_processes_weigh_a_loss_together(mlp_target, tmp_path):
     """Backwards begin before all that counts is known, in a system that never drains."""
     task = mlp_target.replace("MLPTask", "ShortWeighted")
-    profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan, _ = plans(with_times(profile), "pipedream-2bw", (1, 2), update_every=2)
+    plan, _ = plans(profiled(task), "pipedream-2bw", (1, 2), update_every=2)
     how = RunSettings(task=task, epochs=2, optimizer=ADAM, ragged="pad", clip_norm=0.3)
     processes_equal_inline(plan, how, tmp_path)
 
@@ -283,8 +279,7 @@ def test_a_lost_replica_ends_the_run(trap, replicas, message, mlp_profile, tmp_p
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 def test_weights_that_forwards_compute(tmp_path):
     name = f"{TESTS / 'tasks/variety_tasks.py'}:WeightNormTask"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan, _ = plans(with_times(profile), "gpipe", (2, 1))
+    plan, _ = plans(profiled(name), "gpipe", (2, 1))
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path, inline=True)
     assert_trained_as(tmp_path, train_plainly(name, plan.mini_batch, STEPS))
 
@@ -293,8 +288,7 @@ def test_weights_that_forwards_compute(tmp_path):
 def test_types_and_missing_gradients(replicas, tmp_path):
     """Two types of parameters; AdamW would move one without a gradient if it had one of zero."""
     name = f"{TESTS / 'tasks/variety_tasks.py'}:MixedTask"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-    plan, _ = plans(with_times(profile), "gpipe", replicas)
+    plan, _ = plans(profiled(name), "gpipe", replicas)
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path, inline=True)
     _, model = train_plainly(name, plan.mini_batch, STEPS)
     state = load_weights(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from helpers.against_oracle import STEPS, train
 from helpers.alike import assert_same_weights, run_replicated
 from helpers.paths import TESTS
 from helpers.plain_training import assert_trained_as, train_plainly
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled
 from helpers.processes.stopped_runs import check_resumed
 from mlp_task import MLPTask
 from safetensors import safe_open
@@ -19,7 +21,6 @@ from timeprest.planner.plan import check_against_profile
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, TargetError
-from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.pieces import cut
@@ -38,16 +39,13 @@ FILE = TESTS / "tasks/variety_tasks.py"
 ORDERS = [(v, s) for v in ("gpipe", "pipedream-flush") for s in (2, 3, 4)] + [("zb-h1", 3)]
 TASKS = ["TiedTask", "TiedByCallTask"]
 
-_profiles = {}
+profile_of = cache(profiled)
 
 
 def plan_for(name, variant, stages, replicas=None):
     """Even cuts into `stages`, each on one device, or on as many as `replicas` say."""
-    if name not in _profiles:
-        target = resolve(f"{FILE}:{name}")
-        found = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-        _profiles[name] = with_times(found)
-    return plan_by_hand(_profiles[name], variant, stages, 4, replicas=replicas, tied="split")
+    profile = profile_of(f"{FILE}:{name}")
+    return plan_by_hand(profile, variant, stages, 4, replicas=replicas, tied="split")
 
 
 def settings_for(name, **more):
@@ -124,8 +122,7 @@ class ReadsFlat(MLPTask):
 
 def test_a_forward_that_reads_what_parameters_are_views_of_is_refused(tmp_path):
     name = f"{__file__}:ReadsFlat"
-    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[4], seconds=0)
-    plan = plan_by_hand(with_times(profile), "timeprest", 1, 2)
+    plan = plan_by_hand(profiled(name, (4, 8)), "timeprest", 1, 2)
     with pytest.raises(TargetError, match=r"model's flat, 0.weight, .* have memory in common"):
         run(plan, RunSettings(task=name, steps=1), tmp_path / "run", inline=True)
 
@@ -264,11 +261,7 @@ FLUSH = [name for name, variant in VARIANTS.items() if variant.flushes]
 def placed_plan(name, variant, placement, n=4, file="mlp_task.py", **more):
     """Even cuts of a task's model, laid on devices."""
     target = f"{TESTS / 'tasks' / file}:{name}"
-    if target not in _profiles:
-        found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-        _profiles[target] = with_times(found)
-    profile = _profiles[target]
-    stages = len(placement) or 2
+    profile, stages = profile_of(target), len(placement) or 2
     plan = plan_by_hand(profile, variant, stages, n, placement=placement, **more)
     check_against_profile(plan, profile)
     return target, plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from helpers.against_oracle import STEPS, train
 from helpers.alike import assert_same_weights, check_processes, run_replicated
 from helpers.paths import TESTS
 from helpers.plain_training import assert_trained_as, train_plainly
-from helpers.plans import plan_by_hand, with_times
+from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.processes.stopped_runs import assert_same, check_resumed, run_and_stop
 from timeprest.cli.pictures.html.run_data import read_facts, run_figures
 from timeprest.cli.run_commands.report import page_data
@@ -23,8 +24,6 @@ from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.boundary import storage_key
 from timeprest.profiles.errors import RunError
-from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.target import resolve
 from timeprest.runtime.records.recording import measured
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -113,15 +112,12 @@ def test_evaluation_is_that_of_a_stage_per_device(mlp_profile, mlp_target, tmp_p
         assert found == pytest.approx(tests[-1], abs=1e-10)
 
 
-_profiles = {}
+profile_of = cache(profiled)
 
 
 def plan_for(file, name, variant, placement, n=4, **more):
     target = f"{TESTS / 'tasks' / file}:{name}"
-    if target not in _profiles:
-        found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
-        _profiles[target] = with_times(found)
-    profile = _profiles[target]
+    profile = profile_of(target)
     return target, plan_by_hand(profile, variant, len(placement), n, placement=placement, **more)
 
 
