@@ -88,11 +88,18 @@ def sums_copies(question: Question) -> bool:
 def sequence_matters(question: Question) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
     memory and speed, or in machines with more and fewer of them, or listed in turns, or some have
-    links of their own; or they are in machines, and stages sum copies."""
+    links of their own; or they are in machines, and stages sum copies, or what links machines is
+    faster than some link inside one."""
     cluster = question.cluster
     if cluster.links or len({d.alike for d in cluster.devices}) > 1:
         return True
     homes = [d.machine for d in cluster.devices]
     sizes, rows = Counter(homes), sum(1 for _ in groupby(homes))
-    unlike = len(set(sizes.values())) > 1 or rows > len(sizes)
-    return not cluster.flat and (unlike or sums_copies(question))
+    if cluster.flat or len(set(sizes.values())) > 1 or rows > len(sizes):
+        return not cluster.flat
+    beside = [(d, homes[d] == homes[d + 1]) for d in range(len(homes) - 1)]
+    inside, between = (
+        {cluster.link(d, d + 1).bandwidth_bytes_per_s for d, together in beside if together is mine}
+        for mine in (True, False)
+    )
+    return sums_copies(question) or (bool(inside) and min(inside) < max(between))

@@ -13,6 +13,7 @@ best. Else what effort is left goes into local search again.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from math import sqrt
 
 from ...profiles.units import format_seconds
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
+from ..partition.dp.kinds import MOST_STATES, Kinds, least_load_s
 from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
@@ -111,6 +113,7 @@ def run(search: SearchState) -> str | None:
         vague = search.period_s > search.bound_s * _SHARP
         alike = search.question.cluster.uniform and not search.relaxation.freedom.replicas
         if not search.by_cycles or (vague and not alike):
+            _bound_by_kinds(search)
             with budget.part(_NEARLY):
                 _bound_all(search)
                 if not search.any_sequence:
@@ -222,6 +225,20 @@ def _bound_along_path(search: SearchState, cycles: CycleSearch) -> None:
         if (every or alike) and alone and not known:
             bound_s = straight_along_path(search, branch)
             search.bounds[branch] = max(search.bounds[branch], bound_s)
+
+
+def _bound_by_kinds(search: SearchState) -> None:
+    """Bounds of branches on devices of several speeds that stages may have replicas on, by what
+    these leave the busiest one to do at the least."""
+    source, speeds = search.source, Counter(d.speed for d in search.question.cluster.devices)
+    kinds = Kinds(tuple(speeds), tuple(speeds.values()))
+    if not isinstance(source, DpSource) or len(speeds) == 1 or kinds.states > MOST_STATES:
+        return
+    for branch, view in product(search.promising(), search.relaxation.views):
+        problem = search.relaxation.problem(branch, Assumptions(view=view, identical=True))
+        low_s, high_s = search.bounds[branch], search.period_s
+        search.bounds[branch] = least_load_s(problem, source.lattice, kinds, low_s, high_s)
+        search.budget.check()
 
 
 def _bound_all(search: SearchState) -> None:

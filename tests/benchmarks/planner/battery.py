@@ -38,6 +38,7 @@ from timeprest.planner.evaluate import Question
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.search.choices import micro_batch_counts
+from timeprest.planner.search.device_sequences import cluster_in_sequence
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
@@ -510,9 +511,22 @@ def climbs_of(case: Case, asked: Question) -> list[Climb]:
     ranges = limit_ranges(asked.system, case.stages, several=several, within=within)
     alone = [(d,) for d in case.device_of]
     climbs = [Climb(asked, alone, counts, recompute=case.recompute, ranges=ranges)]
-    if case.replicas:
-        climbs.append(ReplicaClimb(asked, counts, recompute=case.recompute, within=within))
+    for sequence in sequences(case) if case.replicas else ():
+        cluster = cluster_in_sequence(asked.cluster, sequence)
+        there = replace(asked, cluster=cluster)
+        climbs.append(ReplicaClimb(there, counts, recompute=case.recompute, within=within))
     return climbs
+
+
+def sequences(case: Case) -> list[tuple[int, ...]]:
+    """Of devices, those that climbs take them in: as listed; where plans may have any, from the
+    last one to the first, too, and the first machine's around the others."""
+    listed = tuple(range(case.devices))
+    if not case.kinds:
+        return [listed]
+    mine = machine_sizes(case.kinds)[0]
+    half = mine // 2
+    return [listed, listed[::-1], (*listed[half:mine], *listed[mine:], *listed[:half])]
 
 
 def shape_of(stages: Sequence[PlanStage], micro_batches: int) -> str:
