@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from time import monotonic
 
 import numpy as np
 
 from .dp.cost_tables import PairCosts, Places
 from .dp.lattice import Flags, Lattice, Positions, joined
-from .dp.sweep import OutOfTime
+from .dp.sweep import OutOfTime, check_time
 from .problem import Cut, StageProblem, Step, Vector, cut_of, members
 
 MOST_NUMBERS = 60_000_000
@@ -61,8 +60,7 @@ class LeastMemory:
         self.bytes[-1, 0 if self._exact else slice(None)] = 0.0
         self._came: Positions = np.zeros((lattice.size, devices + 1, 2), dtype=np.intp)
         for below in range(lattice.size - 2, -1, -1):
-            if monotonic() > deadline:
-                raise OutOfTime
+            check_time(deadline)
             self._go_through(below)
 
     def _go_through(self, below: int) -> None:

@@ -61,13 +61,7 @@ import numpy as np
 
 from ..problem import FITS, Vector
 from .cycle_devices import CyclePlace, CycleStage, Flight
-from .cycle_stages import (
-    FORGIVEN,
-    CycleProblem,
-    Stages,
-    StageTable,
-    check_time,
-)
+from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .cycle_tables import (
     NEVER,
     ROUNDING,
@@ -83,7 +77,7 @@ from .cycle_tables import (
 )
 from .lattice import Lattice, Positions
 from .program import Program
-from .sweep import OutOfTime
+from .sweep import OutOfTime, check_time
 from .turns import Turn, least_turning
 
 _MOST_PAIRS = 8_000_000
@@ -341,9 +335,7 @@ class CriticalCycles(CycleTables):
         """Of each stage, [1]."""
         return [self.timed(self._stage(step), step.place.stage) for step in steps]
 
-    def _links(
-        self, steps: Sequence[CycleStep]
-    ) -> dict[tuple[int, int], tuple[float, float, bool]]:
+    def _links(self, steps: Sequence[CycleStep]) -> _Links:
         """Per pair of stages that exchange tensors, what a micro-batch's take on the wire there and
         back, and whether gradients come back."""
         masks, found = self.lattice.masks, _Links()

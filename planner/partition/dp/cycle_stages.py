@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from ..problem import FITS, StageProblem, Vector, closures, members
 from .cost_tables import Flags, PairCosts
 from .cycle_devices import CycleDevices, CycleStage
 from .lattice import Lattice, Positions
-from .sweep import OutOfTime
+from .sweep import check_time
 
 CycleRule = Literal["turns", "room", "flush", "forwards-first"]
 """Which cycles of operations count (`critical_cycles`)."""
@@ -552,9 +551,3 @@ class _Border(NamedTuple):
     made: Positions
     user: Positions
     taken: Positions
-
-
-def check_time(deadline: float | None) -> None:
-    """Raises OutOfTime when a deadline, by `time.monotonic`, passed; None never does."""
-    if deadline is not None and monotonic() > deadline:
-        raise OutOfTime

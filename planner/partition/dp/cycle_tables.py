@@ -19,9 +19,10 @@ import numpy as np
 from ..problem import FITS, Vector
 from .cost_tables import Flags
 from .cycle_devices import CyclePlace, CycleStage
-from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable, check_time
+from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .halves import halves_of
 from .lattice import Lattice, Positions
+from .sweep import check_time
 
 ROUNDING = 1e-12
 """Of a period."""

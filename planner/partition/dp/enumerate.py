@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from time import monotonic
 
 import numpy as np
 
 from ..problem import ChosenStage, Cut, Place, StageProblem
 from .lattice import Lattice
 from .program import Program, just_below
-from .sweep import OutOfTime, Sweep
+from .sweep import Sweep, check_time
 
 REMEMBERED = 1 << 14
 """States whose stages are kept for when the search comes there again."""
@@ -24,8 +23,7 @@ option, its k, and the devices left beyond it."""
 
 def _in_time(place: Callable[[int, int], Place], deadline: float) -> Callable[[int, int], Place]:
     def asked(option: int, k: int) -> Place:
-        if monotonic() > deadline:
-            raise OutOfTime
+        check_time(deadline)
         return place(option, k)
 
     return asked
@@ -68,8 +66,7 @@ def chains_below(
     chain: list[Move] = []
     worst = [0.0]
     while ahead:
-        if deadline is not None and monotonic() > deadline:
-            raise OutOfTime
+        check_time(deadline)
         move = next(ahead[-1], None)
         if move is None or max(move[0], worst[-1]) > limit():
             # The moves after this one lead to no smaller loads.

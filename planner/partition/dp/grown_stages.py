@@ -24,7 +24,6 @@ of F where least(a, all credits that a has) − g(a) is within it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ from ..problem import Cut, Step, Vector, cut_of
 from .cost_tables import Stages, merged_tensors
 from .lattice import Positions
 from .program import SLACK, Program
-from .sweep import OutOfTime
+from .sweep import check_time
 
 MOST_STEPS = 40_000_000
 """States × chains of layers: 4 bytes each, and 16 for each state."""
@@ -146,8 +145,7 @@ class GrownStages:
             reach = np.flatnonzero(work[-1] - work <= span)[0]
             low, high = np.searchsorted(self._levels, [reach, fresh.nonzero()[0][-1]], "right")
             for level in range(high, low - 1, -1):
-                if deadline is not None and monotonic() > deadline:
-                    raise OutOfTime
+                check_time(deadline)
                 here = slice(*self._first[self._levels[level - 1 : level + 1]])
                 for following in self._next:
                     np.minimum(least[here], least.take(following[here]), out=least[here])

@@ -9,7 +9,6 @@ excluded before, with a simpler count of the devices that stages need (`excludes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from .cost_tables import Flags, stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
-from .sweep import CLOCK, OutOfTime
+from .sweep import CLOCK, OutOfTime, check_time
 
 MOST_PAIRS = 4_500_000
 """Stages whose costs are kept, whatever their options: some 50 bytes each."""
@@ -114,8 +113,8 @@ class IdenticalByTargets:
         before, after = costs.before[order], costs.after[order]
         fewest = np.full(len(order), np.inf)
         for i, below in enumerate(order.tolist()):
-            if i % CLOCK == 0 and deadline is not None and monotonic() > deadline:
-                raise OutOfTime
+            if i % CLOCK == 0:
+                check_time(deadline)
             if below == self._program.top:
                 fewest[i] = 0.0
                 continue
@@ -141,8 +140,8 @@ class IdenticalByTargets:
         how: dict[int, tuple[int, int]] = {}
         work, slack = self._costs.work, self._program.slack
         for number, below in enumerate(self._program.order.tolist()):
-            if number % CLOCK == 0 and deadline is not None and monotonic() > deadline:
-                raise OutOfTime
+            if number % CLOCK == 0:
+                check_time(deadline)
             if below == self._program.top:
                 continue
             found = self._above(below)

@@ -17,7 +17,7 @@ from ..problem import Answer, Cut, StageProblem, Step, Vector, cut_load, cut_of
 from .grown_stages import grown_stages
 from .lattice import Lattice, Positions
 from .program import Program, just_below
-from .sweep import CLOCK, OutOfTime, Sweep
+from .sweep import CLOCK, OutOfTime, Sweep, check_time
 
 # From what a sweep knows to a chain: the one with the fewest devices, then the fewest stages ----
 
@@ -91,8 +91,8 @@ def fewest_chain(sweep: Sweep, limit: float, deadline: float | None = None) -> C
     for level in range(sweep.start, -1, -1):
         number = 0
         while (below := levels[level].take()) is not None:
-            if number % CLOCK == 0 and deadline is not None and monotonic() > deadline:
-                raise OutOfTime
+            if number % CLOCK == 0:
+                check_time(deadline)
             number += 1
             if below != program.top:
                 _advance(narrow, levels, level, below)

@@ -114,6 +114,12 @@ class OutOfTime(Exception):  # noqa: N818 - it ends a sweep, nothing went wrong
     """The deadline has passed."""
 
 
+def check_time(deadline: float | None) -> None:
+    """Raises OutOfTime when a deadline, by `time.monotonic`, passed; None never does."""
+    if deadline is not None and monotonic() > deadline:
+        raise OutOfTime
+
+
 @dataclass(frozen=True)
 class Grid:
     """Stages from one downset, and what they would be with k devices left.
@@ -217,8 +223,8 @@ class Sweep:
     def _fill(self, level: int) -> None:
         beyond = max(level - 1, 0)
         for number, (below, least, most) in enumerate(self._sources(level)):
-            if number % CLOCK == 0 and self._deadline is not None and monotonic() > self._deadline:
-                raise OutOfTime
+            if number % CLOCK == 0:
+                check_time(self._deadline)
             if self._targets[beyond].beyond_reach(below):
                 # The more so of all that follow, which have less work.
                 break
