@@ -460,27 +460,13 @@ class Stages:
 
     def fit(self, which: Positions, option: Positions, k: Positions) -> Flags:
         """Whether stages are within their places' memory, [p]."""
-        costs, below = self._costs, self._below
+        costs, places = self._costs, self._places
         unique, back = np.unique(which, return_inverse=True)
-        places, above = self._places, self._above[which]
-        mode = places.mode[option]
-        flight = costs.flight[mode, above] - costs.flight[mode, below]
-        total: Vector = costs.fixed[mode, above] - costs.fixed[mode, below]
-        if costs.shared is not None:
-            shared = costs.shared.met_between(below, self._above[unique])[0][back]
-            flight += costs.shared_in_flight[mode] * shared
-            total += costs.shared_once[mode] * shared
-        if costs.held is not None:
-            (lower, kept, *remade), (upper,) = costs.held.between(below, self._above[unique])
-            flight += costs.inputs_kept[mode] * kept[back]
-            for number, row in enumerate(remade):
-                flight += costs.remade[0, mode, number] * row[back]
-                total -= costs.remade[1, mode, number] * row[back]
-            total += (lower + upper)[back]
-        if costs.workspace is not None:
-            total += costs.inside.largest(costs.workspace, below, self._above[unique])[back]
-        held = costs.parameters[above] - costs.parameters[below]
-        total += places.get("copies", option, k) * held
-        total += places.get("units", option, k) * flight
+        above, mode = self._above[unique], places.mode[option]
+        once, flight = costs.bytes_between(self._below, above)
+        held = costs.parameters[above] - costs.parameters[self._below]
+        total: Vector = once[mode, back]
+        total += places.get("copies", option, k) * held[back]
+        total += places.get("units", option, k) * flight[mode, back]
         fits: Flags = total <= places.get("memory_bytes", option, k) * FITS
         return fits

@@ -28,7 +28,7 @@ from ..problem import (
     cut_on_last_devices,
 )
 from ..waits import Waits
-from .cost_tables import PairCosts, stage_loads
+from .cost_tables import FIELDS, PairCosts, stage_loads
 from .lattice import Flags, Lattice, Positions
 
 # Places of identical devices, where only what is in flight depends on the place -------------------
@@ -214,11 +214,6 @@ class _Halving:
 ROUNDING = 1e-13
 """Relative to a sum over all layers: what differences of such sums may be off by."""
 
-PLACE = (
-    *("speed", "memory_bytes", "sync_s", "sync_s_per_byte", "lower_scale", "upper_scale"),
-    *("units", "copies"),
-)
-
 
 @dataclass(frozen=True)
 class StagesAbove:
@@ -295,7 +290,7 @@ class StageTable:
         self._most = np.array(places.most)[self._usable]
         self._place = {
             field: np.array([getattr(places.with_one[o], field) for o in self._usable])
-            for field in PLACE
+            for field in FIELDS
         }
 
     # Stages ----------------------------------------------------------------------------------
