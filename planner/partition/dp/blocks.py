@@ -7,14 +7,14 @@ is a cut worth trying, and never a bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, CutTensor, Mode, Shared, StageProblem, Vector, members
+from ..ilp.variables import between
+from ..problem import ChosenStage, Cut, StageProblem, Vector, members
 from .lattice import Lattice, lattice_of
 from .program import Program
 
@@ -36,14 +36,12 @@ class Blocks:
     def coarse(self, problem: StageProblem) -> tuple[StageProblem, Lattice]:
         """The problem with blocks for layers, and all its downsets."""
         block_of = {j: g for g, mask in enumerate(self.masks) for j in members(mask)}
-        block_of[problem.layers] = len(self.masks)
         lists = self._rows
+        of = tuple(block_of[j] for j in range(problem.layers))
+        tensors, _, shared = between(problem, of, len(lists))
 
         def summed(values: Vector | None) -> Vector | None:
             return None if values is None else self.summed(values)
-
-        def ends(mask: int) -> int:
-            return sum({1 << block_of[j] for j in members(mask)})
 
         workspace = problem.workspace_bytes
         found = replace(
@@ -51,9 +49,18 @@ class Blocks:
             names=tuple(problem.names[rows[0]] for rows in lists),
             needs=tuple((1 << g) >> 1 for g in range(len(lists))),
             together=(),
-            tensors=_merged_tensors([(ends(t.ends), t) for t in problem.tensors]),
-            shared=_merged_shared([(ends(s.ends), s) for s in problem.shared]),
-            modes=tuple(_summed_mode(mode, self.summed) for mode in problem.modes),
+            tensors=tensors,
+            shared=shared,
+            modes=tuple(
+                replace(
+                    mode,
+                    compute_s=self.summed(mode.compute_s),
+                    fixed_bytes=self.summed(mode.fixed_bytes),
+                    flight_bytes=self.summed(mode.flight_bytes),
+                    again_s=summed(mode.again_s),
+                )
+                for mode in problem.modes
+            ),
             parameter_bytes=self.summed(problem.parameter_bytes),
             serial_s=summed(problem.serial_s),
             before_s=summed(problem.before_s),
@@ -87,29 +94,3 @@ def blocks(problem: StageProblem, lattice: Lattice, most: int) -> Blocks:
         if not chain[-1] & ~mask:
             chain.append(mask)
     return Blocks(tuple(above & ~below for below, above in pairwise(chain)))
-
-
-def _summed_mode(mode: Mode, summed: Callable[[Vector], Vector]) -> Mode:
-    return replace(
-        mode,
-        compute_s=summed(mode.compute_s),
-        fixed_bytes=summed(mode.fixed_bytes),
-        flight_bytes=summed(mode.flight_bytes),
-        again_s=None if mode.again_s is None else summed(mode.again_s),
-    )
-
-
-def _merged_tensors(tensors: list[tuple[int, CutTensor]]) -> tuple[CutTensor, ...]:
-    """Tensors with the same ends as one; without those that no cut crosses."""
-    found: dict[int, CutTensor] = {}
-    for ends, tensor in tensors:
-        if ends & (ends - 1):
-            found[ends] = found.get(ends, CutTensor(ends)).with_another(tensor)
-    return tuple(found.values())
-
-
-def _merged_shared(shared: list[tuple[int, Shared]]) -> tuple[Shared, ...]:
-    found: dict[int, float] = {}
-    for ends, item in shared:
-        found[ends] = found.get(ends, 0.0) + item.nbytes
-    return tuple(Shared(ends, nbytes) for ends, nbytes in found.items())
