@@ -66,20 +66,12 @@ class DpSource:
         """The best cut, or one that is good enough, and a bound on all cuts."""
         seconds, below = enough.seconds, enough.below
         deadline = None if seconds is None else time.monotonic() + seconds
-        return (
-            identical_minimax(problem, self.lattice, deadline=deadline)
-            or self._by_targets(problem, below, enough.within, deadline)
-            or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
-        )
-
-    def _by_targets(
-        self, problem: StageProblem, below: float, within: float, deadline: float | None
-    ) -> Answer | None:
-        if len(problem.options) * problem.devices <= FEW:
-            return None
-        return identical_by_targets(
-            problem, self.lattice, below=below, within=within, deadline=deadline
-        )
+        answer = identical_minimax(problem, self.lattice, deadline=deadline)
+        if answer is None and len(problem.options) * problem.devices > FEW:
+            answer = identical_by_targets(
+                problem, self.lattice, below=below, within=enough.within, deadline=deadline
+            )
+        return answer or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
 
     def each_below(
         self, problem: StageProblem, target: Target, deadline: float | None = None
