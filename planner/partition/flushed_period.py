@@ -22,14 +22,10 @@ def period_of(problem: StageProblem, forward_s: Vector, cut: Cut, each: int = 1)
     below, largest, again_s = 0, 0.0, 0.0
     for stage in cut.stages:
         option = problem.options[stage.option]
+        mode, inside = problem.modes[option.mode], [*members(stage.layers)]
         load = stage_load(problem, below, stage.layers, stage.option, stage.k)
         behind = -(-stage.k // option.replicas) - 1
-        largest = max(largest, load - min(behind, each - 1) * _total(forward_s, stage.layers))
-        mode = problem.modes[option.mode]
-        again_s += 0.0 if mode.again_s is None else _total(mode.again_s, stage.layers)
+        largest = max(largest, load - min(behind, each - 1) * float(forward_s[inside].sum()))
+        again_s += 0.0 if mode.again_s is None else float(mode.again_s[inside].sum())
         below |= stage.layers
     return largest + again_s
-
-
-def _total(values: Vector, layers: int) -> float:
-    return float(values[list(members(layers))].sum())
