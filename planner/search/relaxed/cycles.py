@@ -362,12 +362,10 @@ def _group_flights(relaxation: Relaxation, n: int, k: int, r: int, behind: int) 
     variant, mine = relaxation.variant, n // r
     # As the schedule says (`schedules`).
     each = min(-(-k // r), mine)
-    if variant.schedule == "1f1b":
+    if variant.schedule in ("1f1b", "nf1b"):
         limits = relaxation.limit_ranges(1 + behind)[0]
-        yield from _flights(variant, 1 + behind, 0, n, limits)
-    elif variant.schedule == "nf1b":
-        low, high = relaxation.limit_ranges(1 + behind)[0]
-        yield from (Flight(limit, limit, 1.0, float(mine)) for limit in range(low, high + 1))
+        own = n if variant.schedule == "1f1b" else mine
+        yield from _flights(variant, 1 + behind, 0, own, limits)
     elif variant.forwards_first:
         # Of its forwards some may run while those behind it have begun their backwards.
         yield Flight(1, mine + max(-(-(k - r) // r) - 1, 0), 1.0, float(mine))
