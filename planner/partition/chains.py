@@ -31,8 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dp.cost_tables import Flags
-from .dp.lattice import Positions
+from .dp.lattice import Flags, Positions
 from .problem import Vector
 
 _ROUNDS, _FEWER = 40, 20
@@ -277,11 +276,6 @@ class Chains:
         if other._terms.given == self._terms.given:
             self._terms.begin_as(other._terms)
             self._weights, self._by_paths = other._weights, other._by_paths
-
-    @property
-    def size(self) -> int:
-        """Links of all stages."""
-        return sum(len(row.which) for row in self._left[1])
 
     @cached_property
     def _all_rows(self) -> list[_Row]:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..problem import FITS, StageProblem, Vector, members
-from .lattice import Containment, Lattice, Positions, Words
+from .lattice import Containment, Flags, Lattice, Positions, Words
 
 # What each option means at each place: asked of the problem once, when needed ---------------------
 
@@ -172,7 +171,6 @@ class Places:
 #
 #     shared(a, b) = Z(b) − Z(a) + Σ of those open at a with E(b, t) > E(a, t).
 
-Flags = NDArray[np.bool_]
 Counted = tuple[int, Sequence[float], Sequence[float]]
 """Ends of a tensor, what it adds at lower and what it adds at upper cuts."""
 

@@ -145,11 +145,6 @@ class CycleDevices:
         """All stages on all their devices, once."""
         return tuple(dict.fromkeys(place.stage for mine in self.places for place in mine))
 
-    @property
-    def count(self) -> int:
-        """Of all places."""
-        return sum(map(len, self.places))
-
     @cached_property
     def speeds(self) -> tuple[tuple[float, float], ...]:
         """Per stage, of the devices before it and of those from it on, all together at the most;

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import FITS, StageProblem, Vector, closures, members
-from .cost_tables import Flags, PairCosts
+from .cost_tables import PairCosts
 from .cycle_devices import CycleDevices, CycleStage
-from .lattice import Lattice, Positions
+from .lattice import Flags, Lattice, Positions
 from .sweep import check_time
 
 CycleRule = Literal["turns", "room", "flush", "forwards-first"]

@@ -17,11 +17,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ..problem import FITS, Vector
-from .cost_tables import Flags
 from .cycle_devices import CyclePlace, CycleStage
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .halves import halves_of
-from .lattice import Lattice, Positions
+from .lattice import Flags, Lattice, Positions
 from .sweep import check_time
 
 ROUNDING = 1e-12

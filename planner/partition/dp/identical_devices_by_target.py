@@ -14,9 +14,9 @@ import numpy as np
 
 from ..problem import FITS, Answer, Cut, StageProblem, Vector, cut_on_last_devices
 from ..waits import Waits
-from .cost_tables import Flags, stage_loads
+from .cost_tables import stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
-from .lattice import Lattice, Positions
+from .lattice import Flags, Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
 from .sweep import CLOCK, OutOfTime, check_time
 

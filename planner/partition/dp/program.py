@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from ..problem import FITS, StageProblem, Vector
-from .cost_tables import Flags, PairCosts, Places
-from .lattice import Lattice
+from .cost_tables import PairCosts, Places
+from .lattice import Flags, Lattice
 
 # What memory rules out before any stage is looked at --------------------------------------------
 # A stage's bytes are at least fixed + copies · parameters + units · flight, each a sum over its

@@ -14,8 +14,8 @@ from time import monotonic
 import numpy as np
 
 from ..problem import Vector
-from .cost_tables import Flags, Stages
-from .lattice import Positions
+from .cost_tables import Stages
+from .lattice import Flags, Positions
 from .program import SLACK, Program
 
 # Where a stage may end: the downsets that it can reach, found without looking at its costs ------

@@ -14,9 +14,8 @@ import math
 
 import numpy as np
 
-from ...partition.dp.cost_tables import Flags
 from ...partition.dp.cycle_stages import StageTable
-from ...partition.dp.lattice import Positions
+from ...partition.dp.lattice import Flags, Positions
 from ...partition.problem import Vector, members
 
 _OLDEST = 4

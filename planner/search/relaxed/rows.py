@@ -31,9 +31,8 @@ import numpy as np
 from ...costs.memory import room_bytes
 from ...evaluate import Evaluation, Question
 from ...partition.chains import Chains, Links, Paths, Term
-from ...partition.dp.cost_tables import Flags
 from ...partition.dp.cycle_stages import StageTable
-from ...partition.dp.lattice import Lattice, Positions
+from ...partition.dp.lattice import Flags, Lattice, Positions
 from ...partition.problem import StageProblem, Vector, closures, members
 from ...schedules.interleaved import rows_of
 from ...systems.operations import BACKWARDS, FORWARDS
