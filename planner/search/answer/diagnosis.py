@@ -229,7 +229,7 @@ class Fitting:
             low = min(2 * low, most)
             grown = _grown(cluster, low)
             for share in _ROOMS:
-                found = self.least(_on(question, grown), room=int(room * share))
+                found = self.least(replace(question, cluster=grown), room=int(room * share))
                 if found is not None and self.search.counts(found, grown):
                     return len({d for stage in found.stages for d in stage.devices})
         return None
@@ -264,18 +264,14 @@ class Fitting:
                 return found
         return None
 
-    def _plans_on(
-        self, cluster: Cluster, branches: Sequence[Branch], cap: int = 1
-    ) -> Iterator[Evaluation]:
-        """Of each branch a plan that fits this cluster, where one is found.
+    def _plans_of(self, branches: Sequence[Branch], cap: int = 1) -> Iterator[Evaluation]:
+        """Of each branch a plan that fits, where one is found.
 
         Args:
             cap: mini-batches in flight at most, as far as stages behind are worth them.
         """
-        search = self.search
-        question = _on(search.question, cluster)
-        relaxation = Relaxation(question, search.relaxation.freedom, search.relaxation.graph)
-        most = min(len(cluster.devices), relaxation.graph.most_stages)
+        search, relaxation = self.search, self.search.relaxation
+        most = min(len(search.question.cluster.devices), relaxation.graph.most_stages)
         for branch in chain.from_iterable(_counted(relaxation, b, most) for b in branches):
             in_flight = in_flight_under(relaxation.variant, search.most_stages, cap)
             problem = relaxation.problem(branch, Assumptions(in_flight))
@@ -287,15 +283,15 @@ class Fitting:
                 worth = [max(low, choice.stages - s) for s, (low, _) in enumerate(ranges)]
                 limits = tuple(map(min, capped(ranges, cap), worth))
                 stages = choice.with_limits(limits)
-                found = evaluate(question, stages, branch.micro_batches)
-                if search.counts(found, cluster):
+                found = evaluate(search.question, stages, branch.micro_batches)
+                if search.counts(found):
                     yield found
                     break
 
     def plan_at_hand(self) -> Evaluation | None:
         """A plan that fits the search's own cluster; None where none is found in half the time.
         Once there is one, better ones are looked for as long as half of `SOON_S` lasts."""
-        cluster, begin = self.search.question.cluster, time.monotonic()
+        begin = time.monotonic()
         end, self.deadline = self.deadline, begin + _AT_HAND_S
         best: Evaluation | None = None
         if self.search.identical:
@@ -304,8 +300,8 @@ class Fitting:
         else:
             # More micro-batches leave devices idle for less.
             branches = sorted(self.search.branches, key=lambda b: -b.micro_batches)
-            several = self._plans_on(cluster, branches, self.search.most_stages)
-            for found in chain(several, self._plans_on(cluster, branches)):
+            several = self._plans_of(branches, self.search.most_stages)
+            for found in chain(several, self._plans_of(branches)):
                 best = found if best is None or better(found, best) else best
                 self.deadline = begin + SOON_S / 2
                 if not self.seconds_left:
@@ -557,10 +553,6 @@ def _of_less_memory(variant: Variant) -> Iterator[str]:
 def _help(search: SearchState) -> str:
     may = _may_recompute(search.question, search.relaxation.freedom)
     return f"; {'--recompute auto or ' * may}a smaller --mini-batch may help"
-
-
-def _on(question: Question, cluster: Cluster) -> Question:
-    return replace(question, cluster=cluster)
 
 
 def _grown(cluster: Cluster, count: int) -> Cluster:
