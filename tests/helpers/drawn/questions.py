@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise, product
+from typing import Any
 
 import msgspec
 from timeprest.planner.cluster.catalogue import with_speeds
@@ -21,11 +22,12 @@ from timeprest.planner.cluster.links import AllReduce, Network
 from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.costs.stage_costs import least_of
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
-from timeprest.planner.plan import PlanStage
+from timeprest.planner.plan import Plan, PlanStage
 from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges, make_schedule
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
+from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (
@@ -118,6 +120,21 @@ def drawn(
     plans = [(n, plan) for n, plan in plans if looked_at(question, again, plan)]
     found = Drawn(question, freedom, asked, plans)
     return narrowed(rng, found) if rng.random() < 0.25 else found
+
+
+def solved(question: Question, **asked: Any) -> Plan:
+    """A question's plan, however long it takes. Raises InfeasibleError."""
+    return solve(
+        question.profile,
+        question.cluster,
+        question.variant,
+        mini_batch=question.mini_batch,
+        optimizer_state_factor=question.optimizer_state_factor,
+        update_every=question.update_every,
+        tied=question.tied,
+        time_limit_s=None,
+        **asked,
+    )
 
 
 def narrowed(rng: random.Random, found: Drawn) -> Drawn:

@@ -12,7 +12,7 @@ import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts
-from helpers.drawn.questions import Drawn
+from helpers.drawn.questions import Drawn, solved
 from helpers.drawn.questions import drawn as any_drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -56,13 +56,12 @@ def asked_of(drawn: Drawn) -> dict:
         "micro_batches": None if whole else drawn.asked,
         "recompute": drawn.freedom.recompute,
         "run_ahead": drawn.freedom.staleness.run_ahead,
-        "time_limit_s": None,
     }
 
 
 def search_of(drawn: Drawn) -> SearchState:
     """One that nothing was tried in."""
-    request = SearchRequest(**asked_of(drawn), effort=10**9)
+    request = SearchRequest(**asked_of(drawn), time_limit_s=None, effort=10**9)
     search = explore(drawn.question, request, lambda *_: None, None)
     search.forget_bounds()
     return search
@@ -119,7 +118,8 @@ def test_what_cycles_say_of_plans_with_pins_and_without_replicas_is_so(seed):
         "stages": drawn.stages,
         "pins": drawn.pins,
     }
-    search = explore(drawn.question, SearchRequest(**asked, effort=10**9), lambda *_: None, None)
+    request = SearchRequest(**asked, time_limit_s=None, effort=10**9)
+    search = explore(drawn.question, request, lambda *_: None, None)
     search.forget_bounds()
     cycles = CycleSearch(search)
     cycles.bound()
@@ -146,18 +146,8 @@ def test_a_plan_called_optimal_is_so(seed, effort):
     """With little effort, so that it is the bounds that prove."""
     drawn = drawn_alone(seed)
     assume(drawn is not None)
-    question = drawn.question
     try:
-        plan = solve(
-            question.profile,
-            question.cluster,
-            question.variant,
-            mini_batch=question.mini_batch,
-            optimizer_state_factor=question.optimizer_state_factor,
-            tied=question.tied,
-            effort=effort,
-            **asked_of(drawn),
-        )
+        plan = solved(drawn.question, effort=effort, **asked_of(drawn))
     except InfeasibleError:
         assert drawn.best_s is None or effort < 1000
         return
@@ -182,18 +172,8 @@ def test_where_tables_would_take_too_long_bounds_along_a_path_hold(first, monkey
         drawn = drawn_alone(seed)
         if drawn is None or not drawn.fitting:
             continue
-        question, stages = drawn.question, max(len(found.stages) for found in drawn.fitting)
-        plan = solve(
-            question.profile,
-            question.cluster,
-            question.variant,
-            mini_batch=question.mini_batch,
-            optimizer_state_factor=question.optimizer_state_factor,
-            tied=question.tied,
-            stages=stages,
-            effort=20_000,
-            **asked_of(drawn),
-        )
+        stages = max(len(found.stages) for found in drawn.fitting)
+        plan = solved(drawn.question, stages=stages, effort=20_000, **asked_of(drawn))
         periods = [x.prediction.period_s for x in drawn.fitting if len(x.stages) == stages]
         assert plan.solver.bound_s <= min(periods) * SAME, seed
     assert any(bound_s > 0 for bound_s in known)

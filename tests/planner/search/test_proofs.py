@@ -13,7 +13,7 @@ from itertools import product
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, measurement, profile_by_hand
-from helpers.drawn.questions import Drawn, all_plans, drawn
+from helpers.drawn.questions import Drawn, all_plans, drawn, solved
 from helpers.paths import PUBLISHED, published
 from timeprest.cli.tables.plan import piling_up
 from timeprest.planner.cluster.cluster import Cluster, Device
@@ -46,37 +46,25 @@ def numbers() -> range:
     return range(int(first or 0), int(last))
 
 
-def solved(drawn: Drawn, solver: str):
-    question, freedom = drawn.question, drawn.freedom
-    return solve(
-        question.profile,
-        question.cluster,
-        question.variant,
-        mini_batch=question.mini_batch,
-        micro_batches=drawn.asked,
-        stages=drawn.stages,
-        pins=drawn.pins,
-        replicas=freedom.replicas,
-        recompute=freedom.recompute,
-        solver=solver,
-        optimizer_state_factor=question.optimizer_state_factor,
-        update_every=question.update_every,
-        tied=question.tied,
-        time_limit_s=None,
-        effort=10**9,
-    )
-
-
 def check_solved(drawn: Drawn, solver: str, *, proven: bool = True) -> None:
     """The answer is the best of all plans, proven; or it is that none fits."""
+    asked = {
+        "micro_batches": drawn.asked,
+        "stages": drawn.stages,
+        "pins": drawn.pins,
+        "replicas": drawn.freedom.replicas,
+        "recompute": drawn.freedom.recompute,
+        "solver": solver,
+        "effort": 10**9,
+    }
     if drawn.best_s is None:
         with pytest.raises(InfeasibleError):
-            solved(drawn, solver)
+            solved(drawn.question, **asked)
         return
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
         patch.setattr(state.SearchState, "keep_more", lambda self: None)
-        plan = solved(drawn, solver)
+        plan = solved(drawn.question, **asked)
     assert plan.solver.bound_s <= drawn.best_s * (1 + 1e-9)
     assert plan.predicted.period_s == pytest.approx(drawn.best_s, rel=1e-8)
     assert plan.solver.optimal or not proven

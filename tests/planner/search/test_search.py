@@ -13,6 +13,7 @@ from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
 from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL as STRAIGHT
 from helpers.drawn.problems import is_downset
+from helpers.drawn.questions import solved
 from helpers.plans import lone_stages
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -139,19 +140,15 @@ def best_of_all(question, freedom, counts):
     return best
 
 
-def solved(question, freedom, asked, solver):
+def found_plan(question, freedom, asked, solver):
     try:
-        return solve(
-            question.profile,
-            question.cluster,
-            question.variant,
+        return solved(
+            question,
             micro_batches=asked,
             replicas=freedom.replicas,
             recompute=freedom.recompute,
             **asdict(freedom.staleness),
             solver=solver,
-            optimizer_state_factor=1.0,
-            time_limit_s=None,
             effort=10**9,
         )
     except InfeasibleError:
@@ -167,7 +164,7 @@ def check_best(question, freedom, asked, solver):
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
         patch.setattr(state.SearchState, "keep_more", lambda self: None)
-        plan = solved(question, freedom, asked, solver)
+        plan = found_plan(question, freedom, asked, solver)
     assert (plan is None) == (best is None)
     if plan is not None:
         assert plan.predicted.period_s == pytest.approx(best, rel=1e-8)
@@ -516,7 +513,7 @@ def test_a_stage_with_devices_behind_it_may_be_the_last():
     question = replace(question, cluster=cluster)
     # With both devices from its first one to the end, it needs no more than it does.
     assert stage_bytes(Relaxation(question, Freedom()).problem(Branch(1)), 0, 0b1, 0, 2) <= need
-    assert solved(question, Freedom(), None, "dp").stages[0].devices == (0,)
+    assert found_plan(question, Freedom(), None, "dp").stages[0].devices == (0,)
 
 
 def test_a_bound_knows_that_a_stage_that_sends_nothing_back_does_not_split():
@@ -535,7 +532,7 @@ def test_a_bound_knows_that_a_stage_that_sends_nothing_back_does_not_split():
     profile = msgspec.structs.replace(profile, layers=layers)
     for devices in (1, 2):
         question = Question(profile, uniform_cluster(devices), "zb-h1", profile.batch_size, 1.0)
-        plan = solved(question, Freedom(), None, "dp")
+        plan = found_plan(question, Freedom(), None, "dp")
         assert plan.solver.optimal
         whole = evaluate(question, lone_stages([["n0", "n1", "n2"]], [1]), 1)
         assert plan.predicted.period_s <= whole.prediction.period_s * (1 + 1e-9)

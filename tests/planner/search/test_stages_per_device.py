@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.cases import examples
-from helpers.drawn.questions import drawn_placed
+from helpers.drawn.questions import drawn_placed, solved
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.partition.placings import pattern
@@ -27,20 +27,12 @@ from timeprest.profiles.errors import InfeasibleError, PlanError
 
 
 def found_plan(drawn):
-    question = drawn.question
-    return solve(
-        question.profile,
-        question.cluster,
-        question.variant,
-        mini_batch=question.mini_batch,
-        optimizer_state_factor=question.optimizer_state_factor,
-        update_every=question.update_every,
-        tied=question.tied,
+    return solved(
+        drawn.question,
         micro_batches=drawn.asked,
         recompute=drawn.recompute,
         stages_per_device=drawn.per_device,
         placement=drawn.placement,
-        time_limit_s=None,
         effort=10**9,
     )
 
