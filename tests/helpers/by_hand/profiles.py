@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 from hypothesis import strategies as st
 from timeprest.profiles.profile import (
@@ -142,8 +144,30 @@ def with_parts(profile, draw):
     return msgspec.structs.replace(profile, layers=tuple(layers))
 
 
+def row_of_layers(layers, sent=8, last=8, **others):
+    """A profile of layers each of which sends something to the next one alone.
+
+    Args:
+        layers: as of `profile_by_hand`.
+        sent: bytes per sample from each to the next one; a number for all, or one for each.
+        last: of the result.
+    """
+    names = [name for name, *_ in layers]
+    sizes = [sent] * (len(names) - 1) if isinstance(sent, (int, float)) else sent
+    edges = [(a, b, f"t{k}", sizes[k]) for k, (a, b) in enumerate(pairwise(names))]
+    return profile_by_hand(layers, [*edges, (names[-1], "output", "last", last)], **others)
+
+
 def chain(count, parameters=100, saved=10):
     """A chain of equal layers."""
     layers = [(f"n{k}", parameters, 1e-3, 2e-3, saved, []) for k in range(count)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16) for k in range(count - 1)]
-    return profile_by_hand(layers, [*edges, (f"n{count - 1}", "output", "last", 4)])
+    return row_of_layers(layers, 16, 4)
+
+
+def without_gradients(profile, *names):
+    """No gradient for what these layers make, or for tensors of these names."""
+    edges = (
+        msgspec.structs.replace(e, needs_grad=not {e.producer, e.tensor} & {*names})
+        for e in profile.edges
+    )
+    return msgspec.structs.replace(profile, edges=tuple(edges))

@@ -10,7 +10,7 @@ from math import prod
 import msgspec
 import numpy as np
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import (
     INF,
@@ -300,9 +300,7 @@ def chains(draw):
     parameters = st.sampled_from([0, 10**6])
     layers = [(f"n{k}", draw(parameters), *each, 0, []) for k, each in enumerate(times)]
     sent = [draw(st.sampled_from([0, 0, 1000, 4000, 20_000])) for _ in range(count)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", sent[k]) for k in range(count - 1)]
-    edges.append((f"n{count - 1}", "output", "y", 8))
-    profile = profile_by_hand(layers, edges, sizes=(1,))
+    profile = row_of_layers(layers, sent[:-1], sizes=(1,))
     optimizer = msgspec.structs.replace(
         profile.optimizer, update_fixed_s=draw(st.sampled_from([0.0, 1e-3]))
     )
@@ -336,12 +334,6 @@ def check_all(drawn: Drawn) -> None:
     check_best(drawn)
     check_cuts(drawn)
     check_falling(drawn)
-
-
-def without_gradients(profile, *names):
-    """No gradient for what these layers make."""
-    edges = (msgspec.structs.replace(e, needs_grad=e.producer not in names) for e in profile.edges)
-    return msgspec.structs.replace(profile, edges=tuple(edges))
 
 
 def just_fits(question: Question, n: int) -> list[Drawn]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers.by_hand.profiles import profile_by_hand
+from helpers.by_hand.profiles import row_of_layers
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
@@ -22,8 +22,7 @@ def test_no_schedule_is_quicker_than_the_period_of_its_loads(seed):
     stages, n = rng.randint(2, 6), rng.randint(1, 8)
     names = [f"n{k}" for k in range(stages)]
     layers = [(name, 10, rng.uniform(1, 3), rng.uniform(2, 6), 10, []) for name in names]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 0) for k in range(stages - 1)]
-    profile = profile_by_hand(layers, [*edges, (names[-1], "output", "y", 0)], sizes=(1,))
+    profile = row_of_layers(layers, 0, 0, sizes=(1,))
     question = Question(profile, uniform_cluster(stages), "pipedream-flush", n, 1.0)
     relaxation = Relaxation(question, Freedom())
     problem = relaxation.problem(Branch(n), Assumptions(guess=True, identical=True))

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.dp.lattice import find_downsets
@@ -32,8 +32,7 @@ def drawn_question(seed, system, devices, memory=None):
         (f"n{k}", 100, rng.uniform(1, 3) * 1e-3, rng.uniform(1, 6) * 1e-3, rng.choice([9, 90]), [])
         for k in range(7)
     ]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(6)]
-    profile = profile_by_hand(layers, [*edges, ("n6", "output", "y", 8)], sizes=(1,))
+    profile = row_of_layers(layers, sizes=(1,))
     cluster = uniform_cluster(devices, memory, bandwidth="1000TB/s", latency="0s")
     return Question(profile, cluster, system, MICRO_BATCHES, 1.0)
 

@@ -31,7 +31,7 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.profiles.profile import Profile, SharedParameters
 from timeprest.tests.benchmarks.planner import published, sequences
-from timeprest.tests.helpers.by_hand.profiles import profile_by_hand
+from timeprest.tests.helpers.by_hand.profiles import profile_by_hand, row_of_layers
 from timeprest.tests.helpers.drawn.questions import drawn_cluster, drawn_profile
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -263,8 +263,7 @@ def filled() -> Asked:
     """Of layers that hold much, each must be alone on its stage: where cuts are even in time, they
     lie together."""
     layers = [(f"n{k}", 10, 1e-3, 2e-3, 4000 if k < 4 else 10, []) for k in range(20)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(19)]
-    profile = profile_by_hand(layers, [*edges, ("n19", "output", "last", 4)])
+    profile = row_of_layers(layers, 8, 4)
     cluster = Cluster(
         devices=tuple(Device(name=f"d{k}", memory_bytes=20_000) for k in range(2)),
         network=Network(bandwidth_bytes_per_s=1e9, latency_s=1e-5),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts
 from helpers.drawn.questions import Drawn, solved
@@ -263,12 +263,11 @@ def check_turns(plans, flights, *, exact: bool) -> None:
 @pytest.mark.parametrize("system", ["pipedream", "timeprest", "pipedream-flush", "gpipe"])
 def test_the_same_cut_on_other_devices_is_another_plan(system, homes):
     """Where devices are alike, but not what is between them."""
-    layers = [(f"n{k}", 100, 1e-3, 2e-3, 0, []) for k in range(2)]
-    edges = [("n0", "n1", "x", 1000), ("n1", "output", "y", 8)]
+    profile = row_of_layers([(f"n{k}", 100, 1e-3, 2e-3, 0, []) for k in range(2)], 1000)
     near, far = (Network(bandwidth_bytes_per_s=each, latency_s=0.0) for each in (1e9, 4e5))
     devices = tuple(Device(name=f"d{k}", machine=home) for k, home in enumerate(homes))
     cluster = Cluster(devices=devices, network=near, between_machines=far)
-    question = Question(profile_by_hand(layers, edges, sizes=(1, 2, 4)), cluster, system, 4, 1.0)
+    question = Question(profile, cluster, system, 4, 1.0)
     n = 1 if question.system.whole_mini_batches else 4
     check_proofs(all_alone(question, Freedom(), n))
 
@@ -298,8 +297,7 @@ def test_plans_of_nf1b_have_in_flight_what_memory_has_room_for():
     layers = [
         (f"n{k}", round(100 * 1.1**k), 1e-3, 2e-3, round(1200 * 0.9**k), []) for k in range(30)
     ]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", round(300 * 0.9**k)) for k in range(29)]
-    profile = profile_by_hand(layers, [*edges, ("n29", "output", "last", 4)], sizes=(1, 2, 16))
+    profile = row_of_layers(layers, [round(300 * 0.9**k) for k in range(29)], 4, sizes=(1, 2, 16))
     plan = solve(
         profile,
         uniform_cluster(6, "90000B", "1GB/s"),
@@ -333,8 +331,7 @@ def test_what_passes_a_stage_keeps_a_wire_busy(system):
 def test_a_cut_is_looked_for_anew_where_its_plan_needs_more_than_is_known_of_it():
     """Messages that wait for the slow wire take more of the best cut than bounds know of."""
     layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(12)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 100 if k < 6 else 8) for k in range(11)]
-    profile = profile_by_hand(layers, [*edges, ("n11", "output", "y", 8)], sizes=(1,))
+    profile = row_of_layers(layers, [100] * 6 + [8] * 5, sizes=(1,))
     devices = uniform_cluster(4, "1900B", bandwidth="5KB/s", latency="0s")
     question = Question(profile, devices, "pipedream-2bw", 4, 1.0)
     search = explore(question, SearchRequest(stages=4, micro_batches=4), lambda *_: None)
@@ -446,8 +443,7 @@ def test_bounds_of_gpipe_have_its_longest_forwards_and_its_longest_backwards():
     """On whatever stages these are."""
     times = [(4e-3, 1e-3), *[(1e-3, 1e-3)] * 4, (1e-3, 4e-3)]
     layers = [(f"n{k}", 0, *seconds, 10, []) for k, seconds in enumerate(times)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 0) for k in range(5)]
-    profile = profile_by_hand(layers, [*edges, ("n5", "output", "last", 0)])
+    profile = row_of_layers(layers, 0, 0)
     cluster = uniform_cluster(3, None, 1e9, 0.0)
     asked = {"mini_batch": 4, "micro_batches": 4, "stages": 3, "time_limit_s": None}
     plan = solve(profile, cluster, "gpipe", **asked)
@@ -482,13 +478,7 @@ def test_stages_are_in_a_chain_where_gradients_come_back_all_along_it():
     layers = [(f"n{k}", 0, 1e-3, 1e-3, 10, []) for k in range(3)]
     edges = [("n0", "n1", "x", 8), ("n1", "n2", "y", 8), ("n2", "output", "last", 0)]
     profile = profile_by_hand([*layers], [*edges, ("n0", "n2", "skip", 8)])
-    detached = tuple(
-        msgspec.structs.replace(edge, needs_grad=edge.tensor != "y") for edge in profile.edges
-    )
-    for each, chained in (
-        (profile, True),
-        (msgspec.structs.replace(profile, edges=detached), False),
-    ):
+    for each, chained in ((profile, True), (without_gradients(profile, "y"), False)):
         question = Question(each, uniform_cluster(3, None, 1e9, 0.0), "gpipe", 4, 0.0)
         search = explore(question, SearchRequest(micro_batches=4, stages=3), lambda *_: None)
         (branch,) = search.branches

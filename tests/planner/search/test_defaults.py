@@ -6,7 +6,7 @@ from unittest.mock import ANY
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search import defaults
 from timeprest.planner.search.answer.recheck import recheck, was_edited
@@ -20,12 +20,9 @@ FAST = {"bandwidth": "1TB/s", "latency": "0s"}
 
 def tied_chain(count):
     """A chain whose first and last layer share their parameters."""
-    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(count)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16) for k in range(count - 1)]
-    profile = profile_by_hand(layers, [*edges, (f"n{count - 1}", "output", "last", 4)])
     ends = ("n0", f"n{count - 1}")
     shared = SharedParameters(layers=ends, parameter_bytes=100)
-    return msgspec.structs.replace(profile, tied=(ends,), shared=(shared,))
+    return msgspec.structs.replace(chain(count), tied=(ends,), shared=(shared,))
 
 
 def chosen(plan):
@@ -143,8 +140,7 @@ def test_devices_with_several_stages_compute_again_only_where_they_must():
 def test_two_stages_on_each_device_where_that_is_soon_found_to_pay(monkeypatch):
     """Three layers halve on two devices where these have several stages, in a small question."""
     layers = [(f"n{k}", 100, 1e-3 * w, 2e-3 * w, 10, []) for k, w in enumerate((1, 2, 1))]
-    edges = [("n0", "n1", "a", 16), ("n1", "n2", "b", 16), ("n2", "output", "c", 4)]
-    profile, cluster = profile_by_hand(layers, edges), uniform_cluster(2, **FAST)
+    profile, cluster = row_of_layers(layers, 16, 4), uniform_cluster(2, **FAST)
     plan, one = best_plan(profile, cluster), best_plan(profile, cluster, stages_per_device=1)
     assert plan.placement
     assert plan.predicted.period_s <= one.predicted.period_s * (1 - LEAST_GAIN)

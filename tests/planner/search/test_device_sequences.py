@@ -7,7 +7,7 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import profile_by_hand
+from helpers.by_hand.profiles import profile_by_hand, row_of_layers
 from helpers.drawn.questions import with_links
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
@@ -31,8 +31,7 @@ SYSTEMS = ("timeprest", "pipedream", "gpipe", "pipedream-flush", "pipedream-2bw"
 def layers_of(times, tensor=16):
     """A chain whose layers' forwards take so many ms, and backwards twice that."""
     layers = [(f"n{k}", 100, ms * 1e-3, ms * 2e-3, 10, []) for k, ms in enumerate(times)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", tensor) for k in range(len(times) - 1)]
-    return profile_by_hand(layers, [*edges, (f"n{len(times) - 1}", "output", "last", 4)])
+    return row_of_layers(layers, tensor, 4)
 
 
 def devices(*speeds, **fields):
@@ -327,9 +326,7 @@ def test_devices_as_listed_come_first_each_time(monkeypatch):
 def test_large_tensors_stay_in_a_machine():
     """Two machines with a fast and a slow device each; only one of three cuts is cheap."""
     layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(4)]
-    sizes = [10**6, 16, 10**6]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", sizes[k]) for k in range(3)]
-    profile = profile_by_hand(layers, [*edges, ("n3", "output", "last", 4)])
+    profile = row_of_layers(layers, [10**6, 16, 10**6], 4)
     homes = ("a", "b", "a", "b")
     cluster = Cluster(
         devices=tuple(
@@ -385,9 +382,7 @@ def test_replicas_may_be_on_one_machine_whose_devices_are_listed_apart(variant):
 
 def test_machines_of_several_sizes_are_tried_in_other_sequences():
     """Devices are alike; where the wire between machines lies makes the difference."""
-    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(3)]
-    edges = [("n0", "n1", "t0", 16), ("n1", "n2", "t1", 50_000), ("n2", "output", "last", 4)]
-    profile = profile_by_hand(layers, edges)
+    profile = row_of_layers([(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(3)], [16, 50_000], 4)
     apart = Cluster(
         devices=tuple(Device(name=f"d{k}", machine=m) for k, m in enumerate("xxy")),
         network=LINK,

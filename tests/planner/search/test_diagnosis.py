@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search import state
@@ -18,8 +18,7 @@ from timeprest.profiles.errors import InfeasibleError
 def test_what_would_do_for_a_large_model_does(monkeypatch, system):
     monkeypatch.setattr(state, "_LARGE", 0)
     layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
-    profile = profile_by_hand(layers, edges)
+    profile = row_of_layers(layers)
     with pytest.raises(InfeasibleError) as info:
         solve(profile, uniform_cluster(2, "9kB"), system, micro_batches=4)
     words = str(info.value).split("What would do: ")[1]

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, row_of_layers
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
@@ -20,12 +20,9 @@ from timeprest.profiles.errors import PlanError
 NEAR = {"latency": "1us", "bandwidth": "100GB/s"}
 
 
-def of_times(*times, nbytes=100):
+def of_times(*times):
     """A chain of layers that take so many milliseconds, and twice that backwards."""
-    names = [f"n{k}" for k in range(len(times))]
-    layers = [(n, nbytes, 1e-3 * t, 2e-3 * t, 8, []) for n, t in zip(names, times, strict=True)]
-    edges = zip(names, [*names[1:], "output"], names, strict=True)
-    return profile_by_hand(layers, [(a, b, f"t{name}", 8) for a, b, name in edges])
+    return row_of_layers([(f"n{k}", 100, 1e-3 * t, 2e-3 * t, 8, []) for k, t in enumerate(times)])
 
 
 def cut(question, borders, limits, n=1):

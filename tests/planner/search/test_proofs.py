@@ -9,12 +9,20 @@ from __future__ import annotations
 import json
 import os
 from itertools import product
+from typing import Any
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, measurement, profile_by_hand
+from helpers.by_hand.profiles import (
+    chain,
+    measurement,
+    profile_by_hand,
+    row_of_layers,
+    without_gradients,
+)
 from helpers.drawn.questions import Drawn, all_plans, drawn, solved
 from helpers.paths import PUBLISHED, published
+from helpers.plans import lone_stages
 from timeprest.cli.tables.plan import piling_up
 from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.links import Network
@@ -24,7 +32,6 @@ from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.problem import stage_bytes, stage_load
-from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans, state
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import memory as kept_bytes
@@ -44,6 +51,13 @@ MOST_BOUNDED = 40
 def numbers() -> range:
     first, _, last = os.environ.get("TIMEPREST_DRAWS", "28").rpartition("-")
     return range(int(first or 0), int(last))
+
+
+def drawn_or_skip(number: int, *most: int, **how: Any) -> Drawn:
+    found = drawn(number, *most, **how)
+    if found is None:
+        pytest.skip("too many plans to try, or none")
+    return found
 
 
 def check_solved(drawn: Drawn, solver: str, *, proven: bool = True) -> None:
@@ -125,9 +139,7 @@ def of_stages(mode, ways, nodes):
 def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
     # All sets count as one where they may.
     monkeypatch.setattr(kept_bytes, "_ABOUT_NO_TIME", 1.0)
-    found = drawn(number)
-    if found is None:
-        pytest.skip("too many plans to try, or none")
+    found = drawn_or_skip(number)
     check_bounds(found)
     for solver in ("dp", "ilp"):
         check_solved(found, solver)
@@ -137,9 +149,7 @@ def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
 @pytest.mark.parametrize("number", numbers()[::2])
 def test_what_is_proven_on_devices_of_several_kinds_is_so(number):
     """Not all is: bounds go by the least that any kind takes for a layer, over its speed."""
-    found = drawn(number, 200, kinds=True)
-    if found is None:
-        pytest.skip("too many plans to try, or none")
+    found = drawn_or_skip(number, 200, kinds=True)
     check_bounds(found)
     check_solved(found, "dp", proven=False)
 
@@ -148,9 +158,7 @@ def test_what_is_proven_on_devices_of_several_kinds_is_so(number):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(40))
 def test_links_of_pairs_and_times_by_size_make_no_proof_false(number):
-    found = drawn(number, linked=True)
-    if found is None:
-        pytest.skip("too many plans to try, or none")
+    found = drawn_or_skip(number, linked=True)
     check_bounds(found)
     check_solved(found, "dp")
 
@@ -163,9 +171,7 @@ def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
     monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
     for module in (rising, solvers):
         monkeypatch.setattr(module, "FEW", 0)
-    found = drawn(number)
-    if found is None:
-        pytest.skip("too many plans to try, or none")
+    found = drawn_or_skip(number)
     check_solved(found, "dp")
 
 
@@ -175,9 +181,7 @@ def test_forwards_that_count_for_less_bound_no_plan_from_above(number, monkeypat
     """Layers with most of the work in their forwards, as many as half of all, are cut short."""
     monkeypatch.setattr(layer_graph, "_LEFT_OUT", 0.5)
     monkeypatch.setattr(layer_graph, "_WORTH_IT", 0.0)
-    found = drawn(number, systems=("pipedream-flush", "gpipe"))
-    if found is None:
-        pytest.skip("too many plans to try, or none")
+    found = drawn_or_skip(number, systems=("pipedream-flush", "gpipe"))
     check_bounds(found)
 
 
@@ -186,8 +190,7 @@ def test_forwards_that_count_for_less_do_so_in_all_of_the_work(monkeypatch):
     beside them, and nothing but 1 + 6 + 2 · 1 ms bounds the period."""
     monkeypatch.setattr(layer_graph, "_LEFT_OUT", 0.5)
     layers = [("n0", 0, 1e-3, 1e-3, 0, []), ("n1", 0, 2e-3, 4e-3, 0, [])]
-    edges = [("n0", "n1", "t", 1), ("n1", "output", "y", 4)]
-    profile = profile_by_hand(layers, edges, sizes=(1,))
+    profile = row_of_layers(layers, 1, 4, sizes=(1,))
     question = Question(profile, on_machines("aaa", FAST), "pipedream-flush", 2, 1.0)
     found = all_of(question, Freedom(replicas=True))
     check_bounds(found)
@@ -201,8 +204,7 @@ def test_a_layer_that_nearly_only_runs_forward_does_not_weaken_the_bound():
 
     def speeds(addition_s):
         layers = [("n0", 0, 1e-3, 2e-3, 0, []), ("add", 0, addition_s, 0.0, 0, [])]
-        edges = [("n0", "add", "t", 16), ("add", "output", "y", 4)]
-        profile = profile_by_hand(layers, edges, sizes=(1,))
+        profile = row_of_layers(layers, 16, 4, sizes=(1,))
         question = Question(profile, on_machines("a" * 8, FAST), "pipedream-flush", 8, 1.0)
         problem = Relaxation(question, ALONE).problem(Branch(8), Assumptions(view="return"))
         return problem.place(0, 8).speed, problem.modes[0].compute_s
@@ -292,21 +294,10 @@ def test_links_inside_and_between_machines_differ(homes, network, between):
     check(all_of(asked_of(chain(3), on_machines(homes, network, between), "pipedream"), freedom))
 
 
-def without_gradients(profile, *names):
-    """No gradient for what these layers make, or for tensors of these names."""
-    edges = (
-        msgspec.structs.replace(e, needs_grad=not {e.producer, e.tensor} & {*names})
-        for e in profile.edges
-    )
-    return msgspec.structs.replace(profile, edges=tuple(edges))
-
-
 def layers_alike(count, nbytes=1000, sizes=(1, 2, 4)):
     """A chain of layers that take 3 ms per sample, and what they send, in bytes per sample."""
     layers = [(f"n{k}", 0, 1e-3, 2e-3, 0, []) for k in range(count)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", nbytes) for k in range(count - 1)]
-    last = (f"n{count - 1}", "output", "y", 8)
-    return profile_by_hand(layers, [*edges, last], sizes=sizes)
+    return row_of_layers(layers, nbytes, sizes=sizes)
 
 
 def no_gradient_comes_back():
@@ -411,9 +402,8 @@ def test_stages_without_parameters_sum_no_gradients():
 
 def test_the_loss_is_not_computed_again_with_the_last_layer():
     layers = [("n0", 0, 1e-3, 2e-3, 10, []), ("n1", 0, 1e-4, 2e-4, 1000, [])]
-    edges = [("n0", "n1", "t", 8), ("n1", "output", "y", 4)]
     loss = [measurement(m, m * 2e-3, m * 2e-3, 0) for m in (1, 2, 4)]
-    profile = profile_by_hand(layers, edges, loss=loss)
+    profile = row_of_layers(layers, 8, 4, loss=loss)
     question = asked_of(profile, on_machines("aa", FAST, memory_bytes=10**9), "gpipe")
     check(all_of(question, Freedom(recompute="selective"), asked=2))
 
@@ -451,14 +441,9 @@ def test_stages_that_nothing_comes_to_may_run_ahead_of_the_first():
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_messages_pile_up_behind_a_stage_that_nothing_comes_back_from(slow):
     layers = [(f"n{k}", 0, 1e-3 * (1 + 2 * (k == slow)), 1e-3, 0, []) for k in range(3)]
-    edges = [("n0", "n1", "t0", 8), ("n1", "n2", "t1", 8), ("n2", "output", "t2", 8)]
-    profile = without_gradients(profile_by_hand(layers, edges), "n0")
+    profile = without_gradients(row_of_layers(layers), "n0")
     question = asked_of(profile, on_machines("aaa", FAST), "pipedream")
-    stages = tuple(
-        PlanStage(nodes=(f"n{k}",), devices=(k,), in_flight=limit)
-        for k, limit in enumerate((3, 2, 1))
-    )
-    found = evaluate(question, stages, 1)
+    found = evaluate(question, lone_stages([["n0"], ["n1"], ["n2"]], (3, 2, 1)), 1)
     ahead = running_ahead(found.pipeline, found.prediction.period_s)
     # The first one is held up by nothing behind it, the second one by the third.
     assert [(link.source, link.target) for link, _ in ahead] == [(0, 1)][: slow > 0]

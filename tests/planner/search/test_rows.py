@@ -9,7 +9,7 @@ from math import inf
 import msgspec
 import numpy as np
 import pytest
-from helpers.by_hand.profiles import profile_by_hand
+from helpers.by_hand.profiles import profile_by_hand, row_of_layers
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import drawn_alone
 from helpers.drawn.questions import drawn_placed
@@ -126,10 +126,8 @@ def test_what_is_carried_isnt_followed_where_that_makes_many_links(monkeypatch):
 def asked(system, times, kept=0, memory=None, bandwidth="1000TB/s"):
     """Layers in a row, mini-batches of four samples."""
     layers = [(f"n{k}", 0, 1e-3 * f, 1e-3 * b, kept, []) for k, (f, b) in enumerate(times)]
-    ends = [*(f"n{k}" for k in range(1, len(times))), "output"]
-    edges = [(f"n{k}", end, f"t{k}", 8) for k, end in enumerate(ends)]
     cluster = uniform_cluster(4, memory, bandwidth=bandwidth, latency="0s")
-    return Question(profile_by_hand(layers, edges), cluster, system, 4, 1.0)
+    return Question(row_of_layers(layers), cluster, system, 4, 1.0)
 
 
 def bound_of(system, times, devices, *, along_path=False, kept=0, memory=None, low_s=1e-3):

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from helpers.by_hand.profiles import (
+    chain,
+    drawn_profiles,
+    profile_by_hand,
+    row_of_layers,
+    without_gradients,
+)
 from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL as STRAIGHT
 from helpers.drawn.problems import is_downset
@@ -270,8 +276,7 @@ def test_pinned_layers_are_where_they_were_asked_for():
 
 def test_replicas_halve_a_layer_that_cant_be_cut():
     layers = [("small", 0, 1e-3, 1e-3, 0, []), ("large", 0, 4e-3, 4e-3, 0, [])]
-    edges = [("small", "large", "a", 8), ("large", "output", "b", 8)]
-    profile = profile_by_hand(layers, edges)
+    profile = row_of_layers(layers)
     fast = uniform_cluster(3, bandwidth="1TB/s", latency="0s")
     alone = solve(profile, fast, micro_batches=4)
     shared = solve(profile, fast, micro_batches=4, replicas=True)
@@ -405,8 +410,7 @@ def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
     assert trip_s == pytest.approx(cost.forward_s + cost.backward_s)
     assert relaxation.graph.returning_rows == [[0, 1, 2, 3]]
     # Where no gradient comes back, what is before doesn't wait for what is behind.
-    edges = [msgspec.structs.replace(e, needs_grad=e.producer != "n1") for e in chain(4).edges]
-    profile = msgspec.structs.replace(chain(4), edges=tuple(edges))
+    profile = without_gradients(chain(4), "n1")
     cut = Relaxation(Question(profile, uniform_cluster(4), "pipedream-2bw", 4, 1.0), Freedom())
     assert cut.graph.returning_rows == [[0, 1], [2, 3]]
     assert cut.seconds.round_trip_s(2) == pytest.approx(trip_s / 2)
@@ -478,11 +482,8 @@ def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
     monkeypatch.setattr(state, "_LARGE", 0)
     monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
     layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
     # Two layers with gradients and optimizer state, two versions of each, fit a device.
-    question = Question(
-        profile_by_hand(layers, edges), uniform_cluster(4, "9kB"), "pipedream-2bw", 4, 1.0
-    )
+    question = Question(row_of_layers(layers), uniform_cluster(4, "9kB"), "pipedream-2bw", 4, 1.0)
     found = explore(question, SearchRequest(micro_batches=4), lambda *_: None)
     found.bounds = dict.fromkeys(found.branches, 0.0)
     first_plans.try_blocks(found)

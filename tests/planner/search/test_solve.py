@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand, row_of_layers
 from helpers.drawn.cases import examples
 from helpers.plans import lone_stages
 from helpers.stage_costs import stage_cost, transfers
@@ -123,9 +123,7 @@ def test_a_balanced_chain_reaches_the_bound():
 def test_slow_links_move_the_cut():
     """Two cuts balance alike; the cheaper tensor crosses."""
     layers = [(f"n{k}", 10, 1e-3, 1e-3, 1, []) for k in range(4)]
-    sizes = [1e6, 8.0, 1e6]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", nbytes) for k, nbytes in enumerate(sizes)]
-    profile = profile_by_hand(layers, [*edges, ("n3", "output", "o", 4)])
+    profile = row_of_layers(layers, [1e6, 8.0, 1e6], 4)
     plan = solve(profile, uniform_cluster(2, bandwidth="1MB/s"), stages=2)
     assert [edge.tensor for edge in plan.edges] == ["t1"]
 
@@ -177,8 +175,7 @@ def test_nothing_fits_names_the_stage_and_the_bytes():
 
 def test_tied_layers_stay_together():
     layers = [(f"n{k}", 10, 1e-3, 1e-3, 1, []) for k in range(5)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(4)]
-    profile = profile_by_hand(layers, [*edges, ("n4", "output", "o", 4)], tied=[("n1", "n3")])
+    profile = row_of_layers(layers, 8, 4, tied=[("n1", "n3")])
     plan = solve(profile, uniform_cluster(3, **FAST), stages=3)
     assert [stage.nodes for stage in plan.stages] == [("n0",), ("n1", "n2", "n3"), ("n4",)]
     with pytest.raises(PlanError, match="3 stages at most"):

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.by_hand.profiles import chain, profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
 from helpers.drawn.questions import drawn_placed, solved
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
@@ -124,11 +124,15 @@ def test_the_cut_with_the_least_memory_is_looked_at_where_nothing_fits():
     """Of six layers that hold much none may be with another one; cuts that are even in time come
     nowhere near to that."""
     layers = [(f"n{k}", 10, 1e-3, 2e-3, 4000 if k < 6 else 10, []) for k in range(24)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(23)]
-    profile = profile_by_hand(layers, [*edges, ("n23", "output", "last", 4)])
+    profile = row_of_layers(layers, 8, 4)
     how = {"stages_per_device": 2, "placement": "v", "recompute": "on", "time_limit_s": None}
     plan = solve(profile, uniform_cluster(3, "20kB"), "timeprest", **how, effort=1000)
     assert [len(stage.nodes) for stage in plan.stages] == [1, 1, 1, 1, 1, 19]
+
+
+def of_times(*times):
+    """A row of layers that take so many ms for a sample, and twice that backwards."""
+    return row_of_layers([(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate(times)])
 
 
 def small(**how):
@@ -201,23 +205,20 @@ def test_placements_without_a_pinned_stage_are_left_out():
 
 
 def test_auto_takes_more_stages_only_where_they_pay():
-    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((2, 3, 1))]
-    edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
     fast = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
     asked = {"micro_batches": 1, "stages_per_device": None, "run_ahead": "auto"}
     # A cut can't balance them; the V whose bottom is the second layer does.
-    plan = solve(profile_by_hand(layers, edges), fast, **asked)
+    plan = solve(of_times(2, 3, 1), fast, **asked)
     assert [stage.devices[0] for stage in plan.stages] == [0, 1, 0]
     assert plan.predicted.period_s == pytest.approx(4 * 9e-3)
     assert plan.solver.optimal
     # A gain under 5 % isn't taken, nor called the best that can be had.
-    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((20, 21, 1))]
-    plan = solve(profile_by_hand(layers, edges), fast, **asked)
+    plan = solve(of_times(20, 21, 1), fast, **asked)
     assert [stage.devices[0] for stage in plan.stages] == [0, 1]
     assert plan.predicted.period_s == pytest.approx(4 * 66e-3)
     assert plan.solver.gap == pytest.approx(22 / 21 - 1)
     assert plan.solver.stopped == "asking 5% of several stages on each device, which gain 4.5%"
-    plan = solve(profile_by_hand(layers, edges), fast, **{**asked, "stages_per_device": 2})
+    plan = solve(of_times(20, 21, 1), fast, **{**asked, "stages_per_device": 2})
     assert plan.predicted.period_s == pytest.approx(4 * 63e-3)
     plan = solve(chain(6), fast, **asked)
     assert [stage.devices[0] for stage in plan.stages] == [0, 1]
@@ -266,9 +267,7 @@ def test_predictions_to_the_end_of_the_round_trip_can_be_counted():
     """Where the first layers are frozen, no gradients come back to them."""
 
     def frozen(count):
-        edges = chain(7).edges
-        without = (msgspec.structs.replace(edge, needs_grad=False) for edge in edges[:count])
-        return msgspec.structs.replace(chain(7), edges=(*without, *edges[count:]))
+        return without_gradients(chain(7), *(f"n{k}" for k in range(count)))
 
     asked = {"stages_per_device": 2, "stages": 4, "placement": "loop"}
     plan = solve(frozen(3), uniform_cluster(2), "spectrain", **asked)
@@ -281,11 +280,9 @@ def test_predictions_to_the_end_of_the_round_trip_can_be_counted():
 
 
 def test_cuts_that_a_wire_is_too_slow_for_are_passed_over():
-    sizes = (9, 8, 2, 7, 9, 1, 8, 6, 3)
-    layers = [(f"n{k}", 0, 1e-3, 2e-3, 0, []) for k in range(10)]
-    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 1000 * size) for k, size in enumerate(sizes)]
+    sizes = (9000, 8000, 2000, 7000, 9000, 1000, 8000, 6000, 3000)
     plan = solve(
-        profile_by_hand(layers, [*edges, ("n9", "output", "t", 8)]),
+        row_of_layers([(f"n{k}", 0, 1e-3, 2e-3, 0, []) for k in range(10)], sizes),
         uniform_cluster(2, bandwidth="500kB/s", latency="0s"),
         micro_batches=1,
         stages=4,
@@ -304,10 +301,9 @@ def test_cuts_that_a_wire_is_too_slow_for_are_passed_over():
 def test_borders_lie_where_little_is_sent_over_slow_links():
     """Cuts with even loads send so much that they were a tenth slower."""
     layers = [(f"n{k}", 0, 1e-3, 2e-3, 0, []) for k in range(24)]
-    ends = [*(f"n{k}" for k in range(1, 24)), "output"]
-    edges = [(f"n{k}", end, f"t{k}", round(4e6 * 0.7**k) + 100) for k, end in enumerate(ends)]
+    *sent, last = (round(4e6 * 0.7**k) + 100 for k in range(24))
     plan = solve(
-        profile_by_hand(layers, edges),
+        row_of_layers(layers, sent, last),
         uniform_cluster(4, bandwidth="100MB/s"),
         "interleaved-1f1b",
         stages=8,
@@ -349,8 +345,7 @@ def test_of_cuts_that_were_not_listed_nothing_is_claimed(how, monkeypatch):
 
 def test_of_many_ways_to_leave_devices_out_those_with_fast_ones_come_first():
     speeds = [0.1 + 0.01 * k for k in range(8)] + [1.0, 1.1]
-    listed = tuple(Device(name=f"d{k}", speed=speed) for k, speed in enumerate(speeds))
-    cluster = Cluster(devices=listed, network=Network(bandwidth_bytes_per_s=1e10, latency_s=1e-6))
+    cluster = cluster_of(*((speed, None) for speed in speeds))
     asked = {"stages": 4, "stages_per_device": 2, "micro_batches": 4}
     plan = solve(chain(4), cluster, "timeprest", **asked)
     assert {d for stage in plan.stages for d in stage.devices} == {8, 9}
@@ -359,9 +354,7 @@ def test_of_many_ways_to_leave_devices_out_those_with_fast_ones_come_first():
 
 
 def test_ways_to_leave_devices_out_that_were_not_looked_at_are_not_proven_worse(monkeypatch):
-    speeds = [0.5, 0.6, 0.7, 0.8]
-    listed = tuple(Device(name=f"d{k}", speed=speed) for k, speed in enumerate(speeds))
-    cluster = Cluster(devices=listed, network=Network(bandwidth_bytes_per_s=1e10, latency_s=1e-6))
+    cluster = cluster_of(*((speed, None) for speed in (0.5, 0.6, 0.7, 0.8)))
     asked = {"stages_per_device": 2, "micro_batches": 4, "stages": 4}
     best = solve(chain(4), cluster, "timeprest", **asked)
     # The slowest two alone.
@@ -426,11 +419,9 @@ def test_ways_to_leave_devices_out_are_not_gone_through_one_by_one(devices, monk
 
 
 def test_ctrl_c_before_several_stages_are_looked_at_leaves_a_true_bound(monkeypatch):
-    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((2, 3, 1))]
-    edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
     asked = {"micro_batches": 1, "stages_per_device": None}
     fast = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
-    best = solve(profile_by_hand(layers, edges), fast, **asked)
+    best = solve(of_times(2, 3, 1), fast, **asked)
     straight = solve_module._run_straight
 
     def interrupted(search, request):
@@ -438,7 +429,7 @@ def test_ctrl_c_before_several_stages_are_looked_at_leaves_a_true_bound(monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(solve_module, "_run_straight", interrupted)
-    plan = solve(profile_by_hand(layers, edges), fast, **asked)
+    plan = solve(of_times(2, 3, 1), fast, **asked)
     assert plan.solver.stopped == "interrupted"
     assert plan.predicted.period_s > best.predicted.period_s * 1.01
     assert plan.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
