@@ -16,17 +16,17 @@ from helpers.by_hand.profiles import (
     row_of_layers,
     without_gradients,
 )
+from helpers.drawn.bounds import MOST_BOUNDED, check_bounds
 from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL as STRAIGHT
-from helpers.drawn.problems import is_downset
-from helpers.drawn.questions import solved
+from helpers.drawn.questions import Drawn, all_plans, solved
 from helpers.plans import lone_stages
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import Question, evaluate, evaluate_within
-from timeprest.planner.partition.problem import Answer, members, stage_bytes, stage_load
+from timeprest.planner.partition.problem import Answer, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, limit_ranges
 from timeprest.planner.search import exploration, first_plans, state
 from timeprest.planner.search import solve as solving
@@ -34,7 +34,6 @@ from timeprest.planner.search.answer import diagnosis
 from timeprest.planner.search.answer.preference import Candidates, signed_plan
 from timeprest.planner.search.choices import (
     Branch,
-    Choice,
     Freedom,
     all_limits,
     capped,
@@ -55,44 +54,21 @@ from timeprest.profiles.errors import InfeasibleError, PlanError
 MOST_PLANS = 1500
 
 
-def all_choices(relaxation, micro_batches):
-    """Every cut with every number of devices and every mode for its stages."""
-    problem = relaxation.problem(Branch(micro_batches))
-    downsets = [d for d in range(problem.full + 1) if is_downset(problem, d)]
+def plans_of(question, freedom, asked):
+    """(N, stages) of all plans that are looked at, if they are few: which of equal devices are left
+    out makes no difference, and without limits of memory nothing is computed again."""
+    if freedom.recompute == "auto" and not Relaxation(question, freedom).limited:
+        freedom = replace(freedom, recompute="off")
 
-    def extend(below, first, stages):
-        if below == problem.full:
-            nodes, devices, again = zip(*stages, strict=True)
-            yield Choice(nodes, devices, again)
-            return
-        for above in downsets:
-            if below & ~above or above == below:
-                continue
-            names = tuple(problem.names[j] for j in members(above & ~below))
-            for option in problem.options:
-                mode = problem.modes[option.mode].name == "recompute"
-                last = problem.devices - option.replicas
-                # Equal devices: which of them are left out makes no difference.
-                starts = range(first, last + 1)
-                if relaxation.question.cluster.uniform:
-                    starts = starts[:1]
-                for start in starts:
-                    mine = tuple(range(start, start + option.replicas))
-                    yield from extend(
-                        above, start + option.replicas, [*stages, (names, mine, mode)]
-                    )
+    def alike(stages):
+        used = [d for stage in stages for d in stage.devices]
+        return question.cluster.uniform and used != list(range(len(used)))
 
-    yield from extend(0, 0, [])
-
-
-def all_plans(question, freedom, counts):
-    """(choice, N, limits) of every plan."""
-    relaxation = Relaxation(question, freedom)
-    for n in counts:
-        for choice in all_choices(relaxation, n):
-            if relaxation.allows(choice.stages, n):
-                for limits in all_limits(relaxation.limit_ranges(choice.stages), 10**6):
-                    yield choice, n, limits
+    different = (each for each in all_plans(question, freedom, asked) if not alike(each[1]))
+    # Too many are refused before any of them is evaluated.
+    plans = list(islice(different, MOST_PLANS + 1))
+    assume(len(plans) <= MOST_PLANS)
+    return plans
 
 
 @st.composite
@@ -132,14 +108,11 @@ def drawn_questions(draw, most):
     return question, freedom, counts
 
 
-def best_of_all(question, freedom, counts):
+def best_of_all(question, freedom, asked):
     """The shortest period of all plans that fit; None when none does."""
-    # Too many are refused before any of them is evaluated.
-    plans = list(islice(all_plans(question, freedom, counts), MOST_PLANS + 1))
-    assume(len(plans) <= MOST_PLANS)
     best, most = None, freedom.staleness.max_difference
-    for choice, n, limits in plans:
-        found = evaluate(question, choice.with_limits(limits), n)
+    for n, stages in plans_of(question, freedom, asked):
+        found = evaluate(question, stages, n)
         if not found.over_limit(question.cluster) and (most is None or found.difference <= most):
             period = found.prediction.period_s
             best = period if best is None else min(best, period)
@@ -163,10 +136,10 @@ def found_plan(question, freedom, asked, solver):
 
 def check_best(question, freedom, asked, solver):
     try:
-        counts = micro_batch_counts(question, asked)
+        micro_batch_counts(question, asked)
     except PlanError:
         assume(False)
-    best = best_of_all(question, freedom, counts)
+    best = best_of_all(question, freedom, asked)
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
         patch.setattr(state.SearchState, "keep_more", lambda self: None)
@@ -210,44 +183,13 @@ def test_the_ilp_finds_the_same(drawn):
 
 
 @settings(ALL, max_examples=examples(60))
-@given(drawn_questions(most=6), st.data())
-def test_a_bound_is_below_every_plan(drawn, data):
-    """What a stage costs in the relaxed problem, in any view, is never more than in a plan."""
+@given(drawn_questions(most=6))
+def test_a_bound_is_below_every_plan(drawn):
     question, freedom, asked = drawn
-    try:
-        counts = micro_batch_counts(question, asked)
-    except PlanError:
-        assume(False)
-    relaxation = Relaxation(question, freedom)
-    plans = []
-    for plan in all_plans(question, freedom, counts):
-        plans.append(plan)
-        assume(len(plans) < MOST_PLANS)
-    assume(plans)
-    choice, n, limits = data.draw(st.sampled_from(plans))
-    found = evaluate(question, choice.with_limits(limits), n)
-    alike = question.cluster.uniform and data.draw(st.booleans())
-    view = data.draw(st.sampled_from(relaxation.views))
-    problem = relaxation.problem(Branch(n), Assumptions(view=view, identical=alike))
-    position = {name: j for j, name in enumerate(problem.names)}
-    below = 0
-    for s in range(choice.stages):
-        layers = sum(1 << position[name] for name in choice.nodes[s])
-        mode = "recompute" if choice.recompute[s] else "plain"
-        (option,) = [
-            o
-            for o, option in enumerate(problem.options)
-            if option.replicas == len(choice.devices[s]) and problem.modes[option.mode].name == mode
-        ]
-        k = problem.devices - choice.devices[s][0]
-        if alike:
-            # Devices that the plan uses, without those left out.
-            k = sum(map(len, choice.devices[s:]))
-        load = stage_load(problem, below, layers, option, k)
-        assert load <= found.prediction.period_s * (1 + 1e-9)
-        nbytes = stage_bytes(problem, below, layers, option, k)
-        assert nbytes <= found.prediction.stages[s].memory_bytes * (1 + 1e-9) + 1
-        below |= layers
+    plans = plans_of(question, freedom, asked)
+    some = plans[:: max(len(plans) // MOST_BOUNDED, 1)]
+    found = [(n, evaluate(question, stages, n)) for n, stages in some]
+    check_bounds(Drawn(question, freedom, asked, found))
 
 
 def test_limits_never_rise_and_are_all_there():
@@ -462,10 +404,8 @@ def test_no_plan_is_faster_than_a_round_trip_of_what_may_be_in_flight(drawn, n, 
     )
     assume(n == 1 or not question.system.whole_mini_batches)
     trip_s = Relaxation(question, freedom).seconds.round_trip_s(n)
-    for number, (choice, _, limits) in enumerate(all_plans(question, freedom, [n])):
-        assume(number < MOST_PLANS)
-        found = evaluate(question, choice.with_limits(limits), n)
-        assert trip_s <= found.prediction.period_s * (1 + 1e-9)
+    for _, stages in plans_of(question, freedom, n):
+        assert trip_s <= evaluate(question, stages, n).prediction.period_s * (1 + 1e-9)
 
 
 def test_an_evaluation_that_takes_too_long_isnt_begun():
