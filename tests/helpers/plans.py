@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from helpers.by_hand.profiles import chain
@@ -142,6 +142,19 @@ def chain_plan(variant, stages=3, n=4, replicas=1, placement=()):
         for d, one in zip(placement, found, strict=True)
     )
     return make_plan(asked, evaluate(asked, found, n), REPORT)
+
+
+def even_stages(
+    names: Sequence[str], limits: Sequence[int], replicas: int
+) -> Iterator[tuple[PlanStage, ...]]:
+    """Every cut of these layers into stages with so many devices each."""
+    for inner in itertools.combinations(range(1, len(names)), len(limits) - 1):
+        borders = itertools.pairwise((0, *inner, len(names)))
+        nodes = [names[a:b] for a, b in borders]
+        yield tuple(
+            msgspec.structs.replace(stage, devices=tuple(range(s * replicas, (s + 1) * replicas)))
+            for s, stage in enumerate(lone_stages(nodes, limits))
+        )
 
 
 def lone_stages(nodes: Sequence[Sequence[str]], limits: Sequence[int]) -> tuple[PlanStage, ...]:

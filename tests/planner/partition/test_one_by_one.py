@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, row_of_layers
+from helpers.plans import even_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.one_by_one.any_replicas import least_kept_period
 from timeprest.planner.partition.one_by_one.equal_replicas import _rounded_up, least_period
-from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans
 from timeprest.planner.search.choices import Branch, Freedom, choice_of, in_flight_under
 from timeprest.planner.search.relaxed.places import Assumptions
@@ -120,20 +119,11 @@ def test_the_formula_for_equal_replicas_is_about_the_simulation(seed, replicas):
     simulated_s = period_of(question, problem, found.cut)
     assert found.period_s * 0.97 <= simulated_s <= found.period_s * 1.15
     names = [f"n{k}" for k in range(7)]
-    every = []
-    for count in range(1, 5):
-        for inner in combinations(range(1, 7), count - 1):
-            cuts = [0, *inner, 7]
-            limits = limits_of(question, count)
-            stages = tuple(
-                PlanStage(
-                    nodes=tuple(names[a:b]),
-                    devices=tuple(range(s * replicas, (s + 1) * replicas)),
-                    in_flight=limits[s],
-                )
-                for s, (a, b) in enumerate(pairwise(cuts))
-            )
-            every.append(evaluate(question, stages, MICRO_BATCHES).prediction.period_s)
+    every = (
+        evaluate(question, stages, MICRO_BATCHES).prediction.period_s
+        for count in range(1, 5)
+        for stages in even_stages(names, limits_of(question, count), replicas)
+    )
     assert simulated_s <= min(every) * 1.1
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles
 from helpers.drawn.cases import examples
-from helpers.plans import lone_stages
+from helpers.plans import even_stages, lone_stages
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
@@ -113,11 +112,11 @@ def test_a_bound_with_waits_is_sharper_and_no_plan_beats_it(system):
     question = question_of(profile, system, devices, n, "13kB")
     problem = problem_of(question, n)
     lattice = find_downsets(problem, 10_000)
-    plans = [
-        evaluate(question, stages, n)
-        for r in (1, 2, 4)
-        for stages in _even(profile, devices // r, r, question.system.flushes)
-    ]
+    names, plans = [layer.name for layer in profile.layers], []
+    for r in (1, 2, 4):
+        before = 1 if question.system.flushes else 2
+        limits = [*[before] * (devices // r - 1), 1]
+        plans += [evaluate(question, stages, n) for stages in even_stages(names, limits, r)]
     best = min(p.prediction.period_s for p in plans if not p.over_limit(question.cluster))
     with_waits = targets_of(problem, lattice)
     bare = targets_of(replace(problem, place=problem.place.with_waits(None)), lattice)
@@ -125,24 +124,6 @@ def test_a_bound_with_waits_is_sharper_and_no_plan_beats_it(system):
     assert low <= _least(with_waits, best) <= best * (1 + 1e-3)
     if system == "pipedream-flush":
         assert low * 1.02 < _least(with_waits, best)
-
-
-def _even(profile, stages, r, flushes):
-    names = [layer.name for layer in profile.layers]
-    for cuts in _borders(len(names), stages):
-        yield tuple(
-            PlanStage(
-                nodes=tuple(names[a:b]),
-                devices=tuple(range(s * r, s * r + r)),
-                in_flight=1 if flushes or s == stages - 1 else 2,
-            )
-            for s, (a, b) in enumerate(pairwise(cuts))
-        )
-
-
-def _borders(layers, stages):
-    for inner in combinations(range(1, layers), stages - 1):
-        yield (0, *inner, layers)
 
 
 def _least(solver, most):
