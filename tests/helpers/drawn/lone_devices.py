@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from helpers.drawn.pipelines import ALL
@@ -19,6 +19,7 @@ from helpers.drawn.questions import (
     looked_at,
     with_memory,
 )
+from hypothesis import assume
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles
 from timeprest.planner.partition.dp.lattice import find_downsets
@@ -76,6 +77,13 @@ def drawn_alone(
     question = replace(question, cluster=with_memory(rng, cluster, plans))
     found = [(n, plan) for plan in plans if looked_at(question, again, plan)]
     return Drawn(question, freedom, n, found)
+
+
+def some_alone(*asked: Any, **how: Any) -> Drawn:
+    """As `drawn_alone`; a test's drawn seed that has no such question is passed over."""
+    drawn = drawn_alone(*asked, **how)
+    assume(drawn is not None)
+    return drawn
 
 
 def in_any_sequence(

@@ -16,10 +16,10 @@ from helpers.drawn.lone_devices import (
     INF,
     all_alone,
     borders,
-    drawn_alone,
     kinds,
     parts,
     replicated,
+    some_alone,
 )
 from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
@@ -145,6 +145,11 @@ def check_falling(drawn: Drawn, *, any_sequence: bool = False) -> None:
             assert below[-1] <= part.best_s * SAME
 
 
+def check_all(drawn: Drawn, *, any_sequence: bool = False) -> None:
+    for check in (check_best, check_cuts, check_falling):
+        check(drawn, any_sequence=any_sequence)
+
+
 # Drawn questions --------------------------------------------------------------------------------
 
 
@@ -156,9 +161,7 @@ def check_falling(drawn: Drawn, *, any_sequence: bool = False) -> None:
 @example(185)
 @example(200)
 def test_no_plan_that_fits_is_below_the_bound(seed):
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
-    check_best(drawn)
+    check_best(some_alone(seed))
 
 
 @settings(max_examples=examples(60))
@@ -169,9 +172,7 @@ def test_no_plan_that_fits_is_below_the_bound(seed):
 @example(165)
 @example(185)
 def test_every_cut_of_plans_below_a_period_is_listed(seed):
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
-    check_cuts(drawn)
+    check_cuts(some_alone(seed))
 
 
 @settings(max_examples=examples(60))
@@ -180,19 +181,13 @@ def test_every_cut_of_plans_below_a_period_is_listed(seed):
 @example(1157)
 @example(45)
 def test_the_best_cut_is_listed_while_what_is_asked_for_falls(seed):
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
-    check_falling(drawn)
+    check_falling(some_alone(seed))
 
 
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_devices_may_come_in_any_sequence(seed):
-    drawn = drawn_alone(seed, 600, any_sequence=True)
-    assume(drawn is not None)
-    check_best(drawn, any_sequence=True)
-    check_cuts(drawn, any_sequence=True)
-    check_falling(drawn, any_sequence=True)
+    check_all(some_alone(seed, 600, any_sequence=True), any_sequence=True)
 
 
 @pytest.mark.parametrize("systems", REPLICATED, ids="-".join)
@@ -201,8 +196,7 @@ def test_devices_may_come_in_any_sequence(seed):
 def test_stages_may_have_replicas(systems, seed, stages):
     """No plan that fits is below the bound, and every cut of one below a period is listed with its
     replicas."""
-    drawn = drawn_alone(seed, 600, systems, replicas=True)
-    part = replicated(drawn, stages) if drawn is not None else None
+    part = replicated(some_alone(seed, 600, systems, replicas=True), stages)
     assume(part is not None and part.fitting)
     program, target = part.program, part.best_s * 1.3
     assert not above(program.best(0.0, INF).bound_s, part.best_s)
@@ -222,11 +216,7 @@ def test_stages_may_have_replicas(systems, seed, stages):
 @given(seeds)
 def test_what_takes_turns_is_bound_and_listed(seed):
     """More of the systems of 1F1B without a flush."""
-    drawn = drawn_alone(seed, systems=ONE_BY_ONE)
-    assume(drawn is not None)
-    check_best(drawn)
-    check_cuts(drawn)
-    check_falling(drawn)
+    check_all(some_alone(seed, systems=ONE_BY_ONE))
 
 
 @settings(max_examples=examples(36))
@@ -237,8 +227,7 @@ def test_what_takes_turns_is_bound_and_listed(seed):
 def test_a_cut_has_in_flight_what_its_messages_take(seed):
     """Also those past a stage: none that keeps to the period, or to the next longer one that the
     memory allows, is left for what tables know of."""
-    drawn = drawn_alone(seed, systems=ONE_BY_ONE)
-    assume(drawn is not None)
+    drawn = some_alone(seed, systems=ONE_BY_ONE)
     for part in parts(drawn):
         program = part.program
         periods = sorted({found.prediction.period_s for found in part.fitting})
@@ -269,8 +258,7 @@ def everywhere(program: CriticalCycles, _: float) -> list[np.ndarray]:
 def test_tables_of_fewer_stages_say_the_same(seed):
     """Without those that devices before and behind leave too much to do, or that no cut for a
     longer period has, as with them all; where pipelines flush, no less."""
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
+    drawn = some_alone(seed)
     for _, program, _, _, _ in parts(drawn):
         answer = program.best(0.0, INF)
         if answer.cut is None:
@@ -328,12 +316,6 @@ def test_of_chains_the_bound_is_the_best_period(question):
 
 
 # Causes -----------------------------------------------------------------------------------------
-
-
-def check_all(drawn: Drawn) -> None:
-    check_best(drawn)
-    check_cuts(drawn)
-    check_falling(drawn)
 
 
 def just_fits(question: Question, n: int) -> list[Drawn]:

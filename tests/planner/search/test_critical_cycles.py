@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
-from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts
+from helpers.drawn.lone_devices import all_alone, borders, drawn_alone, parts, some_alone
 from helpers.drawn.questions import Drawn, solved
 from helpers.drawn.questions import drawn as any_drawn
 from hypothesis import assume, example, given, settings
@@ -98,8 +98,7 @@ def check_proofs(drawn: Drawn) -> None:
 @example(1209)
 @example(4261)
 def test_no_plan_is_below_what_cycles_prove(seed):
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
+    drawn = some_alone(seed)
     assume(drawn.fitting)
     check_proofs(drawn)
 
@@ -144,8 +143,7 @@ def test_what_cycles_say_of_plans_with_pins_and_without_replicas_is_so(seed):
 @given(seeds, st.sampled_from([500, 20_000]))
 def test_a_plan_called_optimal_is_so(seed, effort):
     """With little effort, so that it is the bounds that prove."""
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
+    drawn = some_alone(seed)
     try:
         plan = solved(drawn.question, effort=effort, **asked_of(drawn))
     except InfeasibleError:
@@ -183,8 +181,7 @@ def test_where_tables_would_take_too_long_bounds_along_a_path_hold(first, monkey
 @given(seeds)
 def test_cycles_of_a_cut_that_flushes_take_no_longer_than_its_plan(seed):
     """In which way soever: the longest one of the cut itself, and what is known of all cuts."""
-    drawn = drawn_alone(seed, systems=FLUSHING)
-    assume(drawn is not None)
+    drawn = some_alone(seed, systems=FLUSHING)
     for part in parts(drawn):
         program = part.program
         for plan in part.fitting:
@@ -208,8 +205,7 @@ def steps_of(program: CriticalCycles, plan: Evaluation) -> list[CycleStep]:
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_the_turns_of_a_cut_leave_no_limits_a_shorter_period(seed):
-    drawn = drawn_alone(seed, systems=ONE_BY_ONE)
-    assume(drawn is not None)
+    drawn = some_alone(seed, systems=ONE_BY_ONE)
     cluster = drawn.question.cluster
     exact = cluster.flat and not cluster.network.half_duplex and cluster.network.overlap
     for part in parts(drawn):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers.by_hand.profiles import profile_by_hand, row_of_layers
 from helpers.drawn.cases import examples
-from helpers.drawn.lone_devices import drawn_alone
+from helpers.drawn.lone_devices import some_alone
 from helpers.drawn.questions import drawn_placed
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
@@ -73,8 +73,7 @@ def test_no_plan_is_below_its_bound(first, linked, monkeypatch):
 @settings(max_examples=examples(60))
 @given(st.integers(0, 10**5))
 def test_no_plan_with_a_device_for_each_stage_is_below_its_bound_along_the_path(seed):
-    drawn = drawn_alone(seed)
-    assume(drawn is not None)
+    drawn = some_alone(seed)
     question = drawn.question
     relaxation, placed = Relaxation(question, drawn.freedom), {}
     for plan in drawn.fitting:
@@ -85,6 +84,13 @@ def test_no_plan_with_a_device_for_each_stage_is_below_its_bound_along_the_path(
         chains = Rows(relaxation, lattice, n, along_path=True).chains(devices)
         for below_s in (min(periods), inf):
             assert chains.bound(0.1 * min(periods), below_s).bound_s <= min(periods) * SAME
+
+
+def rows_of(question, *, along_path=False):
+    """Of four micro-batches."""
+    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
+    return Rows(relaxation, lattice, 4, along_path=along_path)
 
 
 def residual(sent):
@@ -102,9 +108,7 @@ def test_a_tensor_that_passes_stages_keeps_their_wires_busy(devices, messages):
     there, too."""
     cluster = uniform_cluster(3, bandwidth="1MB/s", latency="0s")
     question = Question(residual(10_000), cluster, "timeprest", 4, 1.0)
-    relaxation = Relaxation(question, Freedom()).with_several_stages()
-    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-    found = Rows(relaxation, lattice, 4).chains(devices).bound(1e-2, inf)
+    found = rows_of(question).chains(devices).bound(1e-2, inf)
     # Four micro-batches of a sample each.
     assert found.bound_s >= 4 * messages * 10e-3 * 0.99
     assert found.bound_s < 4 * (messages + 1) * 10e-3
@@ -113,11 +117,9 @@ def test_a_tensor_that_passes_stages_keeps_their_wires_busy(devices, messages):
 def test_what_is_carried_isnt_followed_where_that_makes_many_links(monkeypatch):
     cluster = uniform_cluster(3, bandwidth="1MB/s", latency="0s")
     question = Question(residual(10_000), cluster, "timeprest", 4, 1.0)
-    relaxation = Relaxation(question, Freedom()).with_several_stages()
-    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-    many = Rows(relaxation, lattice, 4)
+    many = rows_of(question)
     monkeypatch.setattr(rows_of_stages, "_MOST_LINKS", len(many.links.begin) - 1)
-    few = Rows(relaxation, lattice, 4)
+    few = rows_of(question)
     assert len(few.links.begin) < len(many.links.begin)
     bounds_s = [rows.chains((0, 1, 0, 2)).bound(1e-2, inf).bound_s for rows in (few, many)]
     assert 0 < bounds_s[0] < bounds_s[1]
@@ -139,9 +141,7 @@ def bound_of(system, times, devices, *, along_path=False, kept=0, memory=None, l
         low_s: no period is shorter.
     """
     question = asked(system, times, kept, memory)
-    relaxation = Relaxation(question, Freedom()).with_several_stages()
-    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-    rows = Rows(relaxation, lattice, 4, along_path=along_path)
+    rows = rows_of(question, along_path=along_path)
     return 1e3 * rows.chains(devices).bound(low_s, inf).bound_s
 
 
@@ -178,9 +178,7 @@ def test_in_a_given_sequence_no_plan_is_below_its_longest_path(bandwidth, along_
     question, devices = asked("interleaved-1f1b", times, bandwidth=bandwidth), (0, 1, 2, 0, 1, 2)
     stages = [PlanStage(nodes=(f"n{k}",), devices=(d,), in_flight=1) for k, d in enumerate(devices)]
     period_s = evaluate(question, stages, 4).prediction.period_s
-    relaxation = Relaxation(question, Freedom()).with_several_stages()
-    lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-    rows = Rows(relaxation, lattice, 4, along_path=along_path)
+    rows = rows_of(question, along_path=along_path)
     found = rows.chains(devices).bound(1e-3, 1.5 * period_s)
     assert found.bound_s == pytest.approx(period_s, rel=1e-3)
     # Where no plan is known no path is.
@@ -208,9 +206,7 @@ def test_copies_of_tied_parameters_are_summed(system, devices, every, besides_s,
     period_s = evaluate(tied, stages, 4).prediction.period_s
     bounds_s = []
     for each in (question, tied):
-        relaxation = Relaxation(each, Freedom()).with_several_stages()
-        lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
-        rows = Rows(relaxation, lattice, 4, along_path=along_path)
+        rows = rows_of(each, along_path=along_path)
         bounds_s.append(rows.chains(devices).bound(1e-3, 2 * period_s).bound_s)
     assert bounds_s[1] - bounds_s[0] == pytest.approx(besides_s, abs=1e-4)
     assert bounds_s[1] <= period_s * SAME
