@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -166,6 +167,23 @@ def drawn_problems(draw, most=7, devices=4):
         stages=stages,
         pins=pins,
     )
+
+
+def by_hand(compute, needs, tensors=(), devices=2, **changes) -> StageProblem:
+    """Layers with these times, on equal devices without limits, one replica each."""
+    n = len(compute)
+    zeros = np.zeros(n)
+    found = StageProblem(
+        names=tuple(f"layer{j}" for j in range(n)),
+        needs=tuple(needs),
+        tensors=tuple(tensors),
+        modes=(Mode("plain", np.array(compute, dtype=float), zeros, zeros),),
+        options=(Option(1),),
+        parameter_bytes=zeros,
+        devices=devices,
+        place=lambda o, k: Place(),
+    )
+    return replace(found, **changes)
 
 
 def is_downset(problem: StageProblem, mask: int) -> bool:

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from helpers.drawn import lattices
 from helpers.drawn.cases import examples
-from helpers.drawn.problems import INF, all_cuts, best_cut, brute_force, drawn_problems, is_downset
+from helpers.drawn.problems import (
+    INF,
+    all_cuts,
+    best_cut,
+    brute_force,
+    by_hand,
+    drawn_problems,
+    is_downset,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import cost_tables, minimax
@@ -21,7 +29,7 @@ from timeprest.planner.partition.dp.lattice import Containment, find_downsets, j
 from timeprest.planner.partition.dp.minimax import minimax_with_bound
 from timeprest.planner.partition.dp.sweep import OutOfTime
 from timeprest.planner.partition.problem import CutTensor as Edge
-from timeprest.planner.partition.problem import Mode, Option, Place, StageProblem, cut_load, members
+from timeprest.planner.partition.problem import Option, Place, cut_load, members
 from timeprest.planner.partition.warm_start import (
     around,
     cheapest,
@@ -43,28 +51,6 @@ VARIANTS = {
     ),
     "many words": ((dp_lattice, "WORD_BITS", 4),),
 }
-
-
-ONE = (Option(1),)
-
-
-def by_hand(compute, needs, devices=2, tensors=(), options=ONE, **others):
-    n = len(compute)
-    zeros = np.zeros(n)
-    arguments = {"place": lambda o, k: Place(), "parameter_bytes": zeros} | others
-    return StageProblem(
-        names=tuple(f"layer{j}" for j in range(n)),
-        needs=tuple(needs),
-        tensors=tuple(tensors),
-        modes=(Mode("plain", np.array(compute, dtype=float), zeros, zeros),),
-        options=tuple(options),
-        devices=devices,
-        **arguments,
-    )
-
-
-def chain_needs(n):
-    return [0, *(1 << j for j in range(n - 1))]
 
 
 def solve(problem, **arguments):
@@ -264,7 +250,7 @@ def test_a_target_may_fall_while_cuts_are_listed(problem):
 
 
 def test_a_chain_of_equal_layers_is_cut_evenly():
-    cut = solve(by_hand([1.0] * 12, chain_needs(12), devices=4))
+    cut = solve(by_hand([1.0] * 12, lattices.chain(12), devices=4))
     assert layers_of(cut) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert cut.objective_s == 3.0
     assert [stage.k for stage in cut.stages] == [4, 3, 2, 1]
@@ -272,14 +258,14 @@ def test_a_chain_of_equal_layers_is_cut_evenly():
 
 def test_devices_that_dont_help_are_left_out():
     """A layer of 10 can't be cut: 2 devices are as good as 5, and the cut after it as any."""
-    cut = solve(by_hand([10.0, 1, 2, 3, 4], chain_needs(5), devices=5))
+    cut = solve(by_hand([10.0, 1, 2, 3, 4], lattices.chain(5), devices=5))
     assert layers_of(cut) == [[0], [1, 2, 3, 4]]
     assert [stage.k for stage in cut.stages] == [5, 4]
 
 
 def test_replicas_share_a_layer_that_cant_be_cut():
-    options = [Option(1), Option(2)]
-    cut = solve(by_hand([10.0, 4, 1], chain_needs(3), devices=3, options=options))
+    options = (Option(1), Option(2))
+    cut = solve(by_hand([10.0, 4, 1], lattices.chain(3), devices=3, options=options))
     assert layers_of(cut) == [[0], [1, 2]]
     assert [(options[s.option].replicas, s.k) for s in cut.stages] == [(2, 3), (1, 1)]
     assert cut.objective_s == 5.0
@@ -297,7 +283,7 @@ def test_branches_may_be_on_different_stages():
 def test_a_wire_moves_the_cut():
     """Layers of 1: the even cut sends 5 s; one layer further on it is 1 s."""
     edges = [Edge(0b11 << j, upper_s=wire) for j, wire in enumerate((5.0, 5.0, 1.0))]
-    problem = by_hand([1.0] * 4, chain_needs(4), tensors=edges)
+    problem = by_hand([1.0] * 4, lattices.chain(4), tensors=edges)
     assert layers_of(solve(problem)) == [[0, 1, 2], [3]]
     assert solve(problem).objective_s == 3.0
     # Where computing waits for it, one stage is as good as two.
@@ -305,16 +291,16 @@ def test_a_wire_moves_the_cut():
 
 
 def test_layers_together_and_pinned():
-    problem = by_hand([1.0] * 6, chain_needs(6), together=(0b001110,))
+    problem = by_hand([1.0] * 6, lattices.chain(6), together=(0b001110,))
     assert solve(problem).objective_s == 4.0
-    pinned = by_hand([1.0] * 6, chain_needs(6), stages=2, pins=((4, 0),))
+    pinned = by_hand([1.0] * 6, lattices.chain(6), stages=2, pins=((4, 0),))
     assert layers_of(solve(pinned)) == [[0, 1, 2, 3, 4], [5]]
     pinned = replace(pinned, pins=((4, 0), (1, 1)))
     assert solve(pinned) is None
 
 
 def test_a_stage_count_is_kept_to():
-    problem = by_hand([1.0] * 6, chain_needs(6), devices=3)
+    problem = by_hand([1.0] * 6, lattices.chain(6), devices=3)
     for stages, objective in ((1, 6.0), (2, 3.0), (3, 2.0)):
         cut = solve(replace(problem, stages=stages))
         assert (len(cut.stages), cut.objective_s) == (stages, objective)
@@ -323,7 +309,7 @@ def test_a_stage_count_is_kept_to():
 
 def test_what_fits_no_device_has_no_cut():
     held = np.full(4, 10.0)
-    problem = by_hand([1.0] * 4, chain_needs(4), parameter_bytes=held)
+    problem = by_hand([1.0] * 4, lattices.chain(4), parameter_bytes=held)
     assert solve(replace(problem, place=lambda o, k: Place(memory_bytes=20.0))) is not None
     assert solve(replace(problem, place=lambda o, k: Place(memory_bytes=19.0))) is None
     assert solve(replace(problem, options=(Option(3),))) is None
@@ -332,7 +318,7 @@ def test_what_fits_no_device_has_no_cut():
 def test_a_slow_device_gets_less():
     speeds = [1.0, 0.5, 2.0]
     problem = by_hand(
-        [1.0] * 14, chain_needs(14), devices=3, place=lambda o, k: Place(speed=speeds[3 - k])
+        [1.0] * 14, lattices.chain(14), devices=3, place=lambda o, k: Place(speed=speeds[3 - k])
     )
     assert [len(stage) for stage in layers_of(solve(problem))] == [4, 2, 8]
 
@@ -355,7 +341,7 @@ def test_time_runs_out():
 
 def test_out_of_time_just_before_the_answer(monkeypatch):
     """The objective is known then, if not the fewest devices it takes."""
-    problem = by_hand([10.0, 1, 2, 3, 4], chain_needs(5), devices=5)
+    problem = by_hand([10.0, 1, 2, 3, 4], lattices.chain(5), devices=5)
 
     def late(*_):
         raise OutOfTime
@@ -407,7 +393,7 @@ def test_where_time_is_short_the_bound_rises_on_the_way(monkeypatch):
 
 
 def test_the_time_of_a_target_is_foreseen_from_the_last_two():
-    problem = by_hand([1.0, 1.0], chain_needs(2))
+    problem = by_hand([1.0, 1.0], lattices.chain(2))
     program = minimax.Program(problem, find_downsets(problem, MANY))
     search = minimax._Search(program, 8.0, None)
     assert search._foreseen_s(8.0) == 0

@@ -15,8 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.drawn import lattices
 from helpers.drawn.cases import examples
-from helpers.drawn.problems import all_cuts, best_cut, brute_force, drawn_problems
+from helpers.drawn.problems import all_cuts, best_cut, brute_force, by_hand, drawn_problems
 from hypothesis import given, settings
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.ilp import mip
@@ -29,7 +30,6 @@ from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
     CutTensor,
-    Mode,
     Option,
     Place,
     StageProblem,
@@ -46,30 +46,15 @@ from timeprest.tests.benchmarks.published.non_contiguous import (
 INF = float("inf")
 
 
-def problem(compute, needs, tensors=(), devices=2, **changes):
-    """Layers with these times, equal devices, one replica each, transfers added to computing."""
-    n = len(compute)
-    zero = np.zeros(n)
-    base = StageProblem(
-        names=tuple(f"n{j}" for j in range(n)),
-        needs=tuple(needs),
-        tensors=tuple(tensors),
-        modes=(Mode("plain", np.array(compute, dtype=float), zero, zero),),
-        options=(Option(1),),
-        parameter_bytes=zero,
-        devices=devices,
-        place=lambda o, k: Place(),
-        overlap=False,
-    )
-    return replace(base, **changes)
+def problem(compute, needs, tensors=(), **changes):
+    """Transfers are added to computing."""
+    return by_hand(compute, needs, tensors, **{"overlap": False, **changes})
 
 
-def chain(compute, sent, devices=2, **changes):
+def chain(compute, sent, **changes):
     """A chain; `sent` are the transfer times between its layers."""
-    n = len(compute)
-    needs = [0, *(1 << j for j in range(n - 1))]
     tensors = [CutTensor(3 << j, s, s) for j, s in enumerate(sent)]
-    return problem(compute, needs, tensors, devices, **changes)
+    return problem(compute, lattices.chain(len(compute)), tensors, **changes)
 
 
 def cells(count, devices, seed=0, sent=0.02, overlap=True):
@@ -91,7 +76,7 @@ def cells(count, devices, seed=0, sent=0.02, overlap=True):
         ends = 1 << j | sum(1 << u for u, mask in enumerate(needs) if mask >> j & 1)
         seconds = draw.uniform(0.2, 1.0) * sent * sum(compute) / devices
         tensors.append(CutTensor(ends, seconds, seconds))
-    return problem(compute, needs, tensors, devices, overlap=overlap)
+    return problem(compute, needs, tensors, devices=devices, overlap=overlap)
 
 
 def balanced(count, devices):
