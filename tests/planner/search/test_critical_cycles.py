@@ -59,12 +59,16 @@ def asked_of(drawn: Drawn) -> dict:
     }
 
 
-def search_of(drawn: Drawn) -> SearchState:
-    """One that nothing was tried in."""
-    request = SearchRequest(**asked_of(drawn), time_limit_s=None, effort=10**9)
-    search = explore(drawn.question, request, lambda *_: None, None)
+def begun(question: Question, **asked) -> SearchState:
+    """A search that nothing was tried in."""
+    search = explore(question, SearchRequest(**asked), lambda *_: None)
     search.forget_bounds()
     return search
+
+
+def search_of(drawn: Drawn) -> SearchState:
+    """One that nothing was tried in."""
+    return begun(drawn.question, **asked_of(drawn), time_limit_s=None, effort=10**9)
 
 
 def check_proofs(drawn: Drawn) -> None:
@@ -117,9 +121,7 @@ def test_what_cycles_say_of_plans_with_pins_and_without_replicas_is_so(seed):
         "stages": drawn.stages,
         "pins": drawn.pins,
     }
-    request = SearchRequest(**asked, time_limit_s=None, effort=10**9)
-    search = explore(drawn.question, request, lambda *_: None, None)
-    search.forget_bounds()
+    search = begun(drawn.question, **asked, time_limit_s=None, effort=10**9)
     cycles = CycleSearch(search)
     cycles.bound()
     for branch in search.branches:
@@ -272,8 +274,7 @@ def test_the_same_cut_on_other_devices_is_another_plan(system, homes):
 def test_tables_end_with_the_time(stages):
     """Those of one number of stages serve all; none is made when the time is over."""
     asked = Question(chain(12), uniform_cluster(8 if stages is None else 4), "gpipe", 4, 0.0)
-    search = explore(asked, SearchRequest(stages=stages), lambda *_: None)
-    search.forget_bounds()
+    search = begun(asked, stages=stages)
     cycles = CycleSearch(search)
     assert all(map(cycles.covers, search.branches))
     search.budget.deadline = time.monotonic() - 1
@@ -315,8 +316,7 @@ def test_what_passes_a_stage_keeps_a_wire_busy(system):
     edges = [("n0", "n1", "x", 10), ("n0", "n2", "y", 10**6), ("n1", "n2", "z", 10)]
     profile = profile_by_hand(layers, [*edges, ("n2", "output", "o", 4)], sizes=(1, 2, 4))
     asked = Question(profile, uniform_cluster(3, "1GB", "1GB/s"), system, 4, 0.0)
-    search = explore(asked, SearchRequest(stages=3), lambda *_: None, None)
-    search.forget_bounds()
+    search = begun(asked, stages=3)
     CycleSearch(search).bound()
     # Four samples; bounds are found by bisection.
     assert search.bound_s >= 3.98e-3
@@ -330,8 +330,7 @@ def test_a_cut_is_looked_for_anew_where_its_plan_needs_more_than_is_known_of_it(
     profile = row_of_layers(layers, [100] * 6 + [8] * 5, sizes=(1,))
     devices = uniform_cluster(4, "1900B", bandwidth="5KB/s", latency="0s")
     question = Question(profile, devices, "pipedream-2bw", 4, 1.0)
-    search = explore(question, SearchRequest(stages=4, micro_batches=4), lambda *_: None)
-    search.forget_bounds()
+    search = begun(question, stages=4, micro_batches=4)
     cycles = CycleSearch(search)
     cycles.bound()
     looked = cycles.found
@@ -351,8 +350,7 @@ def test_what_other_stages_lack_anew_is_left_free_at_every_stage():
             return SimpleNamespace(over_limit=lambda _: short)
 
     question = Question(profile, uniform_cluster(4, "1GB"), "pipedream", 1, 0.0)
-    search = explore(question, SearchRequest(stages=4), lambda *_: None)
-    search.forget_bounds()
+    search = begun(question, stages=4)
     cycles = Lacking(search)
     way = _Way(replace(search.branches[0], stages=4))
     cut = cycles._best(way, 0.0, 0.01).cut
@@ -390,17 +388,13 @@ def test_pins_and_replicas_leave_cycles_to_look_at(asked, covered):
     """Where replicas may be, of plans without: as first plans, and as their bound; and of all
     plans with some, whatever their number of stages."""
     question = Question(chain(12), uniform_cluster(4, None, 1e5), "gpipe", 4, 0.0)
-    search = explore(question, SearchRequest(micro_batches=4, **asked), lambda *_: None)
-    search.forget_bounds()
+    search = begun(question, micro_batches=4, **asked)
     cycles, known = CycleSearch(search), dict(search.bounds)
     cycles.bound()
     assert cycles.found
     # As many stages as devices have no replicas.
     assert all(cycles.covers(b) == (covered or b.stages == 4) for b in search.branches)
-    alone = explore(
-        question, SearchRequest(micro_batches=4, **{**asked, "replicas": False}), lambda *_: None
-    )
-    alone.forget_bounds()
+    alone = begun(question, micro_batches=4, **{**asked, "replicas": False})
     CycleSearch(alone).bound()
     # No more is asked of them than whether they are better than one with replicas.
     known_s = [min(bound_s, search.period_s) for bound_s in alone.bounds.values()]
@@ -414,8 +408,7 @@ def bound_by_cycles(profile, cluster, system, tied="together"):
     """Of four micro-batches over all devices."""
     question = Question(profile, cluster, system, 4, 0.0, 1, tied)
     stages = len(cluster.devices)
-    search = explore(question, SearchRequest(micro_batches=4, stages=stages), lambda *_: None)
-    search.forget_bounds()
+    search = begun(question, micro_batches=4, stages=stages)
     (branch,) = search.branches
     return CycleSearch(search)._best(_Way(branch), 0.0, 0.0).bound_s
 
@@ -457,10 +450,7 @@ def test_what_passes_stages_has_as_much_in_flight_as_its_way_takes(monkeypatch):
     question = Question(profile, cluster, "pipedream-unstashed", 1, 0.0)
 
     def first_period_s():
-        request = SearchRequest(micro_batches=1, stages=7, time_limit_s=None)
-        search = explore(question, request, lambda *_: None)
-        search.forget_bounds()
-        cycles = CycleSearch(search)
+        cycles = CycleSearch(begun(question, micro_batches=1, stages=7, time_limit_s=None))
         cycles.bound()
         return min(found.prediction.period_s for found in cycles.found)
 
@@ -498,8 +488,7 @@ def test_plans_with_replicas_are_bounded_by_their_ways_and_sums_at_once(system):
 
 def test_what_bounds_came_upon_is_improved_though_their_time_is_over(monkeypatch):
     question = Question(chain(12), uniform_cluster(4, "4kB", "1MB/s"), "pipedream-flush", 4, 0.0)
-    search = explore(question, SearchRequest(stages=4), lambda *_: None)
-    search.forget_bounds()
+    search = begun(question, stages=4)
     cycles, local = CycleSearch(search), LocalSearch(search)
     bounded, descended, calls = CycleSearch._bounded, [], []
 
