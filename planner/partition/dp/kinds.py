@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,7 @@ def least_load_s(
     problem: StageProblem, lattice: Lattice, kinds: Kinds, low_s: float, high_s: float
 ) -> float:
     """No plan's busiest device has less to do, in s; from `low_s`, which is known, to `high_s`.
+    Infinite, nothing more is known.
 
     Args:
         problem: its `place` doesn't count.
@@ -65,7 +66,7 @@ def least_load_s(
     works_s, before_s = _ascending(problem, lattice)
     options = list(kinds.of_stages(sorted({option.replicas for option in problem.options})))
     for _ in range(_ROUNDS):
-        if not 0 < low_s < high_s:
+        if not 0 < low_s < high_s < inf:
             break
         targets_s = np.geomspace(low_s, high_s, _TARGETS)
         reached = _reached(problem, kinds, options, works_s, before_s, targets_s)
@@ -118,6 +119,7 @@ def _reached(
         for state in states[1:]:
             known[state] = _furthest(known, state, options, further, rows)
         return known[states[-1]]
+    known = dict.fromkeys(states, begun)
     for _ in range(problem.stages):
         known = {state: _furthest(known, state, options, further, rows) for state in states}
     return known[states[-1]]
