@@ -56,6 +56,12 @@ class StreamClock:
     time_s: Callable[[Mark], float] = staticmethod(float)
     """When that was, of a mark that is through; by the host's clock (`time.perf_counter`)."""
 
+    def now(self) -> float:
+        """The time when all is done that has been handed in so far."""
+        mark = self.mark()
+        self.wait(mark)
+        return self.time_s(mark)
+
 
 class CudaStreamClock(StreamClock):
     """The clock of the GPU stream that computes, by CUDA events.
