@@ -235,10 +235,10 @@ def _bound_by_kinds(search: SearchState) -> None:
     if not isinstance(source, DpSource) or len(speeds) == 1 or kinds.states > MOST_STATES:
         return
     for branch, view in product(search.promising(), search.relaxation.views):
-        problem = search.relaxation.problem(branch, Assumptions(view=view, identical=True))
-        low_s, high_s = search.bounds[branch], search.period_s
-        search.bounds[branch] = least_load_s(problem, source.lattice, kinds, low_s, high_s)
-        search.budget.check()
+        if not search.budget.is_late:
+            problem = search.relaxation.problem(branch, Assumptions(view=view, identical=True))
+            low_s, high_s = search.bounds[branch], search.period_s
+            search.bounds[branch] = least_load_s(problem, source.lattice, kinds, low_s, high_s)
 
 
 def _bound_all(search: SearchState) -> None:

@@ -101,9 +101,11 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
         if len(within) < 2:
             continue
         ways = (*point.again[: s + 1], *point.again[s:])
-        middle = sets[s] | sum(groups[g] for g in within[: len(within) // 2])
-        for mine, at in product(spare, (s, s + 1)):
+        # A slow device may be of use for the first layer, or the last one, alone.
+        parts = dict.fromkeys((len(within) // 2, 1, len(within) - 1))
+        for part, mine, at in product(parts, spare, (s, s + 1)):
             devices = (*point.devices[:at], mine, *point.devices[at:])
+            middle = sets[s] | sum(groups[g] for g in within[:part])
             cut = (*sets[: s + 1], middle, *sets[s + 1 :])
             yield _with_stages(near, point, cut, devices, ways)
         yield from _parted(near, point, s, ways, counts)

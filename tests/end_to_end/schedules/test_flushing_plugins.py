@@ -73,8 +73,9 @@ def test_a_study_trains_what_the_plugin_says(plans, mlp_target, tmp_path):
     settings = RunSettings(task=mlp_target, steps=12, optimizer=SGD)
     chosen = StudyChoices(seeds=2, tune=1, longer=1.0, eval_every=0)
     asked = prospect(list(plans.values()), NAMES, settings, chosen)
-    assert asked.of_plan == (PLAIN, "slow", "decayed")
-    for k, name in enumerate(asked.of_plan):
+    arms = [plan.arm for plan in asked.plans]
+    assert arms == [PLAIN, "slow", "decayed"]
+    for k, name in enumerate(arms):
         found = train_one(asked.work, Asked(arm=k, rate=0.05, warmup=0, seed=0, length=12))
         run(plans[NAMES[k]], settings, tmp_path / name, inline=True)
         losses = read_losses(RunDir(tmp_path / name).metrics)
