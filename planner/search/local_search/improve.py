@@ -41,7 +41,7 @@ from ..choices import Branch, Choice, PlacedBranch
 from ..effort import operations_of, placed_operations
 from ..relaxed.relaxation import Relaxation
 from ..state import EFFORT, SearchState
-from .layings import Lying, even_cut, layings_of, mixed_layings
+from .layings import Lying, even_cut, even_cuts, layings_of, mixed_layings
 from .memory_about import cut_that_fits, fitted, over_about, share_about
 from .neighbours import STEPS, WORTH_IT, Neighbours, Point, Standing, Under
 from .stage_moves import replica_moves, stage_moves
@@ -365,10 +365,7 @@ class LocalSearch:
         points = dict.fromkeys(
             replace(point, downsets=cut)
             for point in chain(near.device_moves(here.point), stage_moves(near, here.point))
-            for cut in (
-                point.downsets,
-                *near.first_cuts(point.micro_batches, point.devices)[:_EVEN],
-            )
+            for cut in (point.downsets, *even_cuts(near, point.micro_batches, point.devices))
         )
         expected = [(seen.expected_s, p) for p in points if (seen := self.foreseen(p)) is not None]
         expected.sort(key=lambda item: item[0])

@@ -128,9 +128,9 @@ def cut_that_fits(
         held.append(always + versions * parameters + units * kept)
         room = None if smallest is None else smallest.usable_bytes
         rooms.append(inf if room is None else share * room)
-    inside = np.array([[mask >> j & 1 for j in range(len(kept))] for mask in near.groups])
     work_s, speeds = near.work_s(micro_batches), speeds_of(question.cluster, devices)
-    ends = even_within(work_s, speeds, np.array(held) @ inside.T, rooms)
+    of_groups = np.array([np.bincount(near.group_of, each) for each in held])
+    ends = even_within(work_s, speeds, of_groups, rooms)
     return None if ends is None else near.downsets(ends)
 
 

@@ -13,6 +13,9 @@ from functools import cached_property
 from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...cluster.cluster import Cluster
 from ...cluster.links import Network
 from ...costs.recomputation import Selection, of_stage, selection_of
@@ -139,9 +142,10 @@ class Neighbours:
         return joined(self.relaxation.problem(Branch(fewest)))
 
     @cached_property
-    def group_of(self) -> dict[int, int]:
-        """Of each layer, the number of its group."""
-        return {layer: g for g, mask in enumerate(self.groups) for layer in members(mask)}
+    def group_of(self) -> NDArray[np.intp]:
+        """Of each layer, the number of its group, [n]."""
+        numbers = {layer: g for g, mask in enumerate(self.groups) for layer in members(mask)}
+        return np.array([numbers[layer] for layer in range(len(numbers))], dtype=np.intp)
 
     # Points ------------------------------------------------------------------------------------
 
@@ -213,8 +217,8 @@ class Neighbours:
 
     def work_s(self, micro_batches: int) -> list[float]:
         """Per group of layers, the forward and the backward of a micro-batch."""
-        seconds = self.seconds(micro_batches)
-        return [sum(seconds[j] for j in members(mask)) for mask in self.groups]
+        found: list[float] = np.bincount(self.group_of, self.seconds(micro_batches)).tolist()
+        return found
 
     def _drops(self, devices: Sequence[tuple[int, ...]]) -> list[int]:
         """How many fewer are in flight at each next stage, mini-batches or, where a backward takes
@@ -229,10 +233,10 @@ class Neighbours:
         each group, [n], over such a link: the longest one, as others may go to other stages, over
         wires of their own; and all together."""
         size = -(-self.question.mini_batch // micro_batches)
-        there = self.group_of
+        there = self.group_of.tolist()
         longest, together = ([0.0] * len(self.groups) for _ in range(2))
         for tensor in self.relaxation.graph.tensors:
-            ends = [there[layer] for layer in members(tensor.ends) if layer in there]
+            ends = [there[layer] for layer in members(tensor.ends) if layer < len(there)]
             edge = tensor.edge
             sent_s = network.wire_s(sized(edge.fixed_bytes, edge.bytes_per_sample, size))
             seconds = (sent_s + network.latency_s) * (1 + edge.needs_grad)

@@ -101,13 +101,12 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
         if len(within) < 2:
             continue
         ways = (*point.again[: s + 1], *point.again[s:])
-        # A slow device may be of use for the first layer, or the last one, alone.
-        parts = dict.fromkeys((len(within) // 2, 1, len(within) - 1))
-        for part, mine, at in product(parts, spare, (s, s + 1)):
+        for mine, at in product(spare, (s, s + 1)):
             devices = (*point.devices[:at], mine, *point.devices[at:])
-            middle = sets[s] | sum(groups[g] for g in within[:part])
-            cut = (*sets[: s + 1], middle, *sets[s + 1 :])
-            yield _with_stages(near, point, cut, devices, ways)
+            for part in _parts(near, point.devices[s], mine, len(within)):
+                middle = sets[s] | sum(groups[g] for g in within[:part])
+                cut = (*sets[: s + 1], middle, *sets[s + 1 :])
+                yield _with_stages(near, point, cut, devices, ways)
         yield from _parted(near, point, s, ways, counts)
     for s in range(point.stages - 1):
         cut, (one, other) = (*sets[: s + 1], *sets[s + 2 :]), point.devices[s : s + 2]
@@ -116,6 +115,17 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
                 devices = (*point.devices[:s], mine, *point.devices[s + 2 :])
                 ways = (*point.again[:s], point.again[like], *point.again[s + 2 :])
                 yield _with_stages(near, point, cut, devices, ways)
+
+
+def _parts(
+    near: Neighbours, devices: Sequence[int], spare: Sequence[int], count: int
+) -> tuple[int, ...]:
+    """Of so many groups of layers, those before the border between a stage's devices and others:
+    half; slower ones may be of use for the first, or the last, alone."""
+    mine, others = (
+        min(near.question.cluster.devices[d].speed for d in x) for x in (devices, spare)
+    )
+    return (count // 2, 1, count - 1) if others < mine and count > 2 else (count // 2,)
 
 
 def _parted(
