@@ -85,11 +85,11 @@ def sums_copies(question: Question) -> bool:
     return question.tied == "split" and bool(question.profile.shared)
 
 
-def sequence_matters(question: Question) -> bool:
+def sequence_matters(question: Question, replicas: bool) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
     memory and speed, or in machines with more and fewer of them, or listed in turns, or some have
-    links of their own; or they are in machines, and stages sum copies, or what links machines is
-    faster than some link inside one."""
+    links of their own; or they are in machines, and stages sum copies or may have replicas in
+    several of them, or what links machines is faster than some link inside one."""
     cluster = question.cluster
     if cluster.links or len({d.alike for d in cluster.devices}) > 1:
         return True
@@ -102,4 +102,5 @@ def sequence_matters(question: Question) -> bool:
         {cluster.link(d, d + 1).bandwidth_bytes_per_s for d, together in beside if together is mine}
         for mine in (True, False)
     )
-    return sums_copies(question) or (bool(inside) and min(inside) < max(between))
+    slow = bool(inside) and min(inside) < max(between)
+    return slow or replicas or sums_copies(question)

@@ -11,7 +11,8 @@ from helpers.by_hand.profiles import profile_by_hand, row_of_layers
 from helpers.drawn.questions import with_links
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Question
+from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import exploration
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer.recheck import recheck
@@ -394,7 +395,36 @@ def test_machines_of_several_sizes_are_tried_in_other_sequences():
     assert best.stages[0].devices == (2,)
     assert best.predicted.period_s < 0.5 * listed.predicted.period_s
     even = msgspec.structs.replace(apart, devices=apart.devices[1:])
-    assert not sequence_matters(Question(profile, even, "gpipe", 4, 0.0))
+    question = Question(profile, even, "gpipe", 4, 0.0)
+    assert not sequence_matters(question, replicas=False)
+    assert sequence_matters(question, replicas=True)
+    near, far = even.network, msgspec.structs.replace(even.network, bandwidth_bytes_per_s=1e12)
+    within = uniform_cluster(4, per_machine=2)
+    for inside, matters in ((far, False), (near, True)):
+        linked = msgspec.structs.replace(within, network=inside, between_machines=far)
+        asked = Question(profile, linked, "gpipe", 4, 0.0)
+        assert sequence_matters(asked, replicas=False) == matters
+
+
+def test_replicas_stay_where_others_would_exchange_messages_between_machines():
+    """On the first devices of their machines the first of two replicas sends to another machine,
+    where it had the next stage's beside it."""
+    cluster = uniform_cluster(6, per_machine=2, bandwidth="1GB/s", between_bandwidth="10kB/s")
+    question = Question(layers_of([1, 1, 1]), cluster, "gpipe", 4, 0.0)
+
+    def found(*lying):
+        stages = [
+            PlanStage(nodes=(f"n{s}",), devices=mine, in_flight=1) for s, mine in enumerate(lying)
+        ]
+        return evaluate(question, stages, 2)
+
+    beside, first = found((0,), (2, 1), (3, 4)), found((0,), (1, 2), (3, 4))
+    assert beside.prediction.period_s < first.prediction.period_s
+    assert on_first_devices(cluster, [(0,), (2, 1), (3, 4)]) == ((0,), (1, 2), (3, 4))
+    assert solving._on_first_devices(question, beside) is beside
+    alike = found((1,), (0,), (2,))
+    moved = solving._on_first_devices(question, alike)
+    assert [stage.devices for stage in moved.stages] == [(0,), (1,), (2,)]
 
 
 def test_stages_that_sum_copies_of_parameters_are_in_one_machine():
@@ -412,4 +442,4 @@ def test_stages_that_sum_copies_of_parameters_are_in_one_machine():
     homes = [cluster.devices[d].machine for (d,) in (stage.devices for stage in best.stages)]
     assert homes[0] == homes[3] != homes[1] == homes[2]
     assert best.predicted.period_s < listed.predicted.period_s
-    assert not sequence_matters(Question(profile, cluster, "gpipe", 4, 0.0))
+    assert not sequence_matters(Question(profile, cluster, "gpipe", 4, 0.0), replicas=False)

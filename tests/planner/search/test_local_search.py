@@ -286,6 +286,17 @@ def test_a_stage_is_split_by_its_replicas_and_stages_are_joined_with_all_of_thei
     assert ((12,), (4,)) in shapes(stage_moves(near, point))
 
 
+def test_slow_devices_that_are_idle_may_have_a_layer_at_an_end_alone():
+    def split(*speeds):
+        search = search_for(chain(12), of_speeds(*speeds), "gpipe", replicas=True, micro_batches=4)
+        near = LocalSearch(search, moves_devices=True).near
+        found = shapes(stage_moves(near, near.point_of(point_with(search, [], [1]))))
+        return {layers for layers, _ in found if len(layers) == 2}
+
+    assert split(1.0, 0.3) == {(6, 6), (1, 11), (11, 1)}
+    assert split(1.0, 1.0) == {(6, 6)}
+
+
 def test_a_stage_in_two_may_have_all_idle_devices_that_are_alike():
     search = search_for(chain(12), uniform_cluster(7), "gpipe", replicas=True, micro_batches=4)
     near = LocalSearch(search).near
