@@ -246,9 +246,12 @@ class Neighbours:
         return longest, together
 
     def seconds(self, micro_batches: int) -> list[float]:
-        """Per layer, the forward and the backward of a micro-batch."""
+        """Per layer, the forward and the backward of a micro-batch, at speed 1."""
         if micro_batches not in self._ways:
-            self._ways[micro_batches] = self.relaxation.seconds.way_s(micro_batches).tolist()
+            # Those are what the fastest devices take.
+            fastest = max(device.speed for device in self.question.cluster.devices)
+            fast_s = self.relaxation.seconds.way_s(micro_batches)
+            self._ways[micro_batches] = (fast_s * fastest).tolist()
         return self._ways[micro_batches]
 
     def usual_limits(

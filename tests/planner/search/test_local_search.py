@@ -26,6 +26,7 @@ from timeprest.planner.search.local_search.layings import in_a_row, layings_of, 
 from timeprest.planner.search.local_search.stage_moves import replica_moves, stage_moves
 from timeprest.planner.search.solve import SearchRequest, explore, question_for, solve
 from timeprest.planner.search.state import OutOfBudget
+from timeprest.planner.simulator.timeline import busy_s
 
 
 def search_for(profile, cluster, system, **asked):
@@ -284,6 +285,19 @@ def test_a_stage_is_split_by_its_replicas_and_stages_are_joined_with_all_of_thei
     assert joined == {((12,), (4,)), ((12,), (2,))}
     point = near.point_of(point_with(search, [8], [2, 2]))
     assert ((12,), (4,)) in shapes(stage_moves(near, point))
+
+
+@pytest.mark.parametrize("speed", [0.2, 1.0, 3.0])
+def test_moves_are_judged_by_what_layers_take_on_these_devices(speed):
+    """However fast they are beside the one that was measured: a plan's own layers take no longer
+    than its period, and uneven stages become even."""
+    asked = {"stages": 3, "micro_batches": 4}
+    search = search_for(chain(12), of_speeds(speed, speed, speed), "gpipe", **asked)
+    local = LocalSearch(search)
+    here = local.look(local.near.point_of(point_with(search, [6, 9], [1] * 3)))
+    assert local.work_s(here.point) == pytest.approx(max(busy_s(here.found.pipeline)))
+    ended = local.descend(here)
+    assert [mask.bit_count() for mask in ended.point.downsets] == [0, 4, 8, 12]
 
 
 def test_slow_devices_that_are_idle_may_have_a_layer_at_an_end_alone():
