@@ -62,7 +62,8 @@ versions, messages and waits that the simulation sees in part. In races (docs/be
 that were to gain 0 to 8 % gained −12 to +4."""
 
 LISTED_SHARE = 1 / 3
-"""Of effort and time, for devices as listed, before other sequences are tried."""
+"""Of effort and time, for devices as listed, before other sequences are tried; where these can't
+be told apart but by replicas, the rest."""
 
 
 @dataclass(frozen=True)
@@ -382,12 +383,14 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
     # It may be asked again, where the time was over before there was a plan.
     search.any_sequence = False
-    matters = sequence_matters(search.question, request.replicas)
-    if request.sequence == "listed" or not matters:
+    question = search.question
+    if request.sequence == "listed" or not sequence_matters(question, request.replicas):
         return run(search)
-    budget = search.budget
+    # Of equal devices in equal machines other sequences are seldom better, and by little.
+    differ = sequence_matters(question, replicas=False)
+    budget, share = search.budget, LISTED_SHARE if differ else 1 - LISTED_SHARE
     try:
-        with budget.part(LISTED_SHARE):
+        with budget.part(share):
             run(search)
     except KeyboardInterrupt:
         search.any_sequence = True
