@@ -22,7 +22,7 @@ from math import sqrt
 
 from ...profiles.units import format_seconds
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
-from ..partition.dp.kinds import MOST_STATES, Kinds, least_load_s
+from ..partition.dp.kinds import MOST_DOWNSETS, MOST_STATES, Kinds, least_load_s
 from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
@@ -232,7 +232,9 @@ def _bound_by_kinds(search: SearchState) -> None:
     these leave the busiest one to do at the least."""
     source, speeds = search.source, Counter(d.speed for d in search.question.cluster.devices)
     kinds = Kinds(tuple(speeds), tuple(speeds.values()))
-    if not isinstance(source, DpSource) or len(speeds) == 1 or kinds.states > MOST_STATES:
+    if not isinstance(source, DpSource) or len(speeds) == 1:
+        return
+    if kinds.states > MOST_STATES or source.lattice.size > MOST_DOWNSETS:
         return
     for branch, view in product(search.promising(), search.relaxation.views):
         if not search.budget.is_late:

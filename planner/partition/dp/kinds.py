@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from ..problem import StageProblem, Vector
 from .lattice import Lattice
 
-MOST_STATES = 1_000
-"""Numbers of devices of each kind; of more, the program takes too long."""
+MOST_STATES, MOST_DOWNSETS = 1_000, 20_000
+"""Numbers of devices of each kind, and places to cut; of more, the program takes too long, or too
+much memory: a table of targets and downsets for each rate of a stage."""
 
 _TARGETS, _ROUNDS = 25, 2
 """Targets that are looked at together; and how often, each time between two of them."""
