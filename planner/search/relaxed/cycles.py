@@ -351,7 +351,7 @@ def _groups(relaxation: Relaxation, branch: Branch, share: float) -> CycleDevice
         branch.stages,
         counted=rule in ("nf1b", "1f1b"),
         # With micro-batches there are more branches, and so less time for each.
-        wired=rule not in ("nf1b", "1f1b"),
+        wired=rule != "nf1b",
     )
 
 

@@ -486,6 +486,20 @@ def test_plans_with_replicas_are_bounded_by_their_ways_and_sums_at_once(system):
     assert work_s + 0.9 * (best_s - work_s) < bound_s <= best_s * SAME
 
 
+def test_messages_between_single_devices_are_on_one_wire_where_others_are_replicas():
+    """Between replicas each has a share."""
+    layers = [
+        (name, parameters, seconds, 2 * seconds, 10, [])
+        for name, parameters, seconds in (("a", 1, 2e-3), ("b", 10**6, 3e-3), ("c", 1, 2e-3))
+    ]
+    profile, cluster = row_of_layers(layers, 16, 4), uniform_cluster(4, None, 2e3)
+    search = begun(Question(profile, cluster, "pipedream", 4, 0.0), replicas=True)
+    bound_s = CycleSearch(search)._best(_Way(*search.branches, replicated=True), 0.0).bound_s
+    best_s = solve(profile, cluster, "pipedream", mini_batch=4, replicas=True).predicted.period_s
+    # By as many wires as there may be, 0.77 of it.
+    assert 0.999 * best_s < bound_s <= best_s * SAME
+
+
 def test_what_bounds_came_upon_is_improved_though_their_time_is_over(monkeypatch):
     question = Question(chain(12), uniform_cluster(4, "4kB", "1MB/s"), "pipedream-flush", 4, 0.0)
     search = begun(question, stages=4)
