@@ -24,8 +24,9 @@ from ..simulator.executor import execute
 from ..simulator.pipeline import Pipeline, in_a_row
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .nf1b_together import SETTLING, Seconds, messages_of, nf1b_periods_s
-from .schedules import PATTERNS, ROWS, make_schedule
+from .schedules import PATTERNS, make_schedule
 from .steady_state import steady_state
+from .v_shaped import period_by_one_way_s
 
 _MOST_OPERATIONS = 30_000
 """Of a simulation, about: of deep pipelines fewer mini-batches are."""
@@ -80,9 +81,8 @@ def simulates_like(pipeline: Pipeline) -> bool:
     overlaps = all(route.overlaps for route in routes)
     alone = all(pipeline.replicas(s) == 1 for s in range(pipeline.stages))
     placed, split = bool(pipeline.placement), pipeline.variant.split_backward
-    # Hardly two run alike where a list schedule comes before the weight parts are placed.
-    alike = pipeline.variant.schedule in ROWS if placed and split else placed or split
-    return alike and alone and overlaps and not pipeline.late
+    # Where devices have several stages, weight parts change places from cut to cut.
+    return placed != split and alone and overlaps and not pipeline.late
 
 
 def periods_like_s(one: Pipeline, pipelines: Sequence[Pipeline]) -> Seconds:
@@ -96,6 +96,14 @@ def periods_like_s(one: Pipeline, pipelines: Sequence[Pipeline]) -> Seconds:
     updated = _updates_s(pipelines, events, count)
     found: Seconds = (updated[-1] - updated[-1 - span]).max(axis=0) / span
     return found
+
+
+def period_in_one_way_s(pipeline: Pipeline, like: Pipeline) -> float:
+    """Where a system's schedule is the shortest of several, the period in the one that is for
+    another pipeline of as many stages and micro-batches; else 0: nothing is known that soon."""
+    if pipeline.variant.schedule != "v-shaped":
+        return 0.0
+    return period_by_one_way_s(pipeline, like)
 
 
 _RUNS, _SENDS, _BOTH = range(3)

@@ -17,15 +17,16 @@ Index letters: D devices; S = 2·D stages; N micro-batches.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from itertools import accumulate, product
+from math import inf
 from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, WEIGHTS, Row, Rows, row_of
 from .list_schedule import MicroBatchScheduler
-from .zero_bubble import WeightsWhenIdle, shortest
+from .zero_bubble import WeightsWhenIdle, period_of_s, shortest
 
 _UNITS = 6
 """Between two micro-batches: a forward, a backward and a weight part of each of two stages."""
@@ -56,6 +57,34 @@ _MOST_TRIED = 20_000
 
 def v_shaped(pipeline: Pipeline) -> Rows:
     """Per device, kinds and stages of a mini-batch's operations, updates left out."""
+    found = [rows for way in _ways(pipeline) if (rows := way()) is not None]
+    if not found:
+        # Where stages have nothing to do with each other, one may take all the room.
+        scheduler = MicroBatchScheduler(pipeline, 1, _anything(pipeline))
+        scheduler.run(1)
+        found.append(scheduler.rows())
+    return shortest(pipeline, found)
+
+
+def period_by_one_way_s(pipeline: Pipeline, like: Pipeline) -> float:
+    """The period in the way that is the shortest for another pipeline of as many stages and
+    micro-batches on the same devices: the pipeline's own schedule, which is the shortest of
+    several, has no longer one."""
+    rows = _ways(pipeline)[_shortest_way(like)]()
+    return inf if rows is None else period_of_s(pipeline, rows)
+
+
+@lru_cache(maxsize=16)
+def _shortest_way(pipeline: Pipeline) -> int:
+    known = [(way, rows) for way, make in enumerate(_ways(pipeline)) if (rows := make())]
+    if not known:
+        return 0
+    best = shortest(pipeline, [rows for _, rows in known])
+    return next(way for way, rows in known if rows is best)
+
+
+def _ways(pipeline: Pipeline) -> list[Callable[[], Rows | None]]:
+    """What the schedule is the shortest of; a way may have none."""
     devices = len(pipeline.stages_of)
     most = [_most_kept(pipeline, devices)] * devices
     blocks = _BLOCKS
@@ -63,25 +92,27 @@ def v_shaped(pipeline: Pipeline) -> Rows:
         blocks = tuple(dict.fromkeys((_HALF[devices % 2], *_BLOCKS)))
     if 3 * pipeline.stages * pipeline.micro_batches > _MOST_TRIED:
         blocks = blocks[:1]
-    found = []
-    for block in blocks:
+
+    def in_blocks(block: _Block) -> Rows | None:
         placed = WeightsWhenIdle(pipeline, _in_sequence(pipeline, block), most)
         rows = placed.place()
-        if placed.complete:
-            found.append(rows)
-    keep = [pipeline.micro_batches] * pipeline.stages
-    for forwards_first in (True, False):
+        return rows if placed.complete else None
+
+    def by_list(*, forwards_first: bool) -> Rows | None:
+        keep = _anything(pipeline)
         scheduler = MicroBatchScheduler(pipeline, 1, keep, most, forwards_first=forwards_first)
-        if scheduler.run(1):
-            found.append(scheduler.rows())
+        return scheduler.rows() if scheduler.run(1) else None
+
+    ways: list[Callable[[], Rows | None]] = [partial(in_blocks, block) for block in blocks]
+    ways += [partial(by_list, forwards_first=first) for first in (True, False)]
     if not pipeline.variant.half_memory and all(len(mine) == 2 for mine in pipeline.stages_of):
-        found.append(_by_count(pipeline))
-    if not found:
-        # Where stages have nothing to do with each other, one may take all the room.
-        scheduler = MicroBatchScheduler(pipeline, 1, keep)
-        scheduler.run(1)
-        found.append(scheduler.rows())
-    return shortest(pipeline, found)
+        ways.append(partial(_by_count, pipeline))
+    return ways
+
+
+def _anything(pipeline: Pipeline) -> list[int]:
+    """Micro-batches that stages may keep where nothing but their device's room says so."""
+    return [pipeline.micro_batches] * pipeline.stages
 
 
 def _by_count(pipeline: Pipeline) -> Rows:

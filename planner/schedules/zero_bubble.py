@@ -97,13 +97,13 @@ def shortest(pipeline: Pipeline, found: Sequence[Rows]) -> Rows:
     mini-batches are like all others."""
     periods: list[float] = []
     for rows in found:
-        periods.append(_period_s(pipeline, rows, min(periods, default=inf)))
+        periods.append(period_of_s(pipeline, rows, min(periods, default=inf)))
     # Rounding is no reason to take a later one.
     best = min(periods) * ROUNDING
     return next(rows for rows, seconds in zip(found, periods, strict=True) if seconds <= best)
 
 
-def _period_s(pipeline: Pipeline, rows: Rows, best_s: float) -> float:
+def period_of_s(pipeline: Pipeline, rows: Rows, best_s: float = inf) -> float:
     """The period of rows; infinite where the first mini-batch takes longer than a best one: the
     second one begins behind it, on devices of which none is there for it sooner."""
     clock = SimulatedClock(pipeline)

@@ -30,6 +30,7 @@ from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
 from ...schedules.schedules import has_pattern, has_row, is_patterned
 from ...schedules.together import (
+    period_in_one_way_s,
     periods_like_s,
     periods_s,
     simulates_like,
@@ -67,8 +68,11 @@ _LIKE, _LIKE_AT_ALL, _FEW_LIKE = 5, 3, 4
 """Of plans that are simulated as one that is known runs, what one of many takes, and each operation
 of that one; and of fewer each is simulated by itself."""
 
-_DEAR, _DEAR_SPLIT = 1_500, 15_000
-"""Operations of such plans that take long by themselves, and where backwards are split."""
+_DEAR = 1_500
+"""Operations of such plans that take long by themselves."""
+
+_ONE_WAY = 3
+"""Of plans with split backwards, operations of a stage for each micro-batch."""
 
 _ABOUT = 1.005
 """Those with other limits may be so much shorter than expected."""
@@ -137,6 +141,10 @@ _CLIMBED, _DEAREST = 300, 8.0
 
 _SURE, _FURTHER = 1.02, 5
 """Where the best plan is further above the bound, there is so many times the effort."""
+
+_HOPELESS = 1.0
+"""Of each device's memory, what they may lack in the mean where a plan fits: of what lacks more
+seldom a better one comes, and late."""
 
 _FIRST_CUTS, _MOST_LAYINGS = 6, 12
 """First cuts that climbs begin at, of so many numbers of micro-batches, stages and replicas."""
@@ -217,6 +225,9 @@ class LocalSearch:
         most_s = inf if than is None or than.over else than.period_s * SAME
         if self._longer_s.get(point, 0.0) >= most_s:
             return None
+        if than is not None and self._seems_longer(seen, point, than):
+            self._longer_s[point] = most_s
+            return None
         choice = self.near.choice(point)
         found = self.search.look(choice, point.micro_batches, point.limits, most_s)
         if found is None and most_s < inf:
@@ -232,6 +243,16 @@ class LocalSearch:
             return False
         bottlenecks = _bottlenecks(seen.loads_s, than.period_s)
         return seen.least_s > than.period_s * SAME or bottlenecks > than.bottlenecks - WORTH_IT
+
+    def _seems_longer(self, seen: Foreseen, point: Point, than: Standing) -> bool:
+        """Whether its period is longer in the one of the schedules that is the shortest for another
+        point, where a system's own is the shortest of several."""
+        one = than.found.pipeline
+        if than.over or not _runs_like(point, than):
+            return False
+        found_s = period_in_one_way_s(seen.pipeline, one)
+        self.search.budget.take(_ONE_WAY * one.stages * one.micro_batches if found_s else 0)
+        return found_s > than.period_s * _VAGUE
 
     def foreseen(self, point: Point) -> Foreseen | None:
         """What is known before it is simulated; None where it can't be."""
@@ -525,8 +546,7 @@ def _has_likes(pipeline: Pipeline) -> bool:
     variant = pipeline.variant
     if not simulates_like(pipeline) or has_row(variant):
         return simulates_like(pipeline)
-    takes = placed_operations(variant, pipeline.stages, pipeline.micro_batches)
-    return takes >= (_DEAR_SPLIT if variant.split_backward else _DEAR)
+    return placed_operations(variant, pipeline.stages, pipeline.micro_batches) >= _DEAR
 
 
 def _runs_like(point: Point, here: Standing) -> bool:
@@ -805,9 +825,12 @@ def climb_on(
             return
         else:
             point = _scattered(local, here.point) if turn > 1 else here.point
-        there = local.look(point)
-        there, failed = there and _climbed(local, there), failed + 1
-        if there is not None and (here is None or there.better(here)):
+        there, failed = local.look(point), failed + 1
+        lacks = 0.0 if there is None or here is None or here.over else there.over
+        if there is None or lacks > _HOPELESS * len(local.question.cluster.devices):
+            continue
+        there = _climbed(local, there)
+        if here is None or there.better(here):
             failed = 0 if here is None or there.period_s * SAME < here.period_s else failed
             here = there
 
@@ -831,8 +854,6 @@ def _hopeful(local: LocalSearch, here: Standing) -> Iterator[Point]:
     """Any moves that may be better; of those that run alike, what is expected to be."""
     points, pipeline = _any_moves(local, here), here.found.pipeline
     alike = _has_likes(pipeline) and not here.over
-    # Where devices have several stages, weight parts change places from cut to cut.
-    alike = alike and not (pipeline.weight_s and pipeline.placement)
     for first in range(0, len(points), _CHUNK_LIKE):
         like = list[_Ranked]()
         for point in points[first : first + _CHUNK_LIKE]:
@@ -853,6 +874,11 @@ def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
     rows = [(k, end) for k in range(1, last + 1) for end in {k, last}]
     shifts = [(*row, by * step) for row in rows for step in STEPS for by in (-1, 1)]
     found = [moved for shift in shifts if (moved := near.shifted(point, *shift)) is not None]
+    if here.found.pipeline.placement:
+        # A stage of one group may be best where its device has other ones.
+        far = [(k, by * len(near.groups)) for k in range(1, last + 1) for by in (-1, 1)]
+        ends = (near.shifted(point, k, k, by, at_most=True) for k, by in far)
+        found += [moved for moved in ends if moved is not None]
     kinds = (near.limit_moves, near.recompute_moves, partial(replica_moves, near), near.count_moves)
     for kind in kinds:
         found += kind(point, local._busiest(here))
@@ -877,10 +903,11 @@ def _scattered(local: LocalSearch, point: Point) -> Point:
     if some.random() < _KICKS:
         return near.kicked(point)
     far = max(len(local.question.profile.layers) // point.stages, 2)
+    several = len({*point.devices}) < point.stages
     for border in range(1, point.stages):
         if some.random() < _MOVED:
             by = some.choice((-1, 1)) * some.randint(1, far)
-            point = near.shifted(point, border, border, by) or point
+            point = near.shifted(point, border, border, by, at_most=several) or point
     return point
 
 

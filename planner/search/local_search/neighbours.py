@@ -352,11 +352,16 @@ class Neighbours:
         if found is not None:
             yield found
 
-    def shifted(self, point: Point, first: int, last: int, by: int) -> Point | None:
+    def shifted(
+        self, point: Point, first: int, last: int, by: int, *, at_most: bool = False
+    ) -> Point | None:
         """Borders from `first` to `last` moved by so many groups of layers, the later ones if it is
         positive; None where a stage would have no layers left.
 
         Each takes the next layers in topological order of the stage that it moves into.
+
+        Args:
+            at_most: by fewer where that leaves a stage one group.
         """
         sets = list(point.downsets)
         order = range(last, first - 1, -1) if by > 0 else range(first, last + 1)
@@ -364,7 +369,9 @@ class Neighbours:
             low, mine, high = sets[border - 1], sets[border], sets[border + 1]
             inside = high & ~mine if by > 0 else mine & ~low
             groups = sorted({self.group_of[layer] for layer in members(inside)})
-            if len(groups) <= abs(by):
+            if at_most:
+                by = max(1 - len(groups), min(by, len(groups) - 1))
+            if len(groups) <= abs(by) or not by:
                 return None
             for g in groups[:by] if by > 0 else groups[by:]:
                 mine = mine | self.groups[g] if by > 0 else mine & ~self.groups[g]

@@ -22,6 +22,8 @@ from timeprest.planner.schedules.check import check_schedule, deadlocks
 from timeprest.planner.schedules.interleaved import rows_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.schedules.v_shaped import period_by_one_way_s, v_shaped
+from timeprest.planner.schedules.zero_bubble import period_of_s
 from timeprest.planner.simulator.pipeline import Link
 from timeprest.planner.simulator.timeline import least_period_s, simulate
 from timeprest.planner.systems.placement import numbered_devices, pattern_of, placements
@@ -254,6 +256,23 @@ def test_the_bubble_of_interleaved_1f1b(devices, stages):
     assert steady_state(pipeline).period_s == pytest.approx(
         work * (1 + (devices - 1) / (stages * n))
     )
+
+
+@given(st.sampled_from(["zb-v", "v-half"]), st.data())
+def test_a_v_of_split_backwards_in_one_of_its_ways(variant, data):
+    """A schedule that is the shortest of several is no longer than any of these."""
+    seconds = st.lists(st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.5]), min_size=4, max_size=4)
+    one, other = (
+        replace(
+            equal_stages(variant, (0, 1, 1, 0), 4),
+            forward_s=tuple(data.draw(seconds)),
+            backward_s=tuple(2.0 * x for x in data.draw(seconds)),
+        )
+        for _ in range(2)
+    )
+    shortest_s = period_of_s(other, v_shaped(other))
+    assert period_by_one_way_s(other, other) == pytest.approx(shortest_s)
+    assert period_by_one_way_s(other, one) >= shortest_s * (1 - 1e-9)
 
 
 @given(

@@ -23,6 +23,7 @@ from timeprest.planner.search.local_search import improve
 from timeprest.planner.search.local_search.first_cuts import even_replicas, even_within
 from timeprest.planner.search.local_search.improve import LocalSearch, climb_on
 from timeprest.planner.search.local_search.layings import in_a_row, layings_of, mixed_layings
+from timeprest.planner.search.local_search.neighbours import Point
 from timeprest.planner.search.local_search.stage_moves import replica_moves, stage_moves
 from timeprest.planner.search.solve import SearchRequest, explore, question_for, solve
 from timeprest.planner.search.state import OutOfBudget
@@ -56,6 +57,22 @@ def test_slow_devices_are_left_out():
     asked = {"replicas": True, "stages": 2, "time_limit_s": None, "effort": 0}
     plan = solve(chain(8, parameters=1), of_speeds(1, 1, 1, 1, 0.1), "gpipe", **asked)
     assert {d for stage in plan.stages for d in stage.devices} <= {0, 1, 2, 3}
+
+
+def test_borders_move_as_far_as_a_stage_has_layers():
+    near = LocalSearch(search_for(chain(8), uniform_cluster(4), "gpipe", stages=4)).near
+    lying = ((0,), (1,), (2,), (3,))
+    point = Point(near.first_cuts(4, lying)[0], lying, (False,) * 4, 4, (1,) * 4)
+
+    def sizes(moved):
+        return [(b & ~a).bit_count() for a, b in pairwise(moved.downsets)]
+
+    assert sizes(point) == [2, 2, 2, 2]
+    assert near.shifted(point, 2, 2, 5) is None
+    assert sizes(near.shifted(point, 2, 2, 5, at_most=True)) == [2, 3, 1, 2]
+    assert sizes(near.shifted(point, 2, 2, -5, at_most=True)) == [2, 1, 3, 2]
+    alone = near.shifted(point, 2, 2, -1)
+    assert near.shifted(alone, 2, 2, -1, at_most=True) is None
 
 
 def test_devices_are_left_out_where_a_stage_would_be_in_several_machines():
