@@ -243,7 +243,7 @@ class PlacedBounds:
         if lattice is None or not lattice.complete:
             return False
         at_once = self.relaxation.graph.kept_at_once
-        return proven(map(self._alone, counts), lattice, question, each, at_once)
+        return proven(map(self._alone, counts), lattice, question, None, each, at_once)
 
     def _alone(self, micro_batches: int) -> StageProblem:
         """The bound of stages on a device each."""

@@ -340,8 +340,12 @@ def _closest(
 
 
 def _hopeless(search: SearchState, fitting: Fitting, placed: PlacedSearch | None) -> bool:
-    """Whether it is soon proven that no plan fits; one is looked at then, to say what it lacks."""
-    if (search.branches and not fitting.none_fits()) or not (search.branches or placed):
+    """Whether it is soon proven that no plan fits; one is looked at then, to say what it lacks.
+    Branches of which that is proven alone are left out."""
+    left = fitting.branches()
+    if left:
+        search.branches = left
+    if left or not (search.branches or placed):
         return False
     return placed is None or placed.is_hopeless()
 

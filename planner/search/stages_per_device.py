@@ -55,9 +55,9 @@ _MOST_STATES = 100_000
 _STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
 """Of effort and time, for first plans; and of what is left then, for a proof."""
 
-_HALF = 0.5
-"""Of the time, for improving the best plan before there are climbs from anywhere; and of that for a
-proof, where the best plan is far above the bound."""
+_IMPROVING_TIME, _PROVING_TIME = 0.5, 0.4
+"""Of the time, for improving the best plan before there are climbs from anywhere; and for a first
+proof."""
 
 _CLOSE, _HARDLY = 1.3, 3
 """Where the best plan is further above the bound, so much less goes into raising that."""
@@ -253,6 +253,7 @@ class PlacedSearch:
     def run(self) -> None:
         """Look for the best plan. Raises OutOfBudget when the budget is used up; the search's
         bounds are true then, too."""
+        _leave_out(self)
         self.enter_bounds()
         asked, known = self.asked, not self._left_out()
         if known and (not asked.open_end or asked.patterns == ("v",)):
@@ -318,18 +319,18 @@ class PlacedSearch:
         if self._is_far:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
-        part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
+        part = budget.part(_PROVING_SHARE)
         if self.relaxation.in_sequence:
             # What paths take would be missing for better plans.
             part = budget.on_top(0 if far else round(budget.effort * _PROVING_SHARE))
-        with suppress(OutOfBudget), part, time_part:
-            self._prove(branches, _MOST_STEPS)
+        with suppress(OutOfBudget), part, budget.time_part(_PROVING_TIME):
+            self._prove(branches if search.best else (), _MOST_STEPS)
         budget.check()
         if search.best is None:
             budget.effort = min(budget.effort, _FITTING_EFFORT)
         stopped: OutOfBudget | None = None
         try:
-            with budget.time_part(_HALF):
+            with budget.time_part(_IMPROVING_TIME):
                 improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
         except OutOfBudget as why:
             stopped = why
@@ -385,9 +386,7 @@ class PlacedSearch:
 
     def is_hopeless(self) -> bool:
         """Whether it is soon proven that nothing fits; what lacks least is looked at then."""
-        most, asked = self.relaxation.graph.most_stages, self.asked
-        each = most if asked.open_end else max(asked.per_device)
-        if self._given or not self._bounds.none_fits(self._counts, each):
+        if not _none_fits(self, self._counts):
             return False
         local = self.local_search(self.search)
         with suppress(OutOfBudget):
@@ -557,6 +556,27 @@ class PlacedSearch:
         question = self.search.question
         apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
         return None if apart or unforeseen(question, choice) else choice
+
+
+def _leave_out(placed: PlacedSearch) -> None:
+    """Leave out micro-batch counts of which it is soon proven that none of their plans fits: from
+    the fewest on, which need most, up to the first of which it isn't."""
+    left = sorted(placed._counts)
+    while left and _none_fits(placed, left[:1]):
+        del left[0]
+    if left:
+        placed._counts = left
+        placed.branches = [
+            [branch for branch in branches if branch.micro_batches in left]
+            for branches in placed.branches
+        ]
+
+
+def _none_fits(placed: PlacedSearch, counts: Sequence[int]) -> bool:
+    """Whether it is soon proven that no plan with so many micro-batches does."""
+    asked, most = placed.asked, placed.relaxation.graph.most_stages
+    each = most if asked.open_end else max(asked.per_device)
+    return not placed._given and placed._bounds.none_fits(counts, each)
 
 
 def _prove_each(placed: PlacedSearch, branches: Sequence[PlacedBranch]) -> None:

@@ -87,19 +87,25 @@ class Fitting:
 
     # Proof that nothing fits ----------------------------------------------------------------
 
-    def none_fits(self) -> bool:
-        """Whether it is soon proven that none does, by the least that schedules hold: of layers,
-        each and in total; then of cuts."""
+    def branches(self) -> list[Branch]:
+        """Those without the ones of which it is soon proven that none of their plans fits, by the
+        least that schedules hold: of layers, each and in total; then of cuts. From the fewest
+        micro-batches on, which need most, up to the first of which it isn't."""
         search, cluster = self.search, self.search.question.cluster
         lattice = search.source.lattice if isinstance(search.source, DpSource) else None
-        if lattice is None or search.large or not search.branches:
-            return False
-        if search.branches[0].stages is not None and search.relaxation.freedom.replicas:
-            return False
+        left = sorted(search.branches, key=lambda branch: branch.micro_batches)
+        if lattice is None or search.large or not left:
+            return left
+        if left[0].stages is not None and search.relaxation.freedom.replicas:
+            return left
         known = cluster.uniform and fixed_in_flight(search.relaxation.variant)
-        assumed = Assumptions(identical=known)
-        problems = (search.relaxation.problem(branch, assumed) for branch in search.branches)
-        return proven(problems, lattice, search.question)
+        assumed, until = Assumptions(identical=known), time.monotonic() + _PROOF_S
+        while left:
+            problem = search.relaxation.problem(left[0], assumed)
+            if not proven([problem], lattice, search.question, until):
+                break
+            del left[0]
+        return left
 
     def is_far(self) -> bool:
         """Whether on equal devices the plan with the least memory comes nowhere near to fitting."""
@@ -325,17 +331,19 @@ def proven(
     problems: Iterable[StageProblem],
     lattice: Lattice,
     question: Question,
+    until: float | None = None,
     each: int = 1,
     at_once: int = 0,
 ) -> bool:
     """Whether it is soon proven that no plan fits, by problems that bound all of them.
 
     Args:
+        until: by `time.monotonic`; None: for `_PROOF_S`.
         each, at_once: as `layers_bytes` has them.
     """
     found = [room_bytes(device, question.profile) for device in question.cluster.devices]
     rooms = [room * FITS for room in found if room is not None]
-    until = time.monotonic() + _PROOF_S
+    until = time.monotonic() + _PROOF_S if until is None else until
     try:
         return len(rooms) == len(found) and all(
             none_fits(problem, lattice, rooms, until, each, at_once) for problem in problems

@@ -27,6 +27,18 @@ def test_what_would_do_for_a_large_model_does(monkeypatch, system):
     assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
 
 
+@pytest.mark.parametrize(("memory", "left"), [("9kB", [4]), ("20kB", [1, 2, 4])])
+def test_micro_batch_counts_that_fit_nowhere_are_left_out(memory, left):
+    """The first of two stages keeps two micro-batches, or a whole mini-batch."""
+    profile, cluster = chain(8, parameters=1, saved=1000), uniform_cluster(2, memory)
+    question = solving.question_for(profile, cluster, "pipedream-flush")
+    search = solving.explore(question, solving.SearchRequest(stages=2), lambda *_: None)
+    assert [b.micro_batches for b in diagnosis.Fitting(search).branches()] == left
+    plan = solve(profile, cluster, "pipedream-flush", stages=2)
+    assert plan.solver.optimal
+    assert plan.micro_batches in left
+
+
 @pytest.mark.parametrize(("large", "n"), [(False, 1), (True, 2)])
 def test_what_would_do_has_no_more_stages_than_micro_batches(monkeypatch, large, n):
     if large:
