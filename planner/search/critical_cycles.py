@@ -29,7 +29,7 @@ from ..partition.dp.critical_cycles import (
 )
 from ..partition.dp.cycle_stages import CycleProblem, StageTable
 from ..partition.dp.sweep import OutOfTime
-from ..partition.dp.turns import least_turning, turnings
+from ..partition.dp.turns import Turn, least_turning, turnings
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
 from ..schedules.schedules import has_pattern
@@ -369,7 +369,7 @@ class CycleSearch:
         except (PlanError, ScheduleError):
             return float("inf")
         least_s, below_s = least_period_s(pipeline), min(search.period_s, program.slow_s)
-        replicated = program.problem.devices.replicated
+        replicated, turns = program.problem.devices.replicated, list[Turn]()
         if program.problem.rule == "turns" and not any(x.place.stage.turns > 1 for x in steps):
             flights = [
                 [each for each in step.place.stage.flights if each.limit <= limit]
@@ -393,15 +393,15 @@ class CycleSearch:
         only = all(len(stage.flights) == 1 for stage in program.problem.devices.every)
         if only or least_s * SAME >= search.period_s:
             return float("inf")
-        if program.problem.rule == "turns":
+        if turns:
             # Of all other limits those that cycles leave below the best plan, where they are few.
             vectors = [*islice(turnings(turns, n, search.period_s), MOST_VECTORS + 1)]
             if len(vectors) <= MOST_VECTORS:
                 for each in vectors:
                     search.look(choice, n, tuple(flight.limit for flight in each))
                 return float("inf")
-        search.try_some(choice, n, least_s)
-        return float("inf") if least_s * SAME >= search.period_s else least_s
+        done = search.try_some(choice, n, least_s, every_limit=not turns)
+        return float("inf") if done or least_s * SAME >= search.period_s else least_s
 
 
 def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[int, ...], ...]:

@@ -266,7 +266,7 @@ class _Group(NamedTuple):
     """What is known of the stages from a device on.
 
     Attributes:
-        replicas: of the first one, where that counts; else 0.
+        replicas: of the first one; 0: there is none.
         several: some of them has several.
         stages: how many there are, where that counts; else 0.
     """
@@ -283,7 +283,6 @@ def in_groups(
     stages: int | None = None,
     *,
     counted: bool = False,
-    wired: bool = True,
 ) -> CycleDevices:
     """Equal devices of which stages take as many as they have replicas, at least one more than one;
     the first ones may be left out.
@@ -293,12 +292,11 @@ def in_groups(
             the most.
         stages: how many there must be; None: any number.
         counted: what is in flight depends on the stages behind.
-        wired: states tell how many wires lie between two stages; else the most that there may be.
     """
     counts = counted or stages is not None
 
     def with_stage(behind: _Group, r: int) -> _Group:
-        return _Group(r if wired else 0, behind.several or r > 1, behind.stages + counts)
+        return _Group(r, behind.several or r > 1, behind.stages + counts)
 
     # From the last device on: what may be known of the stages from there on.
     known: list[list[_Group]] = [[_Group(0, several=False, stages=0)]]
@@ -306,12 +304,6 @@ def in_groups(
         fit = [r for r in replicas if r <= devices - p]
         mine = {with_stage(group, r) for r in fit for group in known[r - 1]}
         known.insert(0, sorted(g for g in mine if stages is None or g.stages <= stages))
-
-    def wires(p: int, r: int, behind: _Group) -> int:
-        most = [behind.replicas or r]
-        if not wired:
-            most = [n for n in replicas if n <= devices - p - r]
-        return max((lcm(r, n) for n in most), default=r)
 
     once = cache(stage_of)
 
@@ -321,8 +313,8 @@ def in_groups(
                 if (mine := with_stage(behind, r)) in known[p]:
                     left = devices - p
                     stage = once(left, r, behind.stages if counts else left - r)
-                    used, most = (known[p].index(mine),), wires(p, r, behind)
-                    yield CyclePlace(stage, p, k, used, (0,), stage.speed * p, most)
+                    used, wires = (known[p].index(mine),), lcm(r, behind.replicas or r)
+                    yield CyclePlace(stage, p, k, used, (0,), stage.speed * p, wires)
 
     every = tuple(tuple(places(p)) for p in range(devices))
     return CycleDevices(

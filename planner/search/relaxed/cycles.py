@@ -50,6 +50,7 @@ _REPLICATED: tuple[ScheduleRule, ...] = (
     "1f1b-split",
     "gpipe",
     "1f1b-micro",
+    "1f1b-deep",
     "nf1b",
     "1f1b",
 )
@@ -350,8 +351,6 @@ def _groups(relaxation: Relaxation, branch: Branch, share: float) -> CycleDevice
         stage_of,
         branch.stages,
         counted=rule in ("nf1b", "1f1b"),
-        # With micro-batches there are more branches, and so less time for each.
-        wired=rule != "nf1b",
     )
 
 
@@ -366,6 +365,12 @@ def _group_flights(relaxation: Relaxation, n: int, k: int, r: int, behind: int) 
         limits = relaxation.limit_ranges(1 + behind)[0]
         own = n if variant.schedule == "1f1b" else mine
         yield from _flights(variant, 1 + behind, 0, own, limits)
+    elif variant.schedule == "1f1b-deep":
+        limits, found = relaxation.limit_ranges(1 + behind)[0], dict[int, Flight]()
+        for limit in range(limits[0], limits[1] + 1):
+            ahead = min((-(-k // r) - 1) * r, (limit - 1) * n)
+            found.setdefault(ahead, Flight(limit, ahead + r, 1.0, float(-(-ahead // r) + 1)))
+        yield from found.values()
     elif variant.forwards_first:
         # Of its forwards some may run while those behind it have begun their backwards.
         yield Flight(1, mine + max(-(-(k - r) // r) - 1, 0), 1.0, float(mine))

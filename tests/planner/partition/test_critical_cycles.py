@@ -46,6 +46,7 @@ MINI_BATCHES = tuple(
 REPLICATED = (
     ("pipedream-flush", "gpipe", "zb-h1"),
     ("pipedream-2bw",),
+    ("pipemare",),
     ("timeprest", "timeprest-stashed", "v-timeprest", "i-timeprest"),
     MINI_BATCHES,
 )
