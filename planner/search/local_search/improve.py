@@ -874,8 +874,8 @@ def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
     rows = [(k, end) for k in range(1, last + 1) for end in {k, last}]
     shifts = [(*row, by * step) for row in rows for step in STEPS for by in (-1, 1)]
     found = [moved for shift in shifts if (moved := near.shifted(point, *shift)) is not None]
-    if here.found.pipeline.placement:
-        # A stage of one group may be best where its device has other ones.
+    if here.found.pipeline.placement and local.relaxation.variant.split_backward:
+        # A stage of one group may be best where weight parts of others fill its device.
         far = [(k, by * len(near.groups)) for k in range(1, last + 1) for by in (-1, 1)]
         ends = (near.shifted(point, k, k, by, at_most=True) for k, by in far)
         found += [moved for moved in ends if moved is not None]
@@ -903,7 +903,8 @@ def _scattered(local: LocalSearch, point: Point) -> Point:
     if some.random() < _KICKS:
         return near.kicked(point)
     far = max(len(local.question.profile.layers) // point.stages, 2)
-    several = len({*point.devices}) < point.stages
+    variant = local.relaxation.variant
+    several = variant.split_backward and len({*point.devices}) < point.stages
     for border in range(1, point.stages):
         if some.random() < _MOVED:
             by = some.choice((-1, 1)) * some.randint(1, far)
