@@ -113,10 +113,11 @@ class CycleSearch:
         tables: of stages, by how they are looked at, the largest numbers of stages alone.
         alone_s: per branch, what none of its plans without replicas is below.
         found: plans of the cuts that bounds and guesses are from.
+        suffice: all that may be better than the best plan is bounded by cycles, and can be tried.
     """
 
     def __init__(self, search: SearchState) -> None:
-        self.search = search
+        self.search, self.suffice = search, False
         self._programs: dict[_Way, CriticalCycles] = {}
         self.tables: dict[_Way, StageTable] = {}
         self.alone_s: dict[Branch, float] = {}
@@ -217,8 +218,7 @@ class CycleSearch:
                 alone_s = min(bound_s for way, bound_s in bounds_s.items() if not way.replicated)
                 self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), alone_s)
                 if self.covers(branch):
-                    least_s = min(bounds_s.values())
-                    search.bounds[branch] = max(search.bounds[branch], least_s)
+                    _raise(search, branch, min(bounds_s.values()))
 
     def guess(self) -> None:
         """Where a list schedule makes what stages run: plans of the cuts that guesses at it like
@@ -264,7 +264,7 @@ class CycleSearch:
         whole = [*self._ways(way)] == [way]
         if whole and not way.thinned and way.branch in search.bounds and self.covers(way.branch):
             # Whatever comes of its plans.
-            search.bounds[way.branch] = max(search.bounds[way.branch], answer.bound_s)
+            _raise(search, way.branch, answer.bound_s)
         if answer.cut is None:
             return answer.bound_s
         # One by one: those before the budget was used up count, too.
@@ -408,6 +408,10 @@ def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[i
     """Of a cut's devices, as the cluster lists them: of those of a kind, the last ones."""
     cluster, mine = search.question.cluster, [step.place.device for step in steps]
     replicas = [step.place.stage.replicas for step in steps]
+    if any(step.place.wires.apart for step in steps):
+        found = _by_machine(search, steps)
+        if found is not None:
+            return found
     if max(replicas) > 1:
         return tuple(tuple(range(d, d + r)) for d, r in zip(mine, replicas, strict=True))
     if not (search.any_sequence or cluster.uniform):
@@ -417,6 +421,37 @@ def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[i
         for kind, positions in enumerate(kinds_of(cluster))
     ]
     return tuple((next(left[kind]),) for kind in mine)
+
+
+def _raise(search: SearchState, branch: Branch, bound_s: float) -> None:
+    """No plan of a branch is below that; of equal devices in any sequence, as links count as the
+    fastest ones, or whatever machines they are between."""
+    search.bounds[branch] = max(search.bounds[branch], bound_s)
+    if search.question.cluster.uniform:
+        search.anywhere[branch] = max(search.anywhere.get(branch, 0.0), bound_s)
+
+
+def _by_machine(
+    search: SearchState, steps: Sequence[CycleStep]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Devices for stages that are in another machine where wires between are slow; None where there
+    are none left in one."""
+    left = dict[str | None, list[int]]()
+    for d, device in enumerate(search.question.cluster.devices):
+        left.setdefault(device.machine, []).append(d)
+    rows, found = [list[int]()], list[tuple[int, ...]]()
+    for step in steps:
+        rows[-1].append(step.place.stage.replicas)
+        if step.place.wires.apart:
+            rows.append([])
+    for row in rows:
+        free = next((mine for mine in left.values() if len(mine) >= sum(row)), None)
+        if free is None:
+            return None
+        for replicas in row:
+            found.append(tuple(free[:replicas]))
+            del free[:replicas]
+    return tuple(found)
 
 
 def _all_alone(search: SearchState, branch: Branch) -> bool:

@@ -108,11 +108,11 @@ def run(search: SearchState) -> str | None:
         _first_plans(search, local, cycles)
         if not any(search.promising()):
             return None
-        search.by_cycles = all(map(cycles.proves, search.promising()))
+        cycles.suffice = all(map(cycles.proves, search.promising()))
         _bound_along_path(search, cycles)
         vague = search.period_s > search.bound_s * _SHARP
         alike = search.question.cluster.uniform and not search.relaxation.freedom.replicas
-        if not search.by_cycles or (vague and not alike):
+        if not cycles.suffice or (vague and not alike):
             _bound_by_kinds(search)
             with budget.part(_NEARLY):
                 _bound_all(search)
@@ -474,7 +474,7 @@ def _stage_counts(search: SearchState, branch: Branch) -> list[int | None]:
 def _prove_all(search: SearchState, cycles: CycleSearch) -> None:
     """Try all cuts that the bounds leave. Raises OutOfBudget when the budget is used up."""
     cycles.prove()
-    if not (search.by_cycles or search.any_sequence):
+    if not (cycles.suffice or search.any_sequence):
         _prove(search, cycles)
 
 

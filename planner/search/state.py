@@ -227,7 +227,7 @@ class SearchState:
         by_kind: the best plan with so many micro-batches, and replicas of each stage.
         blocks: of layers, by their number, for first plans.
         any_sequence: devices may be taken in any, not only as the cluster lists them.
-        by_cycles: all that may be better than the best plan is bounded by critical cycles.
+        anywhere: bounds that hold in any.
         closest: of all plans, the one that needs the smallest share of some device's memory.
         least_share: that share.
     """
@@ -248,7 +248,7 @@ class SearchState:
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
     any_sequence: bool = False
-    by_cycles: bool = False
+    anywhere: dict[Branch, float] = field(default_factory=dict)
     least_difference: int | None = None
     least_share: float = float("inf")
     _tried: dict[Hashable, Evaluation | None] = field(default_factory=dict)
@@ -293,7 +293,10 @@ class SearchState:
         seconds = self.relaxation.seconds
         counts = {branch.micro_batches for branch in self.branches}
         least_s = {n: max(seconds.least_s(n), seconds.round_trip_s(n)) for n in counts}
-        self.bounds = {branch: least_s[branch.micro_batches] for branch in self.branches}
+        self.bounds = {
+            branch: max(least_s[branch.micro_batches], self.anywhere.get(branch, 0.0))
+            for branch in self.branches
+        }
 
     def hopeless(self, branch: Branch) -> bool:
         """Whether no plan of a branch can beat the best one so far."""

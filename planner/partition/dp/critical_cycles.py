@@ -170,10 +170,10 @@ class _Move(NamedTuple):
     users: tuple[tuple[int, float], ...]
 
     @property
-    def key(self) -> tuple[int, ...]:
+    def key(self) -> tuple[object, ...]:
         """What tells it from others at its place."""
         place = self.step.place
-        return self.step.above, self.step.mode, place.device, place.behind, self.beyond
+        return self.step.above, self.step.mode, place.device, place.behind, self.beyond, place.wires
 
 
 class CriticalCycles(CycleTables):
@@ -200,7 +200,8 @@ class CriticalCycles(CycleTables):
         slowest = min(stage.speed for stage in every)
         rules = max(stage.per_byte_s for stage in every) * self.all.parameter_bytes
         sent = sum(m.wire_s + m.back_s for m in problem.messages)
-        sent = max(sent, max(problem.path_s, default=0.0)) + 2 * problem.latency_s
+        wires = min(place.wires.speed for mine in problem.devices.places for place in mine)
+        sent = max(sent, max(problem.path_s, default=0.0)) / min(wires, 1.0) + 2 * problem.latency_s
         return len(problem.devices.places) * (self.all.most_s / slowest + rules + sent * n) * 2
 
     # The best cut ------------------------------------------------------------------------------
@@ -316,15 +317,17 @@ class CriticalCycles(CycleTables):
     def period_s(self, steps: Sequence[CycleStep]) -> float:
         """The longest cycle of a cut, with what it has in flight."""
         timed, links = self._timed(steps), self._links(steps)
+        nexts = _nexts(links, steps)
         n, whole = self.problem.micro_batches, self.problem.rule == "room"
         back = 1 if whole else n
         # Between replicas there may be several, each of which has a share.
         shares = [step.place.stage.replicas for step in steps]
         wires = [
-            max(n * there_s, back * back_s) / lcm(shares[s], shares[t])
+            max(n * there_s, back * back_s)
+            / (steps[s].place.wires.speed if t == s + 1 else lcm(shares[s], shares[t]))
             for (s, t), (there_s, back_s, _) in links.items()
         ]
-        busy, nexts = max(float(times.busy[0]) for times in timed), _nexts(links, len(steps))
+        busy = max(float(times.busy[0]) for times in timed)
         if self.problem.flushes:
             longest_s = self._flushed_s(timed, [step.place.stage for step in steps], nexts)
         else:
@@ -633,12 +636,14 @@ def _ways_to(stages: Stages, last: _Move | None) -> tuple[Vector, Vector]:
     return last.ways[0][stages.kind], np.full(stages.count, last.ways[1])
 
 
-def _nexts(links: _Links, stages: int) -> list[list[_Link]]:
+def _nexts(links: _Links, steps: Sequence[CycleStep]) -> list[list[_Link]]:
     """Per stage, which later ones gradients come back from, and what a message takes both ways."""
-    found: list[list[_Link]] = [[] for _ in range(stages)]
+    found: list[list[_Link]] = [[] for _ in steps]
     for (s, t), (there_s, back_s, returns) in links.items():
+        wires = steps[s].place.wires
+        speed = wires.slowest if t == s + 1 and wires.apart else 1.0
         if returns:
-            found[s].append((t, there_s, back_s))
+            found[s].append((t, there_s / speed, back_s / speed))
     return found
 
 
@@ -653,7 +658,7 @@ def _with_enough(
         return [step._replace(flight=flight) for step, flight in mine]
 
     n, latency_s = program.problem.micro_batches, 2 * program.problem.latency_s
-    timed, nexts = program._timed(steps), _nexts(program._links(steps), len(steps))
+    timed, nexts = program._timed(steps), _nexts(program._links(steps), steps)
     turns = [
         Turn(
             float(timed[s].own[0]),

@@ -76,6 +76,25 @@ class CycleStage:
         return self.speed * self.replicas
 
 
+class Wires(NamedTuple):
+    """Those from a stage to the next one.
+
+    Attributes:
+        most: how many there are at the most, by the replicas of both.
+        speed: all messages take no less than on so many of the fastest.
+        slowest: of the fastest one's speed, that of one that some messages take.
+        apart: all of them take one like that.
+    """
+
+    most: int = 1
+    speed: float = 1.0
+    slowest: float = 1.0
+    apart: bool = False
+
+
+_ONE_WIRE = Wires()
+
+
 class CyclePlace(NamedTuple):
     """A device for a stage, beside those of the stages behind it.
 
@@ -85,7 +104,7 @@ class CyclePlace(NamedTuple):
         used: of this stage's states, those that this device and those behind come under.
         before: of the states of devices before the stage, those that go with it.
         speed_before: of the fastest devices that the stages before it may have, together.
-        wires: how many there are to the next stage, by the replicas of both.
+        wires: to the next stage.
     """
 
     stage: CycleStage
@@ -94,7 +113,7 @@ class CyclePlace(NamedTuple):
     used: tuple[int, ...]
     before: tuple[int, ...]
     speed_before: float
-    wires: int = 1
+    wires: Wires = _ONE_WIRE
 
 
 class CycleWay(NamedTuple):
@@ -262,6 +281,56 @@ def in_any_sequence(
     )
 
 
+class Machines(NamedTuple):
+    """Where equal devices are, if that makes a difference.
+
+    Attributes:
+        number: how many there are.
+        most: devices of each, at the most.
+        far: of the speed of the fastest wire, that of one between two of them.
+    """
+
+    number: int
+    most: int
+    far: float
+
+    def apart(self, most: int = 1) -> Wires:
+        """Between two: all messages are on one wire."""
+        return Wires(most, self.far, self.far, apart=True)
+
+    def wires(self, replicas: int, others: int, most: int) -> Wires:
+        """Those between replicas in several machines and a stage in one, whose machine has so many
+        other devices for them: the busiest is from one of the other machines."""
+        share = -(-(replicas - others) // (self.number - 1))
+        return Wires(most, min(self.far * replicas / max(share, 1), most), self.far)
+
+
+def in_machines(
+    devices: int, machines: Machines, stages: int, stage_of: Callable[[int], CycleStage]
+) -> CycleDevices:
+    """Equal devices, one for each stage, in machines, in any sequence (as `in_groups`).
+
+    Args:
+        stage_of: of a stage's number.
+    """
+    made, most = [stage_of(s) for s in range(stages)], machines.most
+
+    def places(s: int) -> Iterator[CyclePlace]:
+        behind = range(1, min(most, stages - 1 - s) + 1)
+        # Those of its machine from the stage on, beside those from the next one on, and the wires.
+        near = [(k + 1, k, _ONE_WIRE) for k in behind if k < most]
+        near += [(1, k, machines.apart()) for k in behind]
+        for mine, k, wires in near or [(1, 1, _ONE_WIRE)]:
+            before = made[s].speed * min(s, devices)
+            yield CyclePlace(made[s], 0, k - 1, (mine - 1,), (0,), before, wires)
+
+    return CycleDevices(
+        tuple(tuple(places(s)) for s in range(stages)),
+        tuple((CycleWay(made[s], 0, (0,)),) for s in range(stages - 1)),
+        tuple((0, k) for k in range(min(most, stages))),
+    )
+
+
 class _Group(NamedTuple):
     """What is known of the stages from a device on.
 
@@ -269,52 +338,88 @@ class _Group(NamedTuple):
         replicas: of the first one; 0: there is none.
         several: some of them has several.
         stages: how many there are, where that counts; else 0.
+        near: devices of the first one's machine that it and those behind have, up to the first
+            that is in another one, at the least; 0 where it is in several, or there is but one.
     """
 
     replicas: int
     several: bool
     stages: int
+    near: int
+
+    def before(
+        self, r: int, counted: int, machines: Machines | None
+    ) -> Iterator[tuple[_Group, Wires, bool]]:
+        """Groups with a stage more, the wires to it, and whether its replicas are in several
+        machines.
+
+        Args:
+            counted: stages that it counts as.
+        """
+        most = lcm(r, self.replicas or r)
+        mine = _Group(r, self.several or r > 1, self.stages + counted, 0)
+        same = wires = Wires(most, most)
+        if machines is None:
+            yield mine, same, False
+            return
+        if self.near + r <= machines.most:
+            if self.replicas and not self.near:
+                wires = machines.wires(self.replicas, machines.most - r, most)
+            yield mine._replace(near=self.near + r), wires, False
+        if self.near and r <= machines.most:
+            yield mine._replace(near=r), machines.apart(most), False
+        if r > 1:
+            wires = machines.wires(r, machines.most - self.near, most) if self.near else same
+            yield mine, wires, True
 
 
 def in_groups(
     devices: int,
     replicas: Sequence[int],
-    stage_of: Callable[[int, int, int], CycleStage],
+    stage_of: Callable[[int, int, int, bool], CycleStage],
     stages: int | None = None,
     *,
     counted: bool = False,
+    machines: Machines | None = None,
 ) -> CycleDevices:
     """Equal devices of which stages take as many as they have replicas, at least one more than one;
     the first ones may be left out.
 
+    No more of a row of stages in one machine than it has devices, in whatever sequence machines
+    come: a stage before them is in another one, and all messages between are on one wire; or some
+    of its replicas are, which sum their gradients over that, and have their share of messages.
+
     Args:
-        stage_of: of the devices from a stage's first one on, of r, and of the stages behind it at
-            the most.
+        stage_of: of the devices from a stage's first one on, of r, of the stages behind it at the
+            most, and of whether its replicas are in several machines.
         stages: how many there must be; None: any number.
         counted: what is in flight depends on the stages behind.
+        machines: None: it makes no difference where devices are.
     """
     counts = counted or stages is not None
 
-    def with_stage(behind: _Group, r: int) -> _Group:
-        return _Group(r, behind.several or r > 1, behind.stages + counts)
+    def with_stage(behind: _Group, r: int) -> Iterator[tuple[_Group, Wires, bool]]:
+        return behind.before(r, int(counts), machines)
 
     # From the last device on: what may be known of the stages from there on.
-    known: list[list[_Group]] = [[_Group(0, several=False, stages=0)]]
+    known: list[dict[_Group, int]] = [{_Group(0, several=False, stages=0, near=0): 0}]
     for p in range(devices - 1, -1, -1):
         fit = [r for r in replicas if r <= devices - p]
-        mine = {with_stage(group, r) for r in fit for group in known[r - 1]}
-        known.insert(0, sorted(g for g in mine if stages is None or g.stages <= stages))
+        some = {mine for r in fit for group in known[r - 1] for mine, *_ in with_stage(group, r)}
+        some = {group for group in some if stages is None or group.stages <= stages}
+        known.insert(0, {group: k for k, group in enumerate(sorted(some))})
 
     once = cache(stage_of)
 
     def places(p: int) -> Iterator[CyclePlace]:
-        for r in (r for r in replicas if r <= devices - p):
-            for k, behind in enumerate(known[p + r]):
-                if (mine := with_stage(behind, r)) in known[p]:
-                    left = devices - p
-                    stage = once(left, r, behind.stages if counts else left - r)
-                    used, wires = (known[p].index(mine),), lcm(r, behind.replicas or r)
-                    yield CyclePlace(stage, p, k, used, (0,), stage.speed * p, wires)
+        left = devices - p
+        for r in (r for r in replicas if r <= left):
+            for behind, k in known[p + r].items():
+                for mine, wires, apart in with_stage(behind, r):
+                    if mine in known[p]:
+                        stage = once(left, r, behind.stages if counts else left - r, apart)
+                        used = (known[p][mine],)
+                        yield CyclePlace(stage, p, k, used, (0,), stage.speed * p, wires)
 
     every = tuple(tuple(places(p)) for p in range(devices))
     return CycleDevices(
@@ -326,7 +431,7 @@ def in_groups(
         tuple(
             (p, state)
             for p in range(devices)
-            for state, group in enumerate(known[p])
+            for group, state in known[p].items()
             if group.several and group.stages == (stages or group.stages)
         ),
     )

@@ -75,6 +75,7 @@ class CycleProblem:
         path: layers' positions, each of which sends a gradient back to the one before it.
         path_s: between neighbours on it, messages both ways, latency left out.
         latency_s: of a message.
+        operation_s: what a forward takes besides its layers, at speed 1.
         split: backwards are in two parts, of which others wait for the first alone.
         every_mode: stages in slower modes than some that they seem to fit all places in, too: bytes
             are known from below, so that they may be needed.
@@ -95,6 +96,7 @@ class CycleProblem:
     path: tuple[int, ...]
     path_s: tuple[float, ...]
     latency_s: float
+    operation_s: float = 0.0
     split: bool = False
     every_mode: bool = False
     exchanges: tuple[tuple[int, float], ...] = ()
@@ -134,6 +136,7 @@ class Stages:
         sent_s: per class of the next stage, messages to it both ways with their latency, [K, p];
             minus infinity where no gradient comes back from there.
         wire_s: of these the busier way in a period, [K, p].
+        alone_s: of those that it makes for stages behind, the heaviest's, wherever that goes.
         passed_s: the path's message that passes the next stage, if that isn't on it; minus infinity
             where the path ends.
         made, user: the heaviest message of those that they make for stages behind them and get a
@@ -154,6 +157,7 @@ class Stages:
     summing_s: Vector
     sent_s: Vector
     wire_s: Vector
+    alone_s: Vector
     passed_s: Vector
     made: Positions
     user: Positions
@@ -312,7 +316,8 @@ class StageTable:
         if not above.any():
             nothing, none = np.full((1, size), -math.inf), np.full(size, -1)
             kinds = np.zeros(size, dtype=np.intp)
-            return _Border(kinds, [True], nothing, np.zeros((1, size)), none, none, none)
+            still = np.zeros(size)
+            return _Border(kinds, [True], nothing, np.zeros((1, size)), still, none, none, none)
         mask, n = lattice.masks[b], problem.micro_batches
         crossing = [m for m in problem.messages if mask >> m.maker & 1 and m.users & ~mask]
         groups: dict[int, list[CycleMessage]] = {}
@@ -354,10 +359,10 @@ class StageTable:
                 there += message.wire_s * outside
                 back += message.back_s * outside
             sent.append(np.where(linked, there + back + 2 * problem.latency_s, -math.inf))
-            wires.append(np.maximum(np.maximum(n * there, per_period * back), alone))
+            wires.append(np.maximum(n * there, per_period * back))
             off.append(not each & 1)
         far = self._heaviest(crossing, mask)
-        return _Border(kinds, off, np.array(sent), np.array(wires), *far)
+        return _Border(kinds, off, np.array(sent), np.array(wires), alone, *far)
 
     def _heaviest(
         self, messages: list[CycleMessage], mask: int
@@ -393,6 +398,7 @@ class StageTable:
         lows, highs, on_path = columns[0], columns[1], columns[4]
         sent_s = np.full((self.classes, len(lows)), -math.inf)
         wire_s = np.zeros((self.classes, len(lows)))
+        alone_s = np.zeros(len(lows))
         made, user, taken = (np.full(len(lows), -1) for _ in range(3))
         by_border = np.argsort(highs, kind="stable")
         ends = np.searchsorted(highs[by_border], np.arange(len(borders) + 1))
@@ -401,11 +407,12 @@ class StageTable:
             rows = slice(0, len(border.sent_s))
             sent_s[rows, which] = border.sent_s[:, lows[which]]
             wire_s[rows, which] = border.wire_s[:, lows[which]]
+            alone_s[which] = border.alone_s[lows[which]]
             made[which], user[which] = border.made[lows[which]], border.user[lows[which]]
             first, end = np.searchsorted(lows, [at, at + 1]).tolist()
             taken[first:end] = border.taken[highs[first:end]]
         passed_s = np.where(on_path, self._path_s[highs], -math.inf)
-        columns[10:10] = [sent_s, wire_s, passed_s, made, user, taken]
+        columns[10:10] = [sent_s, wire_s, alone_s, passed_s, made, user, taken]
         return Stages(*columns)
 
     def _stages_from(
@@ -522,7 +529,7 @@ def _none(classes: int) -> Stages:
     wide = np.zeros((classes, 0))
     flags = np.zeros(0, dtype=np.bool_)
     times, held = (seconds,) * 5, (seconds, seconds, seconds)
-    return Stages(at, at, at, at, flags, *times, wide, wide, seconds, at, at, at, *held)
+    return Stages(at, at, at, at, flags, *times, wide, wide, seconds, seconds, at, at, at, *held)
 
 
 class _Holding(NamedTuple):
@@ -540,14 +547,15 @@ class _Border(NamedTuple):
         kinds: per upper downset of a stage that begins here, its class, [D].
         off_path: per class.
         sent_s, wire_s: per class and lower downset of the stage before, [K, D].
-        made, user, taken: as of `Stages`; per lower downset of the stage before, and per upper one
-            of that behind.
+        alone_s, made, user, taken: as of `Stages`; per lower downset of the stage before, and per
+            upper one of that behind.
     """
 
     kinds: Positions
     off_path: list[bool]
     sent_s: Vector
     wire_s: Vector
+    alone_s: Vector
     made: Positions
     user: Positions
     taken: Positions

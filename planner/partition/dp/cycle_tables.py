@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ..problem import FITS, Vector
-from .cycle_devices import CyclePlace, CycleStage
+from .cycle_devices import CyclePlace, CycleStage, Wires
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .halves import halves_of
 from .lattice import Flags, Lattice, Positions
@@ -147,7 +147,7 @@ class CycleTable(NamedTuple):
     """
 
     target: float
-    by_wires: dict[int, Stages]
+    by_wires: dict[Wires, Stages]
     timed: dict[Hashable, Timed]
     waits: list[list[Waits]]
     ways: list[list[Ways]]
@@ -203,7 +203,7 @@ class CycleTables:
         n, messages, latency_s = problem.micro_batches, problem.messages, 2 * problem.latency_s
         wires, last = [(m.wire_s, m.back_s) for m in messages], self._units[-1]
         # Replicas that share micro-batches have several wires for each.
-        shared = max(place.wires for mine in problem.devices.places for place in mine)
+        shared = max(place.wires.most for mine in problem.devices.places for place in mine)
         shared = shared if problem.shares else 1
         self._way_s = np.array([sum(both) / shared + latency_s for both in wires] + [NEVER])
         self._others_s = np.array([others_s(n, max(b), min(b), last) for b in wires] + [0.0])
@@ -232,7 +232,7 @@ class CycleTables:
         stages, count = known.stages, len(devices.places)
         wires = {place.wires for mine in devices.places for place in mine}
         by_wires = {
-            each: _on_wires(self.problem, _on_time(stages, target * each), each) for each in wires
+            each: _on_wires(self.problem, _on_time(stages, target, each), each) for each in wires
         }
         stages = by_wires[max(wires)]
         timed = {_like(each): self.timed(stages, each) for each in devices.every}
@@ -369,7 +369,8 @@ class CycleTables:
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
         busy += stages.summing_s - (whole - mine) * (stages.whole_s / stage.speed)
         update = np.maximum(busy - mine * own, 0.0)
-        step = np.maximum(update - mine * weight, 0.0)
+        # What each forward takes besides its layers may be beside waiting.
+        step = np.maximum(update - mine * (weight + self.problem.operation_s / stage.speed), 0.0)
         return Timed(forward, backward, own, weight, serial, busy, update, step)
 
     def beyond(self, stages: Stages, which: Positions, waits: Waits) -> tuple[Vector, Positions]:
@@ -404,7 +405,7 @@ class CycleTables:
         return found
 
     def rows(
-        self, stages: Stages, which: Positions, waits: Waits, least: Vector, wires: int
+        self, stages: Stages, which: Positions, waits: Waits, least: Vector, wires: Wires
     ) -> dict[int, Row]:
         """What some stages wait for up to some places, where the pipeline flushes; the last one is
         there.
@@ -414,7 +415,7 @@ class CycleTables:
             wires: to the next stage, each of which has its share of messages.
         """
         found, latency_s = dict[int, Row](), self.problem.latency_s
-        n = self.problem.micro_batches // wires
+        n = self.problem.micro_batches // (1 if wires.apart else wires.most)
         last, above = len(self._units) - 1, stages.above[which]
         for t, linked_s in {**waits.rows, last: waits.linked}.items():
             units = 1 if self._replicated else self._units[t]
@@ -464,7 +465,7 @@ class CycleTables:
             )
             if some <= stage.after_update:
                 least = np.maximum(least, rows[-some - 1])
-        return least + timed.update, rows
+        return least + timed.step, rows
 
     def passed(self, stages: Stages, which: Positions, waits: Waits) -> Vector:
         """What is waited for where a message passes some stages, [p], by what comes behind them."""
@@ -682,18 +683,21 @@ def least_kept(stay: Vector, forward: Vector, period: float | Vector, n: int) ->
     return found
 
 
-def _on_time(stages: Stages, target: float) -> Stages:
+def _on_time(stages: Stages, target: float, wires: Wires) -> Stages:
     """Where a message would keep a wire busy for longer than that, it takes for ever."""
-    late = stages.wire_s > target * (1 + ROUNDING)
+    room = target * (1 + ROUNDING)
+    late = (stages.wire_s > room * wires.speed) | (stages.alone_s > room)
     return replace(stages, sent_s=np.where(late, math.inf, stages.sent_s)) if late.any() else stages
 
 
-def _on_wires(problem: CycleProblem, stages: Stages, wires: int) -> Stages:
-    """Where each message is on so many wires, a part on each."""
-    if not problem.shares or wires == 1:
+def _on_wires(problem: CycleProblem, stages: Stages, wires: Wires) -> Stages:
+    """Where each message is on several wires, a part on each; or on a slower one. Of parts that are
+    on one in turns the first ones come back while the last ones go there: one counts."""
+    speed = wires.slowest * wires.most if problem.shares else wires.slowest
+    if speed == 1 or not (problem.shares or wires.apart):
         return stages
     latency_s = 2 * problem.latency_s
-    return replace(stages, sent_s=(stages.sent_s - latency_s) / wires + latency_s)
+    return replace(stages, sent_s=(stages.sent_s - latency_s) / speed + latency_s)
 
 
 def suits(problem: CycleProblem, stages: Stages, which: Positions, stage: CycleStage) -> Flags:

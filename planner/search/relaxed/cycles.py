@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -20,8 +21,10 @@ from ...partition.dp.cycle_devices import (
     CycleDevices,
     CycleStage,
     Flight,
+    Machines,
     in_any_sequence,
     in_groups,
+    in_machines,
     in_sequence,
 )
 from ...partition.dp.cycle_stages import CycleMessage, CycleProblem, CycleRule
@@ -59,6 +62,9 @@ _REPLICATED: tuple[ScheduleRule, ...] = (
 _REPEATS = 2
 """Mini-batches, after the pipeline has filled up, until a stage has held what it holds at most."""
 
+
+_MOST_NEAR = 64
+"""Devices × those of a machine: with more, tables don't tell in which they are."""
 
 _MOST_STATES = 2_000
 """Of how many devices of each kind there may be of those behind a stage: with more, tables take too
@@ -220,7 +226,10 @@ def stage_problem(
     path = graph.heaviest_path(costs.forward_s + costs.backward_s)
     # Of a whole mini-batch, where a backward takes it.
     gradients = max(n // wires, 1) if variant.backward_unit == "mini" else 1
-    fastest = relaxation.question.cluster.fastest_bytes_per_s
+    fastest, operation = (
+        relaxation.question.cluster.fastest_bytes_per_s,
+        relaxation.question.profile.operation,
+    )
     sent = [nbytes / (wires if whole else 1) for nbytes in graph.sent_along(path, size)]
     return CycleProblem(
         loads=replace(loads, modes=tuple(modes)),
@@ -233,6 +242,7 @@ def stage_problem(
         path=tuple(path),
         path_s=tuple((1 + gradients) * nbytes / fastest for nbytes in sent),
         latency_s=0.0,
+        operation_s=0.0 if operation is None else operation.forward_s,
         shares=tuple(shares) if whole else (),
     )
 
@@ -300,6 +310,11 @@ def _devices(
             first=not s,
         )
 
+    machines, count = _machines(cluster), len(cluster.devices)
+    # Where each stage has the device at its place, cuts are listed.
+    if cluster.uniform and machines and (any_sequence or stages < count):
+        first = cluster.devices[0]
+        return in_machines(count, machines, stages, lambda s: stage_of(s, first))
     if any_sequence or cluster.uniform:
         kinds = kinds_of(cluster)
         firsts = [cluster.devices[mine[0]] for mine in kinds]
@@ -331,13 +346,13 @@ def _groups(relaxation: Relaxation, branch: Branch, share: float) -> CycleDevice
 
     in_turns = relaxation.variant.schedule == "1f1b-micro"
 
-    def stage_of(k: int, r: int, behind: int) -> CycleStage:
+    def stage_of(k: int, r: int, behind: int, apart: bool) -> CycleStage:
         found = place(replicas.index(r), k)
         return CycleStage(
             speed=found.speed,
             memory_bytes=found.memory_bytes * share,
             copies=found.copies - 1.0,
-            per_byte_s=found.sync_s_per_byte,
+            per_byte_s=max(found.sync_s_per_byte, apart_s[r] if apart else 0.0),
             flights=tuple(_group_flights(relaxation, n, k, r, behind)),
             replicas=r,
             whole=relaxation.variant.whole_mini_batches,
@@ -345,13 +360,34 @@ def _groups(relaxation: Relaxation, branch: Branch, share: float) -> CycleDevice
         )
 
     rule = relaxation.variant.schedule
+    machines = _machines(relaxation.question.cluster)
+    apart_s = {r: _apart_s(relaxation.question.cluster, r) for r in replicas if machines}
     return in_groups(
         devices,
         replicas,
         stage_of,
         branch.stages,
         counted=rule in ("nf1b", "1f1b"),
+        machines=machines,
     )
+
+
+def _machines(cluster: Cluster) -> Machines | None:
+    """Those of equal devices; None where they make no difference, or tables would take too long."""
+    homes = Counter(device.machine for device in cluster.devices)
+    most, far = max(homes.values()), cluster.between_machines or cluster.network
+    share = far.top_bytes_per_s / cluster.fastest_bytes_per_s
+    if cluster.flat or cluster.links or share >= 1 or len(cluster.devices) * most > _MOST_NEAR:
+        return None
+    return Machines(len(homes), most, share)
+
+
+def _apart_s(cluster: Cluster, replicas: int) -> float:
+    """What a byte takes to be summed over so many devices in several machines, at the least."""
+    sums, last = AllReduceTimes(cluster), len(cluster.devices) - replicas
+    ranges = [range(first, first + replicas) for first in range(last + 1)]
+    several = [r for r in ranges if len({cluster.devices[d].machine for d in r}) > 1]
+    return min((sums.of(r)[1] for r in several), default=0.0)
 
 
 def _group_flights(relaxation: Relaxation, n: int, k: int, r: int, behind: int) -> Iterator[Flight]:

@@ -16,6 +16,7 @@ from helpers.drawn.questions import (
     counts_of,
     drawn_cluster,
     drawn_profile,
+    far_apart,
     looked_at,
     with_memory,
 )
@@ -42,6 +43,7 @@ def drawn_alone(
     *,
     any_sequence: bool = False,
     replicas: bool = False,
+    far: bool = False,
 ) -> Drawn | None:
     """The question with this number, of one of these systems, with one N; None where it has more
     plans than `most_plans`, or none. Most clusters send beside computing.
@@ -49,6 +51,7 @@ def drawn_alone(
     Args:
         any_sequence: plans take devices in any, not only as they are listed.
         replicas: of each plan some stage has several, on equal devices.
+        far: devices are equal ones, in machines with slow links between.
     """
     rng = random.Random(seed)
     variant, profile = VARIANTS[rng.choice(systems)], drawn_profile(rng)
@@ -57,6 +60,8 @@ def drawn_alone(
     if replicas:
         alike = tuple(msgspec.structs.replace(device, speed=1.0) for device in cluster.devices)
         cluster = msgspec.structs.replace(cluster, devices=alike)
+    if far:
+        cluster = far_apart(random.Random(-seed), cluster)
     question = Question(profile, cluster, variant.name, profile.batch_size, factor, 1, tied)
     again = rng.choice(["off", "off", "on", "auto", "selective"])
     again = "off" if variant.recompute_refusal else again

@@ -367,6 +367,23 @@ def of_kinds(rng: random.Random, profile: Profile, cluster: Cluster) -> tuple[Pr
     return least_of(profile, cluster.kinds), cluster
 
 
+def far_apart(rng: random.Random, cluster: Cluster) -> Cluster:
+    """Two to five devices like the first one, in two or three machines."""
+    homes = [
+        rng.choice("abc"[: rng.choice([2, 2, 3])]) for _ in range(rng.choice([2, 3, 3, 4, 4, 5]))
+    ]
+    first = cluster.devices[0]
+    devices = tuple(
+        msgspec.structs.replace(first, name=f"d{k}", machine=home)
+        for k, home in enumerate(homes if rng.random() < 0.3 else sorted(homes))
+    )
+    speed, latency_s = rng.choice([1e4, 1e5, 1e6, 1e7]), rng.choice([0.0, 0.0, 1e-5])
+    near = Network(bandwidth_bytes_per_s=speed, latency_s=latency_s)
+    slower = speed / rng.choice([2, 5, 20, 100])
+    between = Network(bandwidth_bytes_per_s=slower, latency_s=rng.choice([1, 3]) * latency_s)
+    return Cluster(devices=devices, network=near, between_machines=between)
+
+
 def with_links(rng: random.Random, cluster: Cluster) -> Cluster:
     """With links of some pairs, machines and groups, times by size, and sums of two and three."""
     devices = tuple(

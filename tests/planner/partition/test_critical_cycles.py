@@ -107,12 +107,13 @@ def check_cuts(drawn: Drawn, *, any_sequence: bool = False) -> None:
 def check_cuts_below(part, target) -> None:
     found, program = set(), part.program
     for steps in program.each_below(lambda: target):
-        key = tuple((step.above, step.mode, step.place.device) for step in steps)
+        # In machines a cut comes once for each way to share out its stages among them.
+        key = tuple((x.above, x.mode, x.place.device, x.place.wires) for x in steps)
         assert key not in found
         found.add(key)
         assert steps[0].below == 0
         assert all(a.above == b.below for a, b in pairwise(steps))
-    cuts = {tuple((place, device) for place, _, device in key) for key in found}
+    cuts = {tuple((place, device) for place, _, device, _ in key) for key in found}
     masks, problem = program.lattice.masks, program.problem.loads
     wanted = {
         tuple(zip(borders(problem, masks, plan), kinds(part, plan), strict=True))
@@ -211,6 +212,30 @@ def test_stages_may_have_replicas(systems, seed, stages):
         if plan.prediction.period_s * SAME < target:
             replicas = [len(stage.devices) for stage in plan.stages]
             assert tuple(zip(borders(problem, masks, plan), replicas, strict=True)) in cuts
+
+
+@pytest.mark.parametrize("systems", REPLICATED, ids="-".join)
+@settings(max_examples=examples(24))
+@given(seed=seeds)
+def test_links_between_machines_may_be_slow_where_stages_have_replicas(systems, seed):
+    """Whatever machines replicas are in."""
+    drawn = some_alone(seed, 600, systems, replicas=True, far=True)
+    part = replicated(drawn, None)
+    assume(part is not None and part.fitting)
+    assert not above(part.program.best(0.0, INF).bound_s, part.best_s)
+    assert part.program.keeps(part.best_s * SAME) is not None
+
+
+@settings(max_examples=examples(36))
+@given(seeds)
+@example(22)
+@example(127)
+def test_links_between_machines_may_be_slow(seed):
+    """In whatever sequence machines are, also where only messages decide."""
+    drawn = some_alone(seed, 600, any_sequence=True, far=True)
+    for _, program, _, fitting, _ in parts(drawn, any_sequence=True):
+        best_s = min((found.prediction.period_s for found in fitting), default=INF)
+        assert not above(program.best(0.0, INF).bound_s, best_s)
 
 
 @settings(max_examples=examples(36))
