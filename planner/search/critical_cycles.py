@@ -203,8 +203,12 @@ class CycleSearch:
         for branch in filter(self.covers, branches):
             trip_s = search.relaxation.seconds.way_and_back_s(branch.micro_batches)
             search.bounds[branch] = max(search.bounds[branch], trip_s)
-        with suppress(OutOfBudget), search.budget.part(_THINNED_SHARE):
-            self._bound_each(branches, thinned=True)
+        if search.any_sequence and search.anywhere:
+            # There are plans, and bounds, from devices as listed: the lowest one is raised first.
+            branches.sort(key=lambda branch: search.bounds[branch])
+        else:
+            with suppress(OutOfBudget), search.budget.part(_THINNED_SHARE):
+                self._bound_each(branches, thinned=True)
         self._bound_each(branches, thinned=False)
 
     def _bound_each(self, branches: Iterable[Branch], *, thinned: bool) -> None:
