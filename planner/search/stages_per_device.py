@@ -55,9 +55,9 @@ _MOST_STATES = 100_000
 _STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
 """Of effort and time, for first plans; and of what is left then, for a proof."""
 
-_IMPROVING_TIME, _PROVING_TIME = 0.5, 0.4
-"""Of the time, for improving the best plan before there are climbs from anywhere; and for a first
-proof."""
+_HALF = 0.5
+"""Of the time, for improving the best plan before there are climbs from anywhere; and of that for a
+proof, where the best plan is far above the bound."""
 
 _CLOSE, _HARDLY = 1.3, 3
 """Where the best plan is further above the bound, so much less goes into raising that."""
@@ -319,18 +319,18 @@ class PlacedSearch:
         if self._is_far:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
-        part = budget.part(_PROVING_SHARE)
+        part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
         if self.relaxation.in_sequence:
             # What paths take would be missing for better plans.
             part = budget.on_top(0 if far else round(budget.effort * _PROVING_SHARE))
-        with suppress(OutOfBudget), part, budget.time_part(_PROVING_TIME):
+        with suppress(OutOfBudget), part, time_part:
             self._prove(branches if search.best else (), _MOST_STEPS)
         budget.check()
         if search.best is None:
             budget.effort = min(budget.effort, _FITTING_EFFORT)
         stopped: OutOfBudget | None = None
         try:
-            with budget.time_part(_IMPROVING_TIME):
+            with budget.time_part(_HALF):
                 improve(search, local, _TRIES, None if search.best else next(iter(begun), None))
         except OutOfBudget as why:
             stopped = why
