@@ -874,8 +874,9 @@ def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
     rows = [(k, end) for k in range(1, last + 1) for end in {k, last}]
     shifts = [(*row, by * step) for row in rows for step in STEPS for by in (-1, 1)]
     found = [moved for shift in shifts if (moved := near.shifted(point, *shift)) is not None]
-    if here.found.pipeline.placement and local.relaxation.variant.split_backward:
-        # A stage of one group may be best where weight parts of others fill its device.
+    if here.found.pipeline.placement and here.found.pipeline.weight_s and not here.over:
+        # A stage of one group may be best where weight parts of others fill its device; it also
+        # takes little memory, but seldom leads to a fast plan that fits.
         far = [(k, by * len(near.groups)) for k in range(1, last + 1) for by in (-1, 1)]
         ends = (near.shifted(point, k, k, by, at_most=True) for k, by in far)
         found += [moved for moved in ends if moved is not None]
