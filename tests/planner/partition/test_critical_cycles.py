@@ -228,8 +228,6 @@ def test_links_between_machines_may_be_slow_where_stages_have_replicas(systems, 
 
 @settings(max_examples=examples(36))
 @given(seeds)
-@example(22)
-@example(127)
 def test_links_between_machines_may_be_slow(seed):
     """In whatever sequence machines are, also where only messages decide."""
     drawn = some_alone(seed, 600, any_sequence=True, far=True)

@@ -34,7 +34,7 @@ from timeprest.planner.search.state import OutOfBudget, SearchState
 from timeprest.planner.simulator.timeline import least_period_s
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError
-from timeprest.profiles.profile import SharedParameters
+from timeprest.profiles.profile import OperationCost, SharedParameters
 
 ONE_BY_ONE = tuple(
     name
@@ -498,6 +498,17 @@ def test_messages_between_single_devices_are_on_one_wire_where_others_are_replic
     best_s = solve(profile, cluster, "pipedream", mini_batch=4, replicas=True).predicted.period_s
     # By as many wires as there may be, 0.77 of it.
     assert 0.999 * best_s < bound_s <= best_s * SAME
+
+
+def test_what_forwards_take_besides_their_layers_may_be_beside_messages():
+    """But for one: it is no part of the update between two mini-batches."""
+    besides = OperationCost(forward_s=1e-3, mini_batch_s=0.0)
+    profile = msgspec.structs.replace(chain(6), operation=besides)
+    cluster, asked = uniform_cluster(2, None, 2e3), {"stages": 2, "micro_batches": 4}
+    search = begun(Question(profile, cluster, "gpipe", 4, 0.0), **asked)
+    bound_s = CycleSearch(search)._best(_Way(*search.branches), 0.0).bound_s
+    best_s = solve(profile, cluster, "gpipe", mini_batch=4, **asked).predicted.period_s
+    assert 0.95 * best_s < bound_s <= best_s * SAME
 
 
 def test_what_bounds_came_upon_is_improved_though_their_time_is_over(monkeypatch):
