@@ -360,6 +360,8 @@ class CycleTables:
         own, weight = forward + backward, np.zeros(stages.count)
         if self.problem.split:
             weight = np.maximum(stages.whole_s / stage.speed - own, 0.0)
+        besides_s = self.problem.operation_s / stage.speed
+        forward, own = forward + besides_s, own + besides_s
         if self.problem.split and stage.first:
             # No other stage waits for its backwards, so that all of them is weight part; and it
             # keeps so many micro-batches that each one's is done before it takes a new one.
@@ -369,8 +371,7 @@ class CycleTables:
         busy = stages.busy_s / stage.speed + stage.per_byte_s * stages.parameters
         busy += stages.summing_s - (whole - mine) * (stages.whole_s / stage.speed)
         update = np.maximum(busy - mine * own, 0.0)
-        # What each forward takes besides its layers may be beside waiting.
-        step = np.maximum(update - mine * (weight + self.problem.operation_s / stage.speed), 0.0)
+        step = np.maximum(update - mine * weight, 0.0)
         return Timed(forward, backward, own, weight, serial, busy, update, step)
 
     def beyond(self, stages: Stages, which: Positions, waits: Waits) -> tuple[Vector, Positions]:
