@@ -100,15 +100,14 @@ class PlacedBounds:
 
     def cuts(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
         """Cuts that come near to a branch's bound, which is found where that is soon done."""
-        if self._soon(branch, _ROUNDS):
-            return self._bound(branch, self.chains(branch), _FIRST_PERIODS)
-        rows = self.rows(branch.micro_batches, "few")
+        soon = self._soon(branch, _ROUNDS)
+        rows = self.rows(branch.micro_batches, "all" if soon else "few")
         if rows is None:
             return []
         # Within what is kept at one time, guesses begin further from the best plan: that of
         # densenet121 on eight devices, interleaved, was 12 % longer in the end.
         self._before[branch] = chains = rows.chains(branch.on, at_once=False)
-        return self._solved(branch, chains).cuts
+        return self._solved(branch, chains, holds=soon).cuts
 
     def cuts_like(self, branch: PlacedBranch, standing: Standing) -> list[tuple[int, ...]]:
         """The same within the memory for what a plan's stages have in flight."""

@@ -97,7 +97,7 @@ _TRIES = 40
 _PROVING, _EACH_SHARE = 2, 0.5
 """Times the effort, for a proof in the end; and of what is left of that, for each branch."""
 
-_PATHS_SHARE = 0.2
+_PATHS_SHARE = 0.4
 """Of the time that is left after the best plan is improved, for bounds by critical paths."""
 
 

@@ -71,22 +71,36 @@ def path_links(
     there = np.where(linked, crossing[at[high[which]]], 0.0)
     apart = ~linked & (high[which] < len(at) - 1)
     values, (step, *shares) = np.split(values, [3 + len(layer_bytes)])
-    summing = np.zeros(len(low))
-    for (_, seconds), share in zip(exchanges, shares, strict=True):
-        summing += seconds * (share > 0) * (high < len(at) - 1)
-    closing = step * on, summing * on
+    sums_s = np.array([seconds for _, seconds in exchanges])
+    summing = sums_s @ (np.reshape(shares, (-1, len(low))) > 0) * (high < len(at) - 1)
     sent = (
         there,
         there * gradients,
-        *(x[which] for x in closing),
+        (step * on)[which],
+        (summing * on)[which],
         ~on[which],
         apart,
         linked,
         there * n,
         there * n,
     )
-    measured = [*values[:, which], *sent]
+    largest = _largest(path, loads.workspace_bytes)[at[low], at[high]][which]
+    measured = [*values[:, which], largest, *sent]
     begin, end = low[which] * 2 + ~on[which], high[which] * 2 + after
     kept = (after == 0) | np.isin(high[which], low[~on])
     order = np.flatnonzero(kept)[np.argsort(begin[kept], kind="stable")]
     return Links(begin[order], end[order], np.array(measured)[:, order], masks, 2)
+
+
+def _largest(path: Sequence[int], of_layers: Vector | None) -> Vector:
+    """Of the path's layers from each one to each later one the largest value, [path + 1] by as
+    many; 0 where there are none.
+
+    Args:
+        of_layers: of all layers, [n].
+    """
+    found = np.zeros((len(path) + 1,) * 2)
+    if of_layers is not None:
+        for k in range(len(path)):
+            found[k, k + 1 :] = np.maximum.accumulate(of_layers[path[k:]])
+    return found

@@ -34,24 +34,24 @@ from ...partition.chains import Chains, Links, Paths, Term
 from ...partition.dp.cycle_stages import StageTable
 from ...partition.dp.lattice import Flags, Lattice, Positions
 from ...partition.problem import StageProblem, Vector, closures, members
-from ...schedules.interleaved import rows_of
 from ...systems.operations import BACKWARDS, FORWARDS
 from ..choices import Branch
+from .at_once import AtOnce, moments, nothing, order_of
 from .carried import Carried
 from .critical_paths import CriticalPaths, Step
 from .cycles import exchanges, stage_problem
 from .path_links import path_links
 from .relaxation import Relaxation
 
-_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _THERE, _BACK = range(8)
-_STEP, _SUMMING, _OFF, _APART, _MESSAGES = range(8, 13)
+_FORWARD, _BACKWARD, _WORK, _BYTES, _PARAMETERS, _KEPT, _WORKSPACE, _THERE, _BACK = range(9)
+_STEP, _SUMMING, _OFF, _APART, _MESSAGES = range(9, 14)
 """Measures of links. Of a stage on the path, a micro-batch's forward and backward; of any, all work
-in a period; bytes that are always there, of parameters, and of what each micro-batch keeps, about.
-Between two on the path, what a micro-batch's messages there take, and those back. Of a stage on the
-path, its update in a period, and sums over copies of parameters that it shares with the last one,
-if that is on another device. 1 where a stage has no layers of the path; where nothing is known to
-be sent from it to the next one and to come back; and between two on the path, for latencies. All on
-the fastest device or link."""
+in a period; bytes that are always there, of parameters, of what each micro-batch keeps, about, and
+of the largest working set. Between two on the path, what a micro-batch's messages there take, and
+those back. Of a stage on the path, its update in a period, and sums over copies of parameters that
+it shares with the last one, if that is on another device. 1 where a stage has no layers of the
+path; where nothing is known to be sent from it to the next one and to come back; and between two on
+the path, for latencies. All on the fastest device or link."""
 
 _PER_STEP = 60
 """Links of stages that are gone through while a path is found, for each operation and message."""
@@ -140,6 +140,7 @@ class Rows:
             stages.backward_s[which] * on_path,
             stages.busy_s[which],
             *(held[:, above] - held[:, stages.below[which]]),
+            table.workspace(stages)[which],
             np.where(linked, there, 0.0),
             np.where(linked, sent - there, 0.0),
             (step[above] - step[stages.below[which]]) * on_path,
@@ -165,39 +166,33 @@ class Rows:
     def chains(self, devices: Sequence[int], *, at_once: bool = True) -> Chains:
         """All cuts into stages that have these devices, by their positions in the cluster's list;
         within the memory for what is always there and, with `at_once`, for what the schedule says
-        is kept at one time."""
-        always, nothing = {_BYTES: [1.0] * len(devices)}, [(0,) * len(devices)]
-        rows = [
-            self._holding(devices, d, {**always, _KEPT: [*map(float, kept)]})
-            for d in {*devices}
-            for kept in (self._kept_at_once(tuple(devices), d) if at_once else nothing)
-        ]
+        is there at one time."""
+        where, rows = tuple(devices), list[Term | None]()
+        keeps = self.relaxation.recompute == (False,)
+        linked = not self.links.values[_APART].any()
+        for d in {*devices}:
+            held = [nothing(len(devices))]
+            if at_once:
+                held = moments(self.variant, self._n, where, d, keeps=keeps, linked=linked)
+            rows += [self._holding(d, self._held(where, d, moment)) for moment in held]
         return self._chains(devices, rows)
 
-    def _kept_at_once(self, devices: tuple[int, ...], d: int) -> list[tuple[int, ...]]:
-        """Per stage, micro-batches that a device keeps at some moments, whatever operations take;
-        none of them fewer of each than at another one."""
-        stages, variant = len(devices), self.variant
-        if self.relaxation.recompute != (False,):
-            return [(0,) * stages]
-        if variant.forwards_first:
-            return [(self._n,) * stages]
-        if variant.schedule != "interleaved":
-            return [(0,) * stages]
-        kept, moments = [0] * stages, set[tuple[int, ...]]()
-        for kinds, turns in self._order(devices):
-            if devices[turns[0]] == d:
-                for kind, s in zip(kinds, turns, strict=True):
-                    kept[s] += (kind == FORWARDS) - (kind == BACKWARDS)
-                    moments.add(tuple(kept))
-        return [
-            mine
-            for mine in moments
-            if not any(
-                other != mine and all(a >= b for a, b in zip(other, mine, strict=True))
-                for other in moments
-            )
-        ]
+    def _held(self, devices: tuple[int, ...], d: int, moment: AtOnce) -> dict[int, list[float]]:
+        """What a device holds at a moment: measures with how often they count, per stage."""
+        found = {
+            _BYTES: [float(mine == d) for mine in devices],
+            _PARAMETERS: [*map(float, moment.gradients)],
+            _KEPT: [*map(float, moment.kept)],
+            _WORKSPACE: [*map(float, moment.works)],
+        }
+        per_s = self.question.cluster.fastest_bytes_per_s / self._n
+        unit = self._n if self.variant.backward_unit == "mini" else 1
+        for measure, counts, each in zip(
+            _over_wires(1), moment.messages(devices, d), (1, unit), strict=True
+        ):
+            # A stage knows what it sends to the next one, and gets back.
+            found[measure] = [count * each * per_s for count in counts]
+        return found
 
     def chains_like(self, found: Evaluation, cut: Sequence[int]) -> Chains:
         """The same within the memory for what a plan's stages have in flight: a guess.
@@ -205,20 +200,21 @@ class Rows:
         Args:
             cut: the plan's, as bit masks of the layers before each border.
         """
-        stages, rows = found.prediction.stages, []
+        stages, rows = len(found.stages), []
         devices = [stage.devices[0] for stage in found.stages]
         factor = 1 + self.question.optimizer_state_factor
         counts = {
-            _PARAMETERS: [factor + stage.versions_held for stage in stages],
-            _KEPT: [float(stage.micro_batches_kept) for stage in stages],
+            _PARAMETERS: [factor + stage.versions_held for stage in found.prediction.stages],
+            _KEPT: [float(stage.micro_batches_kept) for stage in found.prediction.stages],
         }
         layers = [[*members(b & ~a)] for a, b in pairwise(cut)]
         inside = np.array([self._layer_bytes[:, mine].sum(axis=1) for mine in layers]).T
         for d in {*devices}:
             mine = [s for s, other in enumerate(devices) if other == d]
-            about = sum(row[s] * inside[k - _BYTES, s] for k, row in counts.items() for s in mine)
+            own = {k: [row[s] * (s in mine) for s in range(stages)] for k, row in counts.items()}
+            about = sum(row[s] * inside[k - _BYTES, s] for k, row in own.items() for s in mine)
             needs = found.prediction.device_of(mine[0]).memory_bytes
-            rows.append(self._holding(devices, d, counts, needs / about if about else 1.0))
+            rows.append(self._holding(d, own, needs / about if about else 1.0))
         return self._chains(devices, rows)
 
     def _chains(self, devices: Sequence[int], memory: Sequence[Term | None]) -> Chains:
@@ -233,7 +229,7 @@ class Rows:
         """Of schedules whose sequence no times decide."""
         if not self.relaxation.in_sequence:
             return None
-        order, way = self._order(devices), self._way(devices)
+        order, way = order_of(devices, self._n), self._way(devices)
         closing = [*_closing(self.question, devices)] if self.variant.flushes else []
         return CriticalPaths(way, order, self._n, _MESSAGES, _APART, _OFF, closing)
 
@@ -302,7 +298,7 @@ class Rows:
         if self.variant.schedule != "interleaved":
             return {}
         ahead = [0] * stages
-        for kinds, turns in self._order(devices):
+        for kinds, turns in order_of(devices, self._n):
             begun = set[int]()
             for kind, s in zip(kinds, turns, strict=True):
                 begun |= {s} if kind == BACKWARDS else set()
@@ -372,7 +368,7 @@ class Rows:
         if variant.schedule != "interleaved":
             return [stages if variant.split_backward else stages - s for s in range(stages)]
         kept, held = [1] * stages, [0] * stages
-        for kinds, turns in self._order(devices):
+        for kinds, turns in order_of(devices, self._n):
             for kind, s in zip(kinds, turns, strict=True):
                 held[s] += (kind == FORWARDS) - (kind == BACKWARDS)
                 kept[s] = max(kept[s], held[s])
@@ -380,13 +376,6 @@ class Rows:
             return kept
         # Where a stage isn't on the path, trips are those of the next one that is.
         return [*accumulate(reversed(kept), max)][::-1]
-
-    def _order(self, devices: tuple[int, ...]) -> Sequence[tuple[bytes, tuple[int, ...]]]:
-        """Each device's operations where no times decide, of the one with the first stage on."""
-        mine = [
-            [s for s, other in enumerate(devices) if other == d] for d in dict.fromkeys(devices)
-        ]
-        return rows_of([*map(tuple, mine)], self._n)
 
     def _wires(self, devices: tuple[int, ...]) -> Iterator[Term]:
         """Of each wire between two devices, in each direction."""
@@ -404,27 +393,22 @@ class Rows:
                 yield Term(within)
 
     def _holding(
-        self,
-        devices: Sequence[int],
-        d: int,
-        counts: Mapping[int, Sequence[float]],
-        scale: float = 1.0,
+        self, d: int, counts: Mapping[int, Sequence[float]], scale: float = 1.0
     ) -> Term | None:
         """The share of a device's memory that its stages take; None where that isn't limited.
 
         Args:
-            counts: how often measures count, per stage.
+            counts: how many bytes measures count, per stage, [S].
             scale: of the sum.
         """
-        stages = len(devices)
         room = room_bytes(self.question.cluster.devices[d], self.question.profile)
         if room is None:
             return None
+        stages = max(map(len, counts.values()))
         within = np.zeros((stages, len(self.links.values)))
         for measure, row in counts.items():
-            for s in (s for s in range(stages) if devices[s] == d):
-                # A byte for what is rounded.
-                within[s, measure] = row[s] * scale / (room + stages)
+            # A byte for what is rounded.
+            within[:, measure] = np.array(row) * scale / (room + stages)
         return Term(within, in_memory=True)
 
     def _sum(

@@ -9,7 +9,7 @@ from math import inf
 import msgspec
 import numpy as np
 import pytest
-from helpers.by_hand.profiles import profile_by_hand, row_of_layers
+from helpers.by_hand.profiles import profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import some_alone
 from helpers.drawn.questions import drawn_placed
@@ -145,6 +145,21 @@ def bound_of(system, times, devices, *, along_path=False, kept=0, memory=None, l
     return 1e3 * rows.chains(devices).bound(low_s, inf).bound_s
 
 
+def with_workspace(profile, nbytes):
+    """Of each layer so many bytes of working set for each sample."""
+    layers = (
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(m, workspace_bytes=nbytes * m.micro_batch)
+                for m in layer.measurements
+            ),
+        )
+        for layer in profile.layers
+    )
+    return msgspec.structs.replace(profile, layers=tuple(layers))
+
+
 @pytest.mark.parametrize("along_path", [False, True])
 @pytest.mark.parametrize(("system", "most"), [("gpipe", 8), ("interleaved-1f1b", 5)])
 def test_a_device_holds_all_that_its_schedule_keeps_at_one_time(system, most, along_path):
@@ -156,6 +171,39 @@ def test_a_device_holds_all_that_its_schedule_keeps_at_one_time(system, most, al
         limit = f"{memory}MB"
         found = bound_of(system, times, (0, 1, 0, 1), memory=limit, low_s=1.0, **known)
         assert found == takes
+
+
+@pytest.mark.parametrize("along_path", [False, True])
+@pytest.mark.parametrize(
+    ("system", "known"), [("gpipe", 0.96), ("interleaved-1f1b", 0.9), ("timeprest", 0.95)]
+)
+def test_devices_hold_messages_gradients_and_a_working_set_besides(system, known, along_path):
+    """With a little less memory than the only cut into four stages takes, it is ruled out."""
+    layers, devices = [(f"n{k}", 100_000, 1e-3, 2e-3, 500_000, []) for k in range(4)], (0, 1, 0, 1)
+    profile = with_workspace(row_of_layers(layers, 200_000), 300_000)
+    stages = [PlanStage(nodes=(f"n{k}",), devices=(d,), in_flight=1) for k, d in enumerate(devices)]
+
+    def question(memory=None):
+        cluster = uniform_cluster(2, memory, bandwidth="1000TB/s", latency="0s")
+        return Question(profile, cluster, system, 4, 1.0)
+
+    needed = max(x.memory_bytes for x in evaluate(question(), stages, 4).prediction.devices)
+    for share, fits in ((1.0, True), (known, False)):
+        rows = rows_of(question(int(needed * share)), along_path=along_path)
+        # What doesn't fit has no period.
+        assert (rows.chains(devices).bound(1.0, inf).bound_s < 10.0) is fits
+
+
+def test_where_stages_dont_wait_for_each_other_one_may_be_done_before_another_begins():
+    """Then all forwards needn't come first on a device with both."""
+    layers = [("n0", 0, 1e-3, 2e-3, 700_000, []), ("n1", 0, 1e-3, 2e-3, 200_000, [])]
+    profile = without_gradients(row_of_layers(layers), "n0")
+    stages = [PlanStage(nodes=(f"n{k}",), devices=(0,), in_flight=1) for k in range(2)]
+    roomy = Question(profile, uniform_cluster(1, None, "1MB/s"), "gpipe", 4, 1.0)
+    needed = evaluate(roomy, stages, 4).prediction.devices[0].memory_bytes
+    assert needed < 4 * 900_000
+    tight = replace(roomy, cluster=uniform_cluster(1, needed, "1MB/s"))
+    assert rows_of(tight).chains((0, 0)).bound(1e-3, inf).bound_s < 1.0
 
 
 def test_all_forwards_of_a_device_come_before_the_last_ones_way_back():
