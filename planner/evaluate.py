@@ -267,8 +267,8 @@ def evaluate_within(
     steady = steady_state(pipeline)
     if steady.period_s > most_s:
         return None
-    again = [bool(stage.recompute) for stage in stages]
-    held = _holdings(pipeline, steady, again)
+    recompute = [bool(stage.recompute) for stage in stages]
+    held = _holdings(pipeline, steady, recompute)
     idle = idle_shares(pipeline, steady.period_s)
     sent = [question.costs.transfers(nodes, size // r) if r > 1 else transfers for r in shares]
     needs = [
@@ -294,7 +294,9 @@ def evaluate_within(
         stages=tuple(with_reserved(stage, question.profile) for stage in predicted),
         devices=tuple(
             with_reserved(device, question.profile)
-            for device in _predict_devices(pipeline, needs, held, predicted, steady, again, ties)
+            for device in _predict_devices(
+                pipeline, needs, held, predicted, steady, recompute, ties
+            )
         ),
     )
     moments = tuple(each.moments for each in held)
@@ -325,8 +327,8 @@ def _times(
             first=s == 0,
             last=s == last and not variant.makes_weights_on(s, len(stages)),
         )
-        again_s = cost.forward_s if stage.recompute is True else cost.recompute_s
-        backward_s, weight_s = cost.backward_s + again_s, 0.0
+        recompute_s = cost.forward_s if stage.recompute is True else cost.recompute_s
+        backward_s, weight_s = cost.backward_s + recompute_s, 0.0
         if variant.split_backward and s in returning:
             backward_s, weight_s = backward_s + cost.split_s, cost.weight_s
         elif variant.split_backward:

@@ -19,13 +19,13 @@ def period_of(problem: StageProblem, forward_s: Vector, cut: Cut, each: int = 1)
         each: micro-batches of a replica, where it runs forwards while it waits for its first
             backward; 1: none.
     """
-    below, largest, again_s = 0, 0.0, 0.0
+    below, largest, recompute_s = 0, 0.0, 0.0
     for stage in cut.stages:
         option = problem.options[stage.option]
         mode, inside = problem.modes[option.mode], [*members(stage.layers)]
         load = stage_load(problem, below, stage.layers, stage.option, stage.k)
         behind = -(-stage.k // option.replicas) - 1
         largest = max(largest, load - min(behind, each - 1) * float(forward_s[inside].sum()))
-        again_s += 0.0 if mode.again_s is None else float(mode.again_s[inside].sum())
+        recompute_s += 0.0 if mode.recompute_s is None else float(mode.recompute_s[inside].sum())
         below |= stage.layers
-    return largest + again_s
+    return largest + recompute_s

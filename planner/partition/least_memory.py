@@ -140,7 +140,7 @@ def layers_bytes(problem: StageProblem, each: int = 1, at_once: int = 0) -> tupl
             (`LayerGraph.kept_at_once`); of others nothing is known, where v > 1.
     """
     held, total, shared = list[Vector](), list[Vector](), list[float]()
-    again = any(mode.again for mode in problem.modes)
+    recomputes = any(mode.recompute for mode in problem.modes)
     mine = at_once if each > 1 else problem.full
     inside = np.array([float(mine >> k & 1) for k in range(problem.layers)])
     together = sum(storage.nbytes for storage in problem.shared if not storage.ends & ~mine)
@@ -151,10 +151,10 @@ def layers_bytes(problem: StageProblem, each: int = 1, at_once: int = 0) -> tupl
         always = (place.copies - 1) * problem.parameter_bytes
         gradient = problem.parameter_bytes * inside
         held.append(kept + always + gradient)
-        turns = (kept + gradient) / each if again else kept + gradient * (each == 1)
+        turns = (kept + gradient) / each if recomputes else kept + gradient * (each == 1)
         total.append(option.replicas * (always + turns))
         units = place.units * mode.shared_in_flight + mode.shared_once
-        shared.append(option.replicas * units * together / (each if again else 1))
+        shared.append(option.replicas * units * together / (each if recomputes else 1))
     alone = [np.array(held)[:, [*members(g)]].sum(axis=1).min() for g in joined(problem)]
     return float(max(alone)), float(np.array(total).min(axis=0).sum()) + min(shared)
 

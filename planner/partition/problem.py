@@ -100,8 +100,8 @@ class Mode:
         remade: which of their `remade_bytes` do; None: none.
         remade_once: of those, what `fixed_bytes` have as made anew: they aren't, where they are
             kept.
-        again: whether a stage's layers are computed again; or the names of those that are.
-        again_s: per layer, [n]: of a micro-batch, what it takes; None: nothing.
+        recompute: whether a stage's layers are recomputed; or the names of those that are.
+        recompute_s: per layer, [n]: of a micro-batch, what it takes; None: nothing.
     """
 
     name: str
@@ -113,8 +113,8 @@ class Mode:
     inputs_kept: float = 0.0
     remade: int | None = None
     remade_once: float = 0.0
-    again: bool | frozenset[str] = False
-    again_s: Vector | None = None
+    recompute: bool | frozenset[str] = False
+    recompute_s: Vector | None = None
 
 
 @dataclass(frozen=True)

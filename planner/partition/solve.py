@@ -31,7 +31,7 @@ Target = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Enough:
+class StopRule:
     """When a solver may stop looking for the best cut.
 
     Attributes:
@@ -45,7 +45,7 @@ class Enough:
     within: float = 1.0
 
 
-ANY = Enough()
+PROVEN = StopRule()
 """When the best cut is proven."""
 
 
@@ -61,15 +61,15 @@ class DpSource:
     method: str = "dp"
 
     def best(
-        self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
+        self, problem: StageProblem, stop: StopRule = PROVEN, progress: Progress | None = None
     ) -> Answer:
         """The best cut, or one that is good enough, and a bound on all cuts."""
-        seconds, below = enough.seconds, enough.below
+        seconds, below = stop.seconds, stop.below
         deadline = None if seconds is None else time.monotonic() + seconds
         answer = identical_minimax(problem, self.lattice, deadline=deadline)
         if answer is None and len(problem.options) * problem.devices > FEW:
             answer = identical_by_targets(
-                problem, self.lattice, below=below, within=enough.within, deadline=deadline
+                problem, self.lattice, below=below, within=stop.within, deadline=deadline
             )
         return answer or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
 
@@ -92,10 +92,10 @@ class IlpSource:
     """Time for those orders at most; a quarter of what there is, where that is less."""
 
     def best(
-        self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
+        self, problem: StageProblem, stop: StopRule = PROVEN, progress: Progress | None = None
     ) -> Answer:
         """See `DpSource`."""
-        begin, seconds = time.monotonic(), enough.seconds
+        begin, seconds = time.monotonic(), stop.seconds
         share = self.orders_s if seconds is None else min(self.orders_s, seconds / 4)
         warm = good_cut(problem, deadline=begin + share)
         left = None if seconds is None else max(seconds - (time.monotonic() - begin), 0.0)

@@ -56,7 +56,7 @@ def predicted(
     used = [
         _uses(own, VersionWalk(pipeline.variant, plan.micro_batches, entries)) for own in schedule
     ]
-    again = [bool(stage.recompute) for stage in plan.stages]
+    recompute = [bool(stage.recompute) for stage in plan.stages]
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0
@@ -70,7 +70,7 @@ def predicted(
         holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
         if memory_too and len(holds) == len(mine):
             tied = [(tie.stages, tie.holds) for tie in plan.predicted.ties_on(mine)]
-            walks, ties = walks_of(pipeline, mine, tied, entries, again)
+            walks, ties = walks_of(pipeline, mine, tied, entries, recompute)
             memory += _memory(walks, ops, replicas, lane, holds, ties)
         lane += len(replicas)
     recording = Recording(

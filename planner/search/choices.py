@@ -140,7 +140,7 @@ def choice_of(problem: StageProblem, cut: Cut, grain: int = 1) -> Choice:
         first = (problem.devices - stage.k) * grain
         nodes.append(tuple(problem.names[j] for j in members(stage.layers)))
         devices.append(tuple(range(first, first + option.replicas * grain)))
-        recompute.append(of_stage(problem.modes[option.mode].again, nodes[-1]))
+        recompute.append(of_stage(problem.modes[option.mode].recompute, nodes[-1]))
     return Choice(tuple(nodes), tuple(devices), tuple(recompute))
 
 

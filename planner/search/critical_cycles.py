@@ -328,7 +328,7 @@ class CycleSearch:
         for step in steps:
             inside = masks[step.above] & ~masks[step.below]
             nodes.append(tuple(loads.names[j] for j in members(inside)))
-            recompute.append(of_stage(loads.modes[step.mode].again, nodes[-1]))
+            recompute.append(of_stage(loads.modes[step.mode].recompute, nodes[-1]))
         return Choice(tuple(nodes), _positions(self.search, steps), tuple(recompute))
 
     # Proofs ------------------------------------------------------------------------------------

@@ -238,8 +238,8 @@ def _on_each_device(ask: _Ask, plan: Plan) -> Plan:
     least = Relaxation(question, Freedom()).seconds
     if min(map(least.shared_out_s, counts)) > most_s:
         return plan
-    again = "auto" if any(stage.recompute for stage in plan.stages) else "off"
-    quick = replace(ask, recompute=ask.recompute or again)
+    recompute = "auto" if any(stage.recompute for stage in plan.stages) else "off"
+    quick = replace(ask, recompute=ask.recompute or recompute)
     placed = _tried(quick, plan.tied, 1.0, before=plan, stages_per_device=2, effort=_EFFORT)
     if not isinstance(placed, Plan) or placed.predicted.period_s > most_s:
         return plan

@@ -27,7 +27,7 @@ from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
 from ..partition.problem import SAME, Answer, Cut, StageProblem
-from ..partition.solve import DpSource, Enough
+from ..partition.solve import DpSource, StopRule
 from .choices import Branch, Choice, InFlight, choice_of
 from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
@@ -519,13 +519,13 @@ def _placed(search: SearchState, problem: StageProblem, cuts: Iterable[Cut]) -> 
 
 
 def _solve(search: SearchState, problem: StageProblem, seconds: float | None) -> Answer:
-    def tell(bound_s: float, best_s: float) -> None:
+    def report(bound_s: float, best_s: float) -> None:
         best = min(best_s, search.period_s)
         search.say(f"bound {format_seconds(bound_s)}, best {shown(best)}")
 
     # Cuts that can't beat the best plan are of no use.
-    enough = Enough(seconds, search.period_s, CLOSE) if search.large else Enough(seconds)
-    answer = search.source.best(problem, enough, tell)
+    stop = StopRule(seconds, search.period_s, CLOSE) if search.large else StopRule(seconds)
+    answer = search.source.best(problem, stop, report)
     if answer.interrupted:
         raise KeyboardInterrupt
     return answer

@@ -249,8 +249,8 @@ def _waits(search: SearchState, problem: StageProblem) -> bool:
     """Whether periods are other than loads: the pipeline runs empty, and what stages compute again
     holds up all others, or some run more forwards ahead than others."""
     variant = search.relaxation.variant
-    again = len({mode.name for mode in problem.modes}) > 1
-    return variant.flushes and (again or variant.schedule == "1f1b-flush")
+    several = len({mode.name for mode in problem.modes}) > 1
+    return variant.flushes and (several or variant.schedule == "1f1b-flush")
 
 
 def _least_devices(search: SearchState, branch: Branch) -> float:
@@ -275,7 +275,7 @@ def _in_blocks(
         Assumptions(
             guess.in_flight,
             guess=True,
-            among=_among(search, guess),
+            replicas=_likely_replicas(search, guess),
             identical=search.identical,
             memory_share=share,
         ),
@@ -312,7 +312,7 @@ def _known_waits(search: SearchState) -> bool:
     return search.identical and fixed_in_flight(search.relaxation.variant)
 
 
-def _among(search: SearchState, guess: _Guess) -> tuple[int, ...]:
+def _likely_replicas(search: SearchState, guess: _Guess) -> tuple[int, ...]:
     """Replicas that a guess's stages may have; empty: any."""
     if guess.replicas is not None:
         return (guess.replicas,)
@@ -365,10 +365,10 @@ def _try_in_blocks(search: SearchState, guessed: _Guessed) -> None:
         if over <= 1.0 or search.shortest_s[choice] >= search.period_s:
             return
         share /= over * _REPAIR
-        again = _in_blocks(search, guess, share)
-        if again is None:
+        smaller = _in_blocks(search, guess, share)
+        if smaller is None:
             return
-        answer = again
+        answer = smaller
 
 
 def _keeping_more(
@@ -380,7 +380,7 @@ def _keeping_more(
     seconds, steps = relaxation.seconds.recompute_s(micro_batches), relaxation.kept.steps
     rest = _without_activations(problem, relaxation.graph.buffer_bytes)
     for s, (stage, nodes) in enumerate(zip(cut.stages, choice.nodes, strict=True)):
-        again, mine = choice.recompute[s], frozenset(nodes)
+        recompute, mine = choice.recompute[s], frozenset(nodes)
         place = problem.place(stage.option, stage.k)
         limit = place.memory_bytes - stage_bytes(rest, below, stage.layers, stage.option, stage.k)
         if not s and len({problem.options[x.option].replicas for x in cut.stages}) > 1:
@@ -389,11 +389,11 @@ def _keeping_more(
         cost = partial(question.costs.stage, nodes, size, last, NOTHING)
         fits = partial(_fit, cost, place.units, limit)
         below |= stage.layers
-        if again and isfinite(limit):
+        if recompute and isfinite(limit):
             parts = [each & mine for each in steps if each & mine]
             fewer = fewest(parts, len(parts) + 1, fits, seconds)
-            again = again if fewer is None else of_stage(fewer, nodes)
-        found.append(again)
+            recompute = recompute if fewer is None else of_stage(fewer, nodes)
+        found.append(recompute)
     return replace(choice, recompute=tuple(found))
 
 
@@ -404,11 +404,14 @@ def _sent_bytes(problem: StageProblem, layers: int) -> float:
 
 
 def _fit(
-    cost: Callable[[frozenset[str]], StageCost], units: float, limit: float, again: frozenset[str]
+    cost: Callable[[frozenset[str]], StageCost],
+    units: float,
+    limit: float,
+    recompute: frozenset[str],
 ) -> bool:
     """Whether a stage's activations fit, so many micro-batches in flight, if it computes these of
     its layers again."""
-    found = cost(again)
+    found = cost(recompute)
     return units * found.kept_bytes + found.rebuilt_bytes <= limit
 
 

@@ -271,7 +271,7 @@ class PlacedBounds:
         if table.on(count) == inf:
             return None
         downsets = (0, *accumulate((x.layers for x in table.cut(count).stages), int.__or__))
-        ways = (problem.modes[problem.options[0].mode].again,) * count
+        ways = (problem.modes[problem.options[0].mode].recompute,) * count
         *_, limits = near.usual_limits(count, branch.lying)
         return Point(downsets, branch.lying, ways, branch.micro_batches, limits)
 

@@ -479,10 +479,10 @@ class PlacedSearch:
             found = []
             for standing in some:
                 if standing.over:
-                    again = self._bounds.cuts_like(branch, standing)
+                    near = self._bounds.cuts_like(branch, standing)
                     points = [
                         replace(standing.point, downsets=cut)
-                        for cut in fastest_first(local, branch, again)[:_CUTS]
+                        for cut in fastest_first(local, branch, near)[:_CUTS]
                     ]
                     found += [x for point in points if (x := local.look(point)) is not None]
             yield from found

@@ -537,14 +537,14 @@ class SearchState:
             mine = frozenset(stage.nodes)
             steps = [each & mine for each in self.relaxation.kept.steps if each & mine]
             known = sum(each <= stage.recomputed for each in steps)
-            again = fewest(
+            recomputed = fewest(
                 steps,
                 len(steps) + 1 if stage.recompute is True else known,
                 partial(_fits, self.question, found, s, limit),
                 self.relaxation.seconds.recompute_s(found.micro_batches),
             )
-            if again is not None:
-                recompute = of_stage(again, stage.nodes)
+            if recomputed is not None:
+                recompute = of_stage(recomputed, stage.nodes)
                 stages[s] = msgspec.structs.replace(stage, recompute=recompute)
         return tuple(stages)
 
@@ -571,14 +571,16 @@ class SearchState:
         return f"bound {format_seconds(self.bound_s)}, {best}" if known else best
 
 
-def _fits(question: Question, found: Evaluation, s: int, limit: int, again: frozenset[str]) -> bool:
+def _fits(
+    question: Question, found: Evaluation, s: int, limit: int, recomputed: frozenset[str]
+) -> bool:
     """Whether a stage, with its devices for itself, would keep to so many bytes if it computed
     these of its layers again, and ran what it runs now."""
     stage, holds = found.stages[s], found.prediction.stages[s].holds
     assert holds is not None
     share = len(stage.devices) if question.system.whole_mini_batches else 1
     size, last = -(-question.mini_batch // found.micro_batches), s == len(found.stages) - 1
-    cost = question.costs.stage(stage.nodes, size // share, last, recomputed=again)
+    cost = question.costs.stage(stage.nodes, size // share, last, recomputed=recomputed)
     rebuilt = found.pipeline.micro_batches_per_share(s) * cost.rebuilt_bytes
     needs = msgspec.structs.replace(holds, kept=cost.kept_bytes, rebuilt=rebuilt)
     return all(needs.total(moment) <= limit for moment in found.moments[s])

@@ -90,19 +90,6 @@ parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 9 planner/search/solve.py question_for
 parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 runtime/run.py Trainer.__init__
-participle planner/partition/dp/minimax.py Reached
-participle planner/partition/solve.py Enough
-word tell planner/partition/ilp/search.py tell
-word again planner/partition/one_by_one/equal_replicas.py again_s
-word again planner/partition/problem.py again
-word again planner/partition/problem.py again_s
-word tell planner/search/exploration.py tell
-word among planner/search/first_plans.py _among
-word again planner/search/first_plans.py again
-word again planner/search/local_search/memory_about.py again
-word again planner/search/local_search/neighbours.py again
-word among planner/search/relaxed/places.py among
-word again planner/search/state.py again
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""
 

@@ -57,7 +57,7 @@ class Blocks:
                     compute_s=self.summed(mode.compute_s),
                     fixed_bytes=self.summed(mode.fixed_bytes),
                     flight_bytes=self.summed(mode.flight_bytes),
-                    again_s=summed(mode.again_s),
+                    recompute_s=summed(mode.recompute_s),
                 )
                 for mode in problem.modes
             ),

@@ -22,7 +22,7 @@ from .sweep import CLOCK, OutOfTime, Sweep, check_time
 # From what a sweep knows to a chain: the one with the fewest devices, then the fewest stages ----
 
 
-class Reached:
+class Level:
     """States reached at one number of stages to go, and how cheaply.
 
     Attributes:
@@ -85,7 +85,7 @@ def fewest_chain(sweep: Sweep, limit: float, deadline: float | None = None) -> C
     if program.places.same:
         # As many as are needed at the first downset.
         first = int((sweep.values[sweep.start, 0, :-1] <= limit).argmax())
-    levels = [Reached(program) for _ in range(sweep.start + 1)]
+    levels = [Level(program) for _ in range(sweep.start + 1)]
     how = np.zeros((1, 2), dtype=np.intp)
     levels[-1].add(0, np.array([0]), np.array([first]), np.zeros(1), how)
     for level in range(sweep.start, -1, -1):
@@ -101,7 +101,7 @@ def fewest_chain(sweep: Sweep, limit: float, deadline: float | None = None) -> C
     return cut_of(program.problem, program.lattice.masks, steps)
 
 
-def _advance(sweep: Sweep, levels: list[Reached], level: int, below: int) -> None:
+def _advance(sweep: Sweep, levels: list[Level], level: int, below: int) -> None:
     program, beyond = sweep.program, max(level - 1, 0)
     cost = levels[level].cost[below]
     if not program.places.same:
@@ -120,7 +120,7 @@ def _advance(sweep: Sweep, levels: list[Reached], level: int, below: int) -> Non
         levels[beyond].add(below, grid.above[row], k - r, total, how)
 
 
-def _traced(program: Program, levels: list[Reached]) -> list[Step]:
+def _traced(program: Program, levels: list[Level]) -> list[Step]:
     above, level, left = program.top, 0, int(levels[0].cost[program.top].argmin())
     steps: list[Step] = []
     while above:

@@ -162,12 +162,12 @@ class Search(Generic[Found]):
         if self.best is not None and self.best.objective_s <= limit_s:
             start = program.values_of(self.best)
 
-        def tell(bound: float, load: float) -> None:
+        def report(bound: float, load: float) -> None:
             if self.progress is not None:
                 bound_s = max(self.bound_s, min(bound * program.unit_s, limit_s))
                 self.progress(bound_s, min(self._known(), load * program.unit_s))
 
-        settings = SolverSettings(start, self.gap, time_s, tell, self.doubted)
+        settings = SolverSettings(start, self.gap, time_s, report, self.doubted)
         return program.mip.solve(settings)
 
 

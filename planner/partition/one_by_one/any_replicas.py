@@ -114,9 +114,9 @@ class _AnyReplicas:
         can't be kept to then, can't be at any τ."""
         slowest = 0.0
         for below in range(self._lattice.size - 1):
-            _, plain, again, _ = self._of(below)
-            again_s = again[np.isfinite(again)].max(initial=0.0)
-            slowest = max(slowest, *(s.max(initial=0.0) + again_s for s in plain.values()))
+            _, plain, recompute_s, _ = self._of(below)
+            most_s = recompute_s[np.isfinite(recompute_s)].max(initial=0.0)
+            slowest = max(slowest, *(s.max(initial=0.0) + most_s for s in plain.values()))
         return float(slowest) * len(self._units)
 
     def under(self, tau: float) -> Guessed | None:
@@ -126,7 +126,7 @@ class _AnyReplicas:
         least[top, 0] = 0.0
         how: dict[int, tuple[Positions, Positions]] = {}
         for below in range(top - 1, -1, -1):
-            costs, plain, again, _ = self._of(below)
+            costs, plain, recompute_s, _ = self._of(below)
             which = np.zeros(most + 1, dtype=np.intp)
             taken = np.zeros(most + 1, dtype=np.intp)
             for r in self._replicas:
@@ -135,7 +135,7 @@ class _AnyReplicas:
                     continue
                 rest = least[costs.above[mine], : most + 1 - r]
                 u = np.minimum(-(-np.arange(r, most + 1) // r), self._n // r)
-                work = plain[r][mine][:, None] + again[np.ix_(mine, u - 1)]
+                work = plain[r][mine][:, None] + recompute_s[np.ix_(mine, u - 1)]
                 y = np.maximum((u - 1) * r * tau, rest) + work
                 y[y > u * r * tau * _ROUNDING] = inf
                 at = y.argmin(axis=0)
@@ -181,9 +181,11 @@ class _AnyReplicas:
                 for r, place in self._places.items()
             }
             place = self._places[self._replicas[0]]
-            again, modes = mixed(problem, below, costs, self._order, place, self._n, self._units)
-            some = np.isfinite(again[:, 0])
+            recompute_s, modes = mixed(
+                problem, below, costs, self._order, place, self._n, self._units
+            )
+            some = np.isfinite(recompute_s[:, 0])
             costs = costs.those(some)
             plain = {r: seconds[some] for r, seconds in plain.items()}
-            self._costs[below] = costs, plain, again[some], modes[some]
+            self._costs[below] = costs, plain, recompute_s[some], modes[some]
         return self._costs[below]

@@ -48,13 +48,13 @@ class _Stages:
 
     Attributes:
         above: positions of the downsets that they end at, [p].
-        again_s: computed again for a micro-batch; infinite where nothing fits.
+        recompute_s: for a micro-batch; infinite where nothing fits.
         mode: by position, of those that are mixed the one that computes more again.
         alone_s: what the period takes at least by the stage, but for what others compute again.
     """
 
     above: Positions
-    again_s: Vector
+    recompute_s: Vector
     mode: Positions
     alone_s: Vector
 
@@ -158,19 +158,23 @@ class _EqualReplicas:
         plain, above = plain[some], costs.above
         units = np.minimum(self._u, self._each)
         count = self._each * self._r
-        again_s, mode = mixed(self._problem, below, costs, self._order, self._place, count, units)
+        recompute_s, mode = mixed(
+            self._problem, below, costs, self._order, self._place, count, units
+        )
         n, u = self._each, np.minimum(self._u, self._each)
-        fits = np.isfinite(again_s)
-        again_s = np.where(fits, again_s, 0.0)
-        load = np.where(fits, plain[:, None] + n * again_s, inf)
+        fits = np.isfinite(recompute_s)
+        recompute_s = np.where(fits, recompute_s, 0.0)
+        load = np.where(fits, plain[:, None] + n * recompute_s, inf)
         work_s = (costs.compute[self._order[0]] / (n * self._r * self._place.speed))[:, None]
         forward_s = (self._forward[above] - self._forward[below])[:, None]
         beyond_s = (self._way[-1] - self._way[above])[:, None]
         # One stage's part of what is computed again on one way is its own.
-        alone_s = load - again_s - (u - 1) * (work_s + again_s) + beyond_s
-        full = load - again_s - (n - 1) * np.minimum(forward_s, work_s - forward_s + again_s)
+        alone_s = load - recompute_s - (u - 1) * (work_s + recompute_s) + beyond_s
+        full = (
+            load - recompute_s - (n - 1) * np.minimum(forward_s, work_s - forward_s + recompute_s)
+        )
         alone_s = np.where(u < n, alone_s, full)
-        return _Stages(above, again_s, mode, alone_s)
+        return _Stages(above, recompute_s, mode, alone_s)
 
     # Chains ----------------------------------------------------------------------------------
 
@@ -189,7 +193,7 @@ class _EqualReplicas:
                 continue
             rest = beyond[stages.above, :-1]
             period = stages.alone_s + np.where(units < self._each, rest, 0.0)
-            total = np.where(period <= target, stages.again_s + rest + few, inf)
+            total = np.where(period <= target, stages.recompute_s + rest + few, inf)
             at = total.argmin(axis=0)
             chosen[below, 1:] = at
             beyond[below, 1:] = total[at, np.arange(most)]
@@ -230,16 +234,16 @@ def mixed(
         units: in flight, [U].
     """
     limit, shape = place.memory_bytes * FITS, (len(costs.above), len(units))
-    again, mode = np.full(shape, inf), np.zeros(shape, dtype=np.intp)
+    recompute_s, mode = np.full(shape, inf), np.zeros(shape, dtype=np.intp)
     held = place.copies * costs.parameters
     last_s, last_bytes, last_times = np.zeros(shape[0]), np.full(shape, inf), None
     for m in order:
-        times = problem.modes[m].again_s
+        times = problem.modes[m].recompute_s
         seconds = (costs.compute[m] - costs.compute[order[0]]) / (micro_batches * place.speed)
         nbytes = (costs.once[m] + held)[:, None]
         nbytes = nbytes + place.units * units * costs.flight[m][:, None]
         share = np.ones(shape)
-        if problem.modes[m].again is not True and times is not None and limit < inf:
+        if problem.modes[m].recompute is not True and times is not None and limit < inf:
             needed, freed = last_bytes - limit, last_bytes - nbytes
             np.divide(needed, freed, out=share, where=np.isfinite(freed) & (freed > 0))
             share = np.clip(share, 0.0, 1.0)
@@ -247,10 +251,10 @@ def mixed(
             for row in np.flatnonzero(((share > 0) & (share < 1)).any(axis=1)).tolist():
                 share[row] = _rounded_up(share[row], more[below : int(costs.above[row])])
         found = last_s[:, None] + share * (seconds - last_s)[:, None]
-        better = (nbytes <= limit) & (found < again)
-        again[better], mode[better] = found[better], m
+        better = (nbytes <= limit) & (found < recompute_s)
+        recompute_s[better], mode[better] = found[better], m
         last_s, last_bytes, last_times = seconds, nbytes, times
-    return again, mode
+    return recompute_s, mode
 
 
 def _rounded_up(shares: Vector, times: Vector) -> Vector:

@@ -23,7 +23,7 @@ from ...partition.dp.lattice import Lattice, joined, lattice_of
 from ...partition.dp.sweep import OutOfTime
 from ...partition.least_memory import LeastMemory, layers_bytes, none_fits
 from ...partition.problem import FITS, Cut, StageProblem
-from ...partition.solve import DpSource, Enough
+from ...partition.solve import DpSource, StopRule
 from ...systems.variants import VARIANTS, Variant
 from ..choices import Branch, Freedom, capped, choice_of, in_flight_under, micro_batch_counts
 from ..relaxed.places import Assumptions, fixed_in_flight
@@ -318,7 +318,7 @@ class Fitting:
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
         """The best cut; then a few others, where the graph is small enough to go on looking."""
         source = self.search.source
-        found = source.best(problem, Enough(self.seconds_left))
+        found = source.best(problem, StopRule(self.seconds_left))
         if found.cut is None:
             self.cut_short |= found.bound_s < float("inf")
             return

@@ -317,8 +317,11 @@ class LocalSearch:
         cut, stages = even_cut(self.near, micro_batches, lying), len(lying)
         if cut is None:
             return inf
-        limits, again = next(self.near.usual_limits(stages, lying)), self.relaxation.recompute[0]
-        point = Point(cut, lying, (again,) * stages, micro_batches, limits)
+        limits, recompute = (
+            next(self.near.usual_limits(stages, lying)),
+            self.relaxation.recompute[0],
+        )
+        point = Point(cut, lying, (recompute,) * stages, micro_batches, limits)
         seen = self.foreseen(point)
         if seen is None:
             return inf
@@ -329,9 +332,11 @@ class LocalSearch:
         widest limits; where none fits, under less."""
         stages, cuts = len(lying), self.near.first_cuts(micro_batches, lying)
         under = limits_and_ways(self, lying, micro_batches)
-        limits, again = under[0]
+        limits, recompute = under[0]
         points = dict.fromkeys(
-            _that_may_fit(self, Point(cut, lying, (again,) * stages, micro_batches, limits), under)
+            _that_may_fit(
+                self, Point(cut, lying, (recompute,) * stages, micro_batches, limits), under
+            )
             for cut in cuts
         )
         found = [x for p in self._expected(list(points)) if (x := self.look(p))]
@@ -606,8 +611,8 @@ def _that_may_fit(local: LocalSearch, point: Point, under: Sequence[Under]) -> P
     """The point under the first of these limits and ways to compute again that it doesn't need far
     more memory under than there is; of those that do simulations take long, and nothing comes of
     them."""
-    for limits, again in under:
-        point = replace(point, limits=limits, again=(again,) * point.stages)
+    for limits, recompute in under:
+        point = replace(point, limits=limits, recompute=(recompute,) * point.stages)
         seen = local.foreseen(point) if local.relaxation.limited else None
         if seen is None or share_about(seen.laid, point, local.question) <= _MUCH_OVER:
             return point
@@ -623,13 +628,13 @@ def _that_fit(
 ) -> Iterator[Standing]:
     """Cuts that are as even as memory lets them be, under limits and ways to compute again that are
     likely to be faster than those that known cuts fit with, up to the first that fits."""
-    fits = {(s.point.limits, s.point.again[0]) for s in known if not s.over}
-    for limits, again in takewhile(lambda each: each not in fits, under):
+    fits = {(s.point.limits, s.point.recompute[0]) for s in known if not s.over}
+    for limits, recompute in takewhile(lambda each: each not in fits, under):
         for share in _ROOM:
-            cut = cut_that_fits(local.near, micro_batches, lying, limits, again, share)
+            cut = cut_that_fits(local.near, micro_batches, lying, limits, recompute, share)
             if cut is None:
                 break
-            point = Point(cut, lying, (again,) * len(lying), micro_batches, limits)
+            point = Point(cut, lying, (recompute,) * len(lying), micro_batches, limits)
             seen = local.foreseen(point)
             if seen is None or seen.least_s > local.search.period_s:
                 break
@@ -678,13 +683,13 @@ def starts_with(
 def _with_less(local: LocalSearch, begun: Standing, less: Sequence[Under]) -> Iterator[Standing]:
     """Those with fewer in flight and more computed again that are likely to fit, up to the first
     that does, and the last."""
-    for limits, again in less:
-        point = replace(begun.point, limits=limits, again=(again,) * begun.point.stages)
+    for limits, recompute in less:
+        point = replace(begun.point, limits=limits, recompute=(recompute,) * begun.point.stages)
         seen = local.foreseen(point)
         if seen is None:
             continue
         over = over_about(seen.laid, point, begun, local.question)
-        last = (limits, again) == less[-1]
+        last = (limits, recompute) == less[-1]
         standing = local.look(point) if over <= _NEARLY or last else None
         if standing is not None:
             yield standing
@@ -705,10 +710,13 @@ def fastest_first(
         by_memory: times the share of the devices' memory that they need, about, if they lack some.
     """
     lying, n = branch.lying, branch.micro_batches
-    again, limits = local.relaxation.recompute[:1], next(local.near.usual_limits(len(lying), lying))
+    recompute, limits = (
+        local.relaxation.recompute[:1],
+        next(local.near.usual_limits(len(lying), lying)),
+    )
     known = list[tuple[float, tuple[int, ...]]]()
     for cut in cuts:
-        point = Point(cut, lying, again * len(lying), n, limits)
+        point = Point(cut, lying, recompute * len(lying), n, limits)
         seen = local.foreseen(point)
         if seen is not None:
             share = share_about(seen.laid, point, local.question) if by_memory else 1.0
@@ -923,8 +931,8 @@ def _begins(local: LocalSearch, branches: Sequence[Branch | PlacedBranch]) -> It
         found = dict[Point, float]()
         for n, lying in some:
             cuts, under = near.first_cuts(n, lying)[at:], limits_and_ways(local, lying, n)
-            for limits, again in under[:: len(under) // 3 or 1] if cuts else ():
-                point = Point(cuts[0], lying, (again,) * len(lying), n, limits)
+            for limits, recompute in under[:: len(under) // 3 or 1] if cuts else ():
+                point = Point(cuts[0], lying, (recompute,) * len(lying), n, limits)
                 seen = local.foreseen(point)
                 if seen is not None:
                     share = share_about(seen.laid, point, local.question)

@@ -60,7 +60,7 @@ def _as_it_is(s: int, point: Point, mine: Point) -> bool:
     return (
         point.downsets[s : s + 2] == mine.downsets[s : s + 2]
         and point.devices[s] == mine.devices[s]
-        and point.again[s] == mine.again[s]
+        and point.recompute[s] == mine.recompute[s]
         and point.limits[s] == mine.limits[s]
         and point.limits[0] == mine.limits[0]
     )
@@ -104,7 +104,7 @@ def cut_that_fits(
     micro_batches: int,
     devices: Sequence[tuple[int, ...]],
     limits: Sequence[int],
-    again: Selection,
+    recompute: Selection,
     share: float,
 ) -> tuple[int, ...] | None:
     """Downsets of the cut whose busiest stage has the least to do of those that fit, about, in
@@ -112,12 +112,14 @@ def cut_that_fits(
 
     Args:
         limits: as `usual_limits` has them.
-        again: what all stages compute again.
+        recompute: which layers stages recompute.
     """
     question, graph, variant = near.question, near.relaxation.graph, near.question.system
     flight = in_flight_under(variant, len(devices), limits[0])
     always, parameters, kept = near.relaxation.kept.of_layers(micro_batches)
-    kept = kept * [again is False or (again is not True and x not in again) for x in graph.names]
+    kept = kept * [
+        recompute is False or (recompute is not True and x not in recompute) for x in graph.names
+    ]
     held, rooms = list[Vector](), list[float]()
     for s, mine in enumerate(devices):
         each, smallest, behind = len(mine), question.cluster.tightest(mine), len(devices) - 1 - s
@@ -138,7 +140,7 @@ def _most_held(
     laid: LaidOut, s: int, point: Point, here: Standing, question: Question, held: StageBytes
 ) -> int:
     """What a stage of the point holds at its fullest moment, in bytes."""
-    holds, mine = _holds(laid, s, held, question, point.again[s]), here.point.limits
+    holds, mine = _holds(laid, s, held, question, point.recompute[s]), here.point.limits
     scale, more = point.limits[s] / mine[s], None
     if question.system.synchronises and question.system.backward_weights == "latest":
         # Versions that stage 0 still enters with.
@@ -155,7 +157,7 @@ def share_about(laid: LaidOut, point: Point, question: Question) -> float:
     needs = dict[tuple[int, ...], float]()
     for s, (devices, cost) in enumerate(zip(point.devices, laid.costs, strict=True)):
         kept = cost.kept_bytes
-        if point.again[s] is True:
+        if point.recompute[s] is True:
             kept = sum(c.nbytes for c in laid.transfers if c.target == s)
         units = min(point.stages - s, n) if not variant.forwards_first else n
         if variant.backward_unit == "mini":
@@ -182,13 +184,13 @@ def _scaled(moment: Moment, scale: float, more: int | None) -> Moment:
 
 
 def _holds(
-    laid: LaidOut, s: int, held: StageBytes, question: Question, again: Selection
+    laid: LaidOut, s: int, held: StageBytes, question: Question, recompute: Selection
 ) -> StageBytes:
     """What a stage of these layers has to hold; messages as those of the stage in its place."""
     cost, unit = laid.costs[s], laid.pipeline.micro_batches_per_share(s)
     received = sum(c.nbytes for c in laid.transfers if c.target == s)
     kept, rebuilt = cost.kept_bytes, unit * cost.rebuilt_bytes
-    if again is True:
+    if recompute is True:
         kept, rebuilt = received, unit * cost.kept_bytes
     copies = held.scratch / held.parameters if held.parameters else 0.0
     return msgspec.structs.replace(

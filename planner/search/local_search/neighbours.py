@@ -62,13 +62,13 @@ class Point:
     Attributes:
         downsets: bit masks of the layers before each border: S + 1, the empty one first.
         devices: per stage.
-        again: per stage, what it computes again.
+        recompute: per stage, which layers it recomputes.
         limits: per stage, mini-batches in flight.
     """
 
     downsets: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
-    again: tuple[Selection, ...]
+    recompute: tuple[Selection, ...]
     micro_batches: int
     limits: tuple[int, ...]
 
@@ -164,7 +164,7 @@ class Neighbours:
     def choice(self, point: Point) -> Choice:
         """Its stages by name."""
         nodes = tuple(self._nodes_of(b & ~a) for a, b in pairwise(point.downsets))
-        return Choice(nodes, point.devices, tuple(map(of_stage, point.again, nodes)))
+        return Choice(nodes, point.devices, tuple(map(of_stage, point.recompute, nodes)))
 
     def _nodes_of(self, mask: int) -> tuple[str, ...]:
         if mask not in self._nodes:
@@ -313,9 +313,11 @@ class Neighbours:
         """Other layers that one stage computes again, or all."""
         ways = self.relaxation.recompute
         for way in ways if len(ways) > 1 else ():
-            yield replace(point, again=(way,) * point.stages)
+            yield replace(point, recompute=(way,) * point.stages)
             for s in busiest:
-                yield replace(point, again=(*point.again[:s], way, *point.again[s + 1 :]))
+                yield replace(
+                    point, recompute=(*point.recompute[:s], way, *point.recompute[s + 1 :])
+                )
 
     def device_moves(self, point: Point) -> Iterator[Point]:
         """Two devices in each other's place, or one moved to before or behind another; and the same

@@ -100,7 +100,7 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
         within = sorted({near.group_of[layer] for layer in members(inside)})
         if len(within) < 2:
             continue
-        ways = (*point.again[: s + 1], *point.again[s:])
+        ways = (*point.recompute[: s + 1], *point.recompute[s:])
         for mine, at in product(spare, (s, s + 1)):
             devices = (*point.devices[:at], mine, *point.devices[at:])
             for part in _parts(near, point.devices[s], mine, len(within)):
@@ -113,7 +113,7 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
         for mine, like in ((other, s + 1), (one, s), (one + other, s)):
             if len(mine) in counts:
                 devices = (*point.devices[:s], mine, *point.devices[s + 2 :])
-                ways = (*point.again[:s], point.again[like], *point.again[s + 2 :])
+                ways = (*point.recompute[:s], point.recompute[like], *point.recompute[s + 2 :])
                 yield _with_stages(near, point, cut, devices, ways)
 
 

@@ -84,7 +84,7 @@ class LeastSeconds(Scope):
         """What computing a set of layers again takes for a micro-batch."""
         times = dict(zip(self.graph.names, self.forward_s(micro_batches).tolist(), strict=True))
         # Not by rounding either does it depend on the sequence that a set is gone through in.
-        return lambda again: fsum(times[name] for name in again)
+        return lambda layers: fsum(times[name] for name in layers)
 
     def work_s(self, micro_batches: int) -> float:
         """All layers' work for one micro-batch, on one of the fastest devices."""

@@ -420,9 +420,9 @@ def _recomputed_s(
     mode: Mode, recompute_s: Vector, forward_s: Vector, relaxation: Relaxation
 ) -> Vector:
     """What a mode computes again, per layer."""
-    if isinstance(mode.again, bool):
-        return forward_s if mode.again else np.zeros_like(forward_s)
-    inside = np.array([float(name in mode.again) for name in relaxation.graph.names])
+    if isinstance(mode.recompute, bool):
+        return forward_s if mode.recompute else np.zeros_like(forward_s)
+    inside = np.array([float(name in mode.recompute) for name in relaxation.graph.names])
     found: Vector = recompute_s * inside
     return found
 

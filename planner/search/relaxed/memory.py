@@ -99,19 +99,19 @@ class LeastBytes(Scope):
         if recompute is False:
             return Mode("plain", rounds * (forward + backward), fixed, flight)
         if recompute is not True:
-            again = self._members(recompute)
-            backward = backward + costs.recompute_s * again * work.backwards
+            recomputed = self._members(recompute)
+            backward = backward + costs.recompute_s * recomputed * work.backwards
             kept, rebuilt = self._kept_bytes(recompute, storages)
             return Mode(
                 "selective",
                 rounds * (forward + backward),
-                fixed + unit * (flight * again + rebuilt),
-                flight * (1.0 - again) + kept,
+                fixed + unit * (flight * recomputed + rebuilt),
+                flight * (1.0 - recomputed) + kept,
                 shared_in_flight=0.0,
                 remade=self._selections.index(recompute),
                 remade_once=unit,
-                again=recompute,
-                again_s=once_s * again,
+                recompute=recompute,
+                recompute_s=once_s * recomputed,
             )
         backward = backward + forward * work.backwards
         return Mode(
@@ -122,8 +122,8 @@ class LeastBytes(Scope):
             shared_in_flight=0.0,
             shared_once=unit,
             inputs_kept=1.0,
-            again=True,
-            again_s=once_s,
+            recompute=True,
+            recompute_s=once_s,
         )
 
     @cached_property
@@ -159,10 +159,12 @@ class LeastBytes(Scope):
 
     def _always_kept(self, ways: Iterable[Selection], storages: Mapping[str, int]) -> Vector:
         """As `_kept_bytes`, of what is kept whichever of these sets is computed again, [n]."""
-        again = [self._kept.positions(() if isinstance(way, bool) else way) for way in ways]
+        recomputed = [self._kept.positions(() if isinstance(way, bool) else way) for way in ways]
         found = np.zeros(len(self.graph.names))
         for name, nbytes in storages.items():
-            keepers = set.intersection(*(set(self._kept.keepers(name, each)) for each in again))
+            keepers = set.intersection(
+                *(set(self._kept.keepers(name, each)) for each in recomputed)
+            )
             if keepers:
                 found[min(keepers)] += nbytes
         return found
@@ -183,9 +185,11 @@ class LeastBytes(Scope):
         found = [set[str]() for _ in ways]
         for name, uses in kept.uses.items():
             used, savers = {k for _, k in uses}, kept.savers.get(name, ())
-            for again, names in zip(ways, found, strict=True):
-                certain = sent[name] == 1 and used <= again.union(savers)
-                if (certain if sure else name in kept.savers) and kept.is_recomputed(name, again):
+            for recomputed, names in zip(ways, found, strict=True):
+                certain = sent[name] == 1 and used <= recomputed.union(savers)
+                if (certain if sure else name in kept.savers) and kept.is_recomputed(
+                    name, recomputed
+                ):
                     names.add(name)
         return [*map(frozenset, found), frozenset(set[str].intersection(*found))]
 
@@ -195,14 +199,14 @@ class LeastBytes(Scope):
         """Of storages that several layers may keep: bytes that are kept for each micro-batch in
         flight, and those that layers computed again make, [n] each. Each counts for one layer that
         needs it: a stage with that layer has it, whatever its other layers."""
-        kept, again = self._kept, self._kept.positions(recompute)
+        kept, recomputed = self._kept, self._kept.positions(recompute)
         found = np.zeros((2, len(self.graph.names)))
         for name, nbytes in storages.items():
-            for layers in (kept.keepers(name, again), kept.copiers(name, again)):
+            for layers in (kept.keepers(name, recomputed), kept.copiers(name, recomputed)):
                 if layers:
                     found[0, min(layers)] += nbytes
             savers = kept.savers.get(name)
-            if savers and kept.is_recomputed(name, again):
+            if savers and kept.is_recomputed(name, recomputed):
                 found[1, min(savers)] += nbytes
         return found[0], found[1]
 

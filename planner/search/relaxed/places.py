@@ -36,7 +36,7 @@ class Assumptions:
         in_flight: what is in flight; None: the least that there can be.
         guess: a guess, not a bound.
         unreplicated: each stage is on one device, whatever may be chosen.
-        among: of the replicas that may be chosen, those that stages may have; empty: any.
+        replicas: of those that may be chosen, what stages may have; empty: any.
         grain: stages take multiples of so many devices; the problem counts those as one.
         view: one of `Relaxation.views`; "drain" by default where systems flush.
         identical: devices are counted from a stage's first one to the end without those left
@@ -53,7 +53,7 @@ class Assumptions:
     in_flight: InFlight | None = None
     guess: bool = False
     unreplicated: bool = False
-    among: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
     grain: int = 1
     view: str = ""
     identical: bool = False

@@ -109,8 +109,8 @@ class Scope:
         outside what was measured."""
         view = assumed.view or ("drain" if self.variant.flushes else "cycle")
         counts = [1] if assumed.unreplicated else self.replica_counts(micro_batches)
-        among, grain = assumed.among or counts, assumed.grain
-        counts = [r for r in counts if r % grain == 0 and r in among]
+        chosen, grain = assumed.replicas or counts, assumed.grain
+        counts = [r for r in counts if r % grain == 0 and r in chosen]
         drains = view != "cycle"
         looked = {*counts, max(counts, default=1), *((1,) if drains or assumed.waits else ())}
         costs = {r: self.graph.costs(self.size(micro_batches, r)) for r in looked}

@@ -38,14 +38,14 @@ class Point:
     Attributes:
         borders: numbers of the places where the layers are cut, ascending.
         limits: per stage, in flight.
-        again: per stage, whether it computes its activations again.
+        recompute: per stage, whether it recomputes its activations.
         replicas: per stage, on neighbouring devices; empty: devices are given.
     """
 
     micro_batches: int
     borders: tuple[int, ...]
     limits: tuple[int, ...]
-    again: tuple[bool, ...]
+    recompute: tuple[bool, ...]
     replicas: tuple[int, ...] = ()
 
 
@@ -123,8 +123,8 @@ class Climb:
             for cut in (by_time, by_layers):
                 borders = self._mended([bisect_left(self.places, p) for p in cut])
                 for limits in dict.fromkeys((tuple(usual), least, most)):
-                    for again in ways:
-                        yield Point(n, borders, limits, (again,) * self.stages)
+                    for recompute in ways:
+                        yield Point(n, borders, limits, (recompute,) * self.stages)
 
     def _mended(self, borders: Sequence[int]) -> tuple[int, ...]:
         """The nearest that leave no stage empty."""
@@ -166,8 +166,8 @@ class Climb:
                 lowered = (min(limit, limits[s] - 1) for limit in limits[s:])
                 yield replace(point, limits=(*limits[:s], *lowered))
             if self.recompute == "auto":
-                again = tuple(a != (k == s) for k, a in enumerate(point.again))
-                yield replace(point, again=again)
+                recompute = tuple(a != (k == s) for k, a in enumerate(point.recompute))
+                yield replace(point, recompute=recompute)
 
     def _rank(self, point: Point) -> tuple[float, float]:
         """What it lacks of memory, as shares of the devices', then the period. Raises TimeOver."""
@@ -198,7 +198,7 @@ class Climb:
             placement = tuple(tuple(range(a, b)) for a, b in pairwise(firsts))
         if misplaced(self.question.profile, nodes, placement, self.question.tied):
             return None
-        parts = zip(nodes, placement, point.limits, point.again, strict=True)
+        parts = zip(nodes, placement, point.limits, point.recompute, strict=True)
         stages = [PlanStage(nodes=x, devices=d, in_flight=f, recompute=a) for x, d, f, a in parts]
         try:
             return evaluate(self.question, stages, point.micro_batches)
@@ -239,16 +239,18 @@ class ReplicaClimb(Climb):
     def _ways(self, n: int, replicas: tuple[int, ...]) -> Iterator[Point]:
         ways = {"off": [False], "on": [True], "auto": [False, True]}[self.recompute]
         cut = self._even(replicas)
-        yield from (self._point(n, cut, replicas, (again,) * len(replicas)) for again in ways)
+        yield from (
+            self._point(n, cut, replicas, (recompute,) * len(replicas)) for recompute in ways
+        )
 
     def _point(
-        self, n: int, cut: Sequence[int], replicas: Sequence[int], again: Sequence[bool]
+        self, n: int, cut: Sequence[int], replicas: Sequence[int], recompute: Sequence[bool]
     ) -> Point:
         """Under limits S − s."""
         stages = len(replicas)
         ranges = limit_ranges(self.question.system, stages, within=self._within)
         limits = tuple(min(top, max(low, stages - s)) for s, (low, top) in enumerate(ranges))
-        return Point(n, self._mended(sorted(cut)), limits, tuple(again), tuple(replicas))
+        return Point(n, self._mended(sorted(cut)), limits, tuple(recompute), tuple(replicas))
 
     def _even(self, replicas: Sequence[int]) -> list[int]:
         shares = [done / sum(replicas) for done in accumulate(replicas)][:-1]
@@ -262,29 +264,34 @@ class ReplicaClimb(Climb):
             if replicas[loses] > 1:
                 replicas[gains], replicas[loses] = replicas[gains] + 1, replicas[loses] - 1
         moved = [b + rng.randint(-far, far) * (rng.random() < 0.4) for b in point.borders]
-        return self._point(rng.choice(self.counts), moved, replicas, point.again)
+        return self._point(rng.choice(self.counts), moved, replicas, point.recompute)
 
     def _neighbours(self, point: Point) -> Iterator[Point]:
         self.stages = len(point.replicas)
         self.ranges = limit_ranges(self.question.system, self.stages, within=self._within)
         yield from super()._neighbours(point)
-        n, cut, each, again = point.micro_batches, point.borders, point.replicas, point.again
+        n, cut, each, recompute = (
+            point.micro_batches,
+            point.borders,
+            point.replicas,
+            point.recompute,
+        )
         for replicas in self._moved(each):
-            yield self._point(n, cut, replicas, again)
-            yield self._point(n, self._even(replicas), replicas, again)
+            yield self._point(n, cut, replicas, recompute)
+            yield self._point(n, self._even(replicas), replicas, recompute)
         for s, r in enumerate(each):
             low, high = ([0, *cut][s], [*cut, len(self.places)][s])
             for first in sorted({1, r // 2, r - 1} - {0, r}):
-                parts, twice = (*each[:s], first, r - first, *each[s + 1 :]), again[: s + 1]
+                parts, twice = (*each[:s], first, r - first, *each[s + 1 :]), recompute[: s + 1]
                 within = [*cut, low + (high - low) * first // r]
                 for borders in (within, self._even(parts)):
                     if len(borders) <= len(self.places):
-                        yield self._point(n, borders, parts, (*twice, *again[s:]))
+                        yield self._point(n, borders, parts, (*twice, *recompute[s:]))
             if s < self.stages - 1:
                 joined = (*each[:s], r + each[s + 1], *each[s + 2 :])
-                left = (*again[:s], *again[s + 1 :])
+                left = (*recompute[:s], *recompute[s + 1 :])
                 yield self._point(n, (*cut[:s], *cut[s + 1 :]), joined, left)
-        yield from (self._point(m, cut, each, again) for m in self.counts if m != n)
+        yield from (self._point(m, cut, each, recompute) for m in self.counts if m != n)
 
     def _moved(self, each: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """A device more for a stage, a device less, or one moved from stage to stage."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from timeprest.planner.partition.problem import SAME, Cut, StageProblem
-from timeprest.planner.partition.solve import DpSource, Enough, Progress, source_for
+from timeprest.planner.partition.solve import DpSource, Progress, StopRule, source_for
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def solve_cut(
     deadline = None if time_limit_s is None else begin + time_limit_s
     source = source_for(problem, solver, deadline)
     left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-    found = source.best(problem, Enough(left), progress)
+    found = source.best(problem, StopRule(left), progress)
     objective = found.cut.objective_s if found.cut else float("inf")
     bound = min(found.bound_s, objective)
     optimal = objective <= bound * SAME

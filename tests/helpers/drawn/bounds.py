@@ -61,4 +61,4 @@ def of_stages(mode, ways, nodes):
     """What stages of a mode compute again."""
     if mode.name == "least":
         return [of_stage(way, nodes) for way in ways if way is not True]
-    return [of_stage(mode.again, nodes)]
+    return [of_stage(mode.recompute, nodes)]

@@ -36,11 +36,11 @@ def drawn_question(seed, system, devices, memory=None):
     return Question(profile, cluster, system, MICRO_BATCHES, 1.0)
 
 
-def guess_of(question, among=(), recompute="off"):
+def guess_of(question, replicas=(), recompute="off"):
     relaxation = Relaxation(question, Freedom(replicas=True, recompute=recompute))
     devices = len(question.cluster.devices)
     guess = in_flight_under(question.system, devices, devices)
-    assumed = Assumptions(guess, guess=True, identical=True, among=among)
+    assumed = Assumptions(guess, guess=True, identical=True, replicas=replicas)
     problem = relaxation.problem(Branch(MICRO_BATCHES), assumed)
     return relaxation, problem, find_downsets(problem, 1000)
 

@@ -79,7 +79,7 @@ def test_no_plan_has_fewer_devices_beyond_a_stage_than_its_period_needs(drawn):
         r, beyond = len(stage.devices), sum(len(each.devices) for each in stages[s + 1 :])
         before = [j for mine in lists[:s] for j in mine]
         after = [j for mine in lists[s + 1 :] for j in mine]
-        (mode,) = [m for m in problem.modes if m.again is stage.recompute]
+        (mode,) = [m for m in problem.modes if m.recompute is stage.recompute]
         work = np.array([mode.compute_s[lists[s]].sum()])
         before_s = float(waits.before_s[before].sum())
         after_s = np.array([waits.beyond_s[after].sum()])
