@@ -32,9 +32,9 @@ from ..partition.dp.sweep import OutOfTime
 from ..partition.dp.turns import Turn, least_turning, turnings
 from ..partition.problem import SAME, members
 from ..partition.solve import DpSource
-from ..schedules.schedules import has_pattern
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
 from .choices import MOST_VECTORS, Branch, Choice, caps
+from .limits import try_some
 from .relaxed.cycles import (
     cycle_problem,
     filled_up,
@@ -229,7 +229,7 @@ class CycleSearch:
         best, as many as there is effort for."""
         search = self.search
         branches = [branch for branch in search.branches if self.reaches(branch)]
-        if not has_pattern(search.relaxation.variant):
+        if search.relaxation.list_scheduled:
             with suppress(OutOfBudget), search.budget.part(_GUESSED_SHARE):
                 for branch in sorted(branches, key=partial(_hoped_s, search)):
                     search.say(f"{search.standing}; guesses")
@@ -391,7 +391,7 @@ class CycleSearch:
         if least_s * SAME >= search.period_s:
             return float("inf")
         if program.problem.rule == "room":
-            done = search.try_some(choice, n, least_s, every_limit=True)
+            done = try_some(search, choice, n, least_s, every_limit=True)
             return float("inf") if done else least_s
         search.look(choice, n, limits)
         only = all(len(stage.flights) == 1 for stage in program.problem.devices.every)
@@ -404,7 +404,7 @@ class CycleSearch:
                 for each in vectors:
                     search.look(choice, n, tuple(flight.limit for flight in each))
                 return float("inf")
-        done = search.try_some(choice, n, least_s, every_limit=not turns)
+        done = try_some(search, choice, n, least_s, every_limit=not turns)
         return float("inf") if done or least_s * SAME >= search.period_s else least_s
 
 

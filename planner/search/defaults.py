@@ -11,7 +11,6 @@ from typing import Any, Literal
 import msgspec
 
 from ...profiles.errors import InfeasibleError, PlanError
-from ...profiles.files import ratio
 from ...profiles.profile import Profile
 from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
@@ -24,9 +23,10 @@ from ..systems.orders import Order
 from ..systems.variants import Variant, variant_named
 from .answer.diagnosis import Fitting
 from .answer.recheck import question_of, signed
+from .branching import SearchRequest, explore, read_asked
 from .choices import Freedom, micro_batch_counts
 from .relaxed.relaxation import Relaxation
-from .solve import INTERRUPTED, LEAST_GAIN, SearchRequest, explore, read_asked, solve
+from .solve import INTERRUPTED, LEAST_GAIN, solve
 
 TiedAsked = Literal["auto", "together", "split"]
 
@@ -218,7 +218,7 @@ def _in_a_v_or_not(ask: _Ask) -> Plan:
     words = "--placement v --stages-per-device 2, so that shared parameters stay on one device"
     if not isinstance(plan, Plan):
         return choosing(placed, words)
-    if 1 - ratio(placed.predicted.period_s, plan.predicted.period_s) < LEAST_GAIN:
+    if placed.predicted.period_s > plan.predicted.period_s * (1 - LEAST_GAIN):
         return plan
     placed = _beside(placed, plan.solver, ask.profile)
     return choosing(

@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import product
 from math import sqrt
 
-from ...profiles.units import format_seconds
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
 from ..partition.dp.kinds import MOST_DOWNSETS, MOST_STATES, Kinds, least_load_s
 from ..partition.dp.program import just_below
@@ -31,6 +30,7 @@ from ..partition.solve import DpSource, StopRule
 from .choices import Branch, Choice, InFlight, choice_of
 from .critical_cycles import CycleSearch
 from .first_plans import try_blocks
+from .limits import try_choice, try_cut
 from .local_search.improve import (
     LocalSearch,
     climb_on,
@@ -41,7 +41,7 @@ from .local_search.improve import (
 )
 from .placed_bounds import straight_along_path
 from .relaxed.places import Assumptions, fixed_in_flight
-from .state import CLOSE, OutOfBudget, SearchState, shown
+from .state import CLOSE, OutOfBudget, SearchState, standing_of
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
@@ -279,7 +279,7 @@ def _bound_all(search: SearchState) -> None:
                 break
     for branch in search.promising():
         for _, problem, cut in sorted(found[branch], key=lambda item: -item[0]):
-            search.try_cut(problem, cut, branch.micro_batches)
+            try_cut(search, problem, cut, branch.micro_batches)
     if not search.large:
         _try_elsewhere(
             search,
@@ -395,7 +395,7 @@ def _try_elsewhere(search: SearchState, found: Sequence[tuple[Choice, Cut]]) -> 
             if search.hopeless(branch) or search.budget.effort < least:
                 break
             if _suits(search, choice, branch):
-                search.try_choice(choice, branch.micro_batches, cut.objective_s)
+                try_choice(search, choice, branch.micro_batches, cut.objective_s)
 
 
 def _suits(search: SearchState, choice: Choice, branch: Branch) -> bool:
@@ -446,7 +446,7 @@ def _guess(
     left = search.budget.seconds_left
     answer = _solve(search, problem, None if left is None else left / 4)
     if answer.cut is not None:
-        search.try_cut(problem, answer.cut, branch.micro_batches, grain=grain)
+        try_cut(search, problem, answer.cut, branch.micro_batches, grain=grain)
 
 
 def _grain(search: SearchState) -> int:
@@ -495,7 +495,7 @@ def _prove(search: SearchState, cycles: CycleSearch) -> None:
                 alone = all(problem.options[x.option].replicas == 1 for x in cut.stages)
                 if alone and cycles.alone_s.get(branch, 0.0) * SAME >= search.period_s:
                     continue
-                if not search.try_cut(problem, cut, branch.micro_batches, every_limit=True):
+                if not try_cut(search, problem, cut, branch.micro_batches, every_limit=True):
                     unresolved = min(unresolved, cut.objective_s)
         except OutOfTime:
             raise search.budget.over() from None
@@ -520,8 +520,7 @@ def _placed(search: SearchState, problem: StageProblem, cuts: Iterable[Cut]) -> 
 
 def _solve(search: SearchState, problem: StageProblem, seconds: float | None) -> Answer:
     def report(bound_s: float, best_s: float) -> None:
-        best = min(best_s, search.period_s)
-        search.say(f"bound {format_seconds(bound_s)}, best {shown(best)}")
+        search.say(standing_of(bound_s, min(best_s, search.period_s)))
 
     # Cuts that can't beat the best plan are of no use.
     stop = StopRule(seconds, search.period_s, CLOSE) if search.large else StopRule(seconds)

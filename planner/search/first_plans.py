@@ -6,16 +6,10 @@ A plan early gives every later step something to beat, and the user one to keep.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from itertools import product
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple
 
-from ..costs.recomputation import fewest, of_stage
-from ..costs.stage_costs import StageCost
-from ..costs.tied_parameters import NOTHING
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
@@ -24,9 +18,11 @@ from ..partition.dp.minimax import minimax_with_bound
 from ..partition.flushed_period import period_of
 from ..partition.one_by_one.any_replicas import least_kept_period
 from ..partition.one_by_one.equal_replicas import least_period
-from ..partition.problem import Cut, Mode, StageProblem, Vector, stage_bytes
+from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource
-from .choices import Branch, Choice, InFlight, choice_of
+from .choices import Branch, InFlight, choice_of
+from .keep_more import keep_more, likely_to_keep_more
+from .limits import try_some
 from .relaxed.places import Assumptions, fixed_in_flight
 from .state import CLOSE, SOON_S, SearchState, is_late
 
@@ -68,10 +64,6 @@ other numbers run all that they may ahead, and then take turns."""
 _FEWER, _MORE = 6.0, 1.5
 """Where replicas may differ: of those of the fewest stages, so many times fewer, and more."""
 
-_WAITING = 0.25
-"""Where replicas differ, of the micro-batches that the first stage has in flight, those whose
-outputs wait to be sent: it runs ahead as far as it may."""
-
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
 
@@ -95,7 +87,7 @@ def try_blocks(search: SearchState) -> None:
         most *= 2
     if not _known_waits(search):
         # Those have been tried with what memory has room for.
-        search.keep_more()
+        keep_more(search)
 
 
 class _Guess(NamedTuple):
@@ -358,8 +350,8 @@ def _try_in_blocks(search: SearchState, guessed: _Guessed) -> None:
     for _ in range(_REPAIRS):
         choice = choice_of(*answer)
         if _known_waits(search) and search.relaxation.freedom.recompute != "on":
-            choice = _keeping_more(search, *answer, choice, guess.branch.micro_batches)
-        search.try_some(choice, guess.branch.micro_batches, answer[1].objective_s)
+            choice = likely_to_keep_more(search, *answer, choice, guess.branch.micro_batches)
+        try_some(search, choice, guess.branch.micro_batches, answer[1].objective_s)
         over = search.least_over.get(choice, 1.0)
         # With less memory to use, it would hardly be shorter.
         if over <= 1.0 or search.shortest_s[choice] >= search.period_s:
@@ -369,59 +361,6 @@ def _try_in_blocks(search: SearchState, guessed: _Guessed) -> None:
         if smaller is None:
             return
         answer = smaller
-
-
-def _keeping_more(
-    search: SearchState, problem: StageProblem, cut: Cut, choice: Choice, micro_batches: int
-) -> Choice:
-    """The choice with as few layers computed again as its memory is likely to have room for."""
-    question, relaxation, found, below = search.question, search.relaxation, [], 0
-    size = -(-question.mini_batch // micro_batches)
-    seconds, steps = relaxation.seconds.recompute_s(micro_batches), relaxation.kept.steps
-    rest = _without_activations(problem, relaxation.graph.buffer_bytes)
-    for s, (stage, nodes) in enumerate(zip(cut.stages, choice.nodes, strict=True)):
-        recompute, mine = choice.recompute[s], frozenset(nodes)
-        place = problem.place(stage.option, stage.k)
-        limit = place.memory_bytes - stage_bytes(rest, below, stage.layers, stage.option, stage.k)
-        if not s and len({problem.options[x.option].replicas for x in cut.stages}) > 1:
-            limit -= _WAITING * place.units * _sent_bytes(problem, stage.layers)
-        last = s == len(cut.stages) - 1
-        cost = partial(question.costs.stage, nodes, size, last, NOTHING)
-        fits = partial(_fit, cost, place.units, limit)
-        below |= stage.layers
-        if recompute and isfinite(limit):
-            parts = [each & mine for each in steps if each & mine]
-            fewer = fewest(parts, len(parts) + 1, fits, seconds)
-            recompute = recompute if fewer is None else of_stage(fewer, nodes)
-        found.append(recompute)
-    return replace(choice, recompute=tuple(found))
-
-
-def _sent_bytes(problem: StageProblem, layers: int) -> float:
-    """What the first stage sends for each micro-batch."""
-    across = (t for t in problem.tensors if t.ends & layers and t.ends & ~layers)
-    return sum(tensor.kept_bytes for tensor in across)
-
-
-def _fit(
-    cost: Callable[[frozenset[str]], StageCost],
-    units: float,
-    limit: float,
-    recompute: frozenset[str],
-) -> bool:
-    """Whether a stage's activations fit, so many micro-batches in flight, if it computes these of
-    its layers again."""
-    found = cost(recompute)
-    return units * found.kept_bytes + found.rebuilt_bytes <= limit
-
-
-def _without_activations(problem: StageProblem, buffer_bytes: Vector) -> StageProblem:
-    """The problem whose stages hold only what they do whatever is computed again."""
-    none = 0.0 * buffer_bytes
-    modes = (
-        Mode("none", m.compute_s, buffer_bytes, none, shared_in_flight=0.0) for m in problem.modes
-    )
-    return replace(problem, modes=tuple(modes))
 
 
 def _blocks_of(search: SearchState, problem: StageProblem, most: int) -> Blocks:

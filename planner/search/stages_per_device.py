@@ -1,4 +1,4 @@
-"""Plans whose devices have several stages: which placements there are, and the search over each.
+"""Plans whose devices have several stages: the search over each placement (`placed_branches`).
 
 No program over the chain of stages knows a device's load, as its stages lie apart. So each branch
 is bounded by weighted sums of what its stages cost (`partition.chains`), and the cuts that come
@@ -11,28 +11,18 @@ Index letters: S stages; D devices; v stages of each; N micro-batches.
 from __future__ import annotations
 
 import time
-from bisect import bisect
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain, pairwise
 
-import msgspec
-
-from ...profiles.errors import PlanError
-from ..cluster.cluster import Cluster
-from ..costs.layer_graph import held_together
 from ..costs.recomputation import Selection, of_stage
 from ..costs.tied_parameters import misplaced
 from ..evaluate import Evaluation, Question
-from ..partition.placings import pattern
 from ..partition.problem import SAME, members
 from ..partition.solve import source_for
-from ..systems.placement import placements
-from ..systems.variants import Variant
 from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
+from .limits import try_placed
 from .local_search.improve import (
     LocalSearch,
     climb_on,
@@ -43,14 +33,9 @@ from .local_search.improve import (
 )
 from .local_search.neighbours import Standing
 from .placed_bounds import PlacedBounds
+from .placed_branches import device_subsets, placed_branches
 from .relaxed.relaxation import Relaxation
 from .state import FAR, FAR_OFF, Budget, OutOfBudget, SearchState
-
-_MOST_SUBSETS = 32
-"""Of the ways to leave devices out, so many are looked at."""
-
-_MOST_STATES = 100_000
-"""So many times the devices there are may be gone through to find them."""
 
 _STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
 """Of effort and time, for first plans; and of what is left then, for a proof."""
@@ -99,119 +84,6 @@ _PROVING, _EACH_SHARE = 2, 0.5
 
 _PATHS_SHARE = 0.4
 """Of the time that is left after the best plan is improved, for bounds by critical paths."""
-
-
-def placed_branches(
-    relaxation: Relaxation,
-    asked: StagesAsked,
-    per_device: int,
-    counts: Sequence[int],
-    stages: int | None,
-    least: int,
-) -> list[PlacedBranch]:
-    """All with so many stages on each of so many devices at the least; there may be none."""
-    cluster, variant = relaxation.question.cluster, relaxation.variant
-    most = relaxation.graph.most_stages
-    found = []
-    for number in range(len(cluster.devices), least - 1, -1):
-        placed = {
-            placement: None
-            for name in asked.patterns
-            for size in sorted(
-                {number * per_device, 2 * number - (per_device == 2 and name == "v")}
-            )
-            if size <= most and stages in (None, size)
-            for placement in placements(name, size, number)
-            if _has(placement, per_device, variant)
-        }
-        subsets = _subsets(cluster, number)[0] if placed else ()
-        for placement in placed:
-            found += [
-                PlacedBranch(n, placement, devices)
-                for devices in subsets
-                for n in counts
-                if relaxation.allows(len(placement), n, placement)
-            ]
-    return found
-
-
-def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
-    """Whether devices have so many stages; the one at a V's bottom may have one."""
-    devices = max(placement) + 1
-    if variant.placement == "v" and (len(placement) != 2 * devices or devices == 1):
-        return False
-    return max(Counter(placement).values()) == per_device
-
-
-@lru_cache(maxsize=4096)
-def _subsets(cluster: Cluster, number: int) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Devices to use, so many, one choice of those that make no difference; the fastest first.
-
-    Of neighbours that are alike the first ones stand for any. What may follow is looked at once for
-    all choices so far that make no difference to it.
-
-    Returns:
-        `_MOST_SUBSETS` at most, and whether they are all there are.
-    """
-    homes = [d.machine for d in cluster.devices]
-    kinds = [cluster.like(d) for d in range(len(homes))]
-    fastest = sorted(range(len(kinds)), key=lambda d: -cluster.devices[d].speed)
-    last = {homes[d]: at for at, d in enumerate(fastest)}
-    found: dict[Hashable, tuple[int, ...]] = {}
-    states, most = set[Hashable](), _MOST_STATES // len(kinds)
-    # How many of the fastest were looked at, and which of them are chosen.
-    going: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-    while going and len(found) < _MOST_SUBSETS and len(states) < most:
-        at, chosen = going.pop()
-        devices = tuple(sorted(chosen))
-        key = pattern(devices, homes, kinds)
-        if len(devices) == number:
-            found.setdefault(key, devices)
-            continue
-        used, left = dict.fromkeys(homes[d] for d in devices), sorted(fastest[at:])
-        # Machines that go on, and where later devices come between those chosen.
-        on = tuple(home if last[home] >= at else None for home in used)
-        state = at, key, on, tuple(bisect(left, d) for d in devices)
-        if state in states:
-            continue
-        states.add(state)
-        end = at + 1
-        while end < len(fastest) and _alike(cluster, *fastest[end - 1 : end + 1]):
-            end += 1
-        missing = number - len(devices)
-        for count in range(max(missing - len(fastest) + end, 0), min(end - at, missing) + 1):
-            going.append((end, (*chosen, *fastest[at : at + count])))
-    return tuple(found.values()), not going and len(found) < _MOST_SUBSETS
-
-
-def _alike(cluster: Cluster, a: int, b: int) -> bool:
-    """Whether device b follows device a in the list, and is like it, in the same machine."""
-    first, second = cluster.devices[a], cluster.devices[b]
-    same = first == msgspec.structs.replace(second, name=first.name)
-    return b == a + 1 and same and cluster.like(a) == cluster.like(b)
-
-
-def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) -> PlanError:
-    """Why there are none: no placement has so many stages, or the model too few layers."""
-    question, most = relaxation.question, relaxation.graph.most_stages
-    devices, least = len(question.cluster.devices), min(asked.per_device)
-    where = f"--stages-per-device {least}" if stages is None else f"--stages {stages}"
-    if most < (least if stages is None else stages):
-        tie = None
-        if not relaxation.graph.one_device:
-            tie = held_together(question.profile, relaxation.variant, question.tied)
-        count = "1 stage" if most == 1 else f"{most} stages"
-        return PlanError(
-            f"{where}: the model can be cut into {count} at most "
-            f"({len(question.profile.layers)} layers)" + (f": {tie}" if tie else "")
-        )
-    several = " or ".join(map(str, asked.per_device))
-    names = " or ".join(asked.patterns)
-    return PlanError(
-        f"{where}: {relaxation.variant.name} can't have that with {several} stages on each of up "
-        f"to {devices} {'device' if devices == 1 else 'devices'} (placement {names}), a model of "
-        f"{most} stages at most, and the micro-batches asked for"
-    )
 
 
 # The search over them ----------------------------------------------------------------------------
@@ -302,7 +174,7 @@ class PlacedSearch:
         if self._given:
             return False
         numbers = {len(branch.devices) for branch in chain.from_iterable(self.branches)}
-        return not all(_subsets(cluster, number)[1] for number in numbers)
+        return not all(device_subsets(cluster, number)[1] for number in numbers)
 
     def look_at(self, branches: Sequence[PlacedBranch]) -> None:
         """Look for the best plan of these branches alone. Raises as `run`."""
@@ -537,7 +409,7 @@ class PlacedSearch:
             choice = self._choice(branch, downsets, way)
             if choice is None:
                 return float("inf")
-            unresolved = min(unresolved, search.try_placed(choice, n, load_s))
+            unresolved = min(unresolved, try_placed(search, choice, n, load_s))
             search.budget.check()
             if len(ways) > 1 and way == ways[0] and load_s * SAME < search.period_s:
                 widest = tuple(most for _, most in search.ranges(choice))

@@ -6,23 +6,17 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
-
-import msgspec
 
 from ...profiles.errors import ScheduleError
 from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
-from ..costs.memory import room_bytes
-from ..costs.recomputation import fewest, of_stage
-from ..evaluate import Evaluation, Question, better, evaluate, evaluate_within, lay_out
+from ..evaluate import Evaluation, Question, better, evaluate_within
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
-from ..partition.problem import SAME, Cut, StageProblem
+from ..partition.problem import SAME
 from ..partition.solve import Source
-from ..plan import PlanStage
-from ..simulator.timeline import filled_and_drained_s, least_period_s
 from ..systems.placement import numbered_devices
 from .choices import (
     Branch,
@@ -30,10 +24,8 @@ from .choices import (
     InFlight,
     PlacedBranch,
     Ranges,
-    all_limits,
     capped,
     caps,
-    choice_of,
     in_flight_under,
 )
 from .effort import operations_of, placed_operations, unsettled_operations
@@ -202,12 +194,6 @@ _LARGE = 20_000
 _ROOMY = 0.4
 """Of the memory, on the fullest device, at the most."""
 
-_REPAIRS = 3
-"""Times that a plan whose stages keep more is tried, with fewer of them each time."""
-
-_MOST_WIDENED = 16
-"""With more stages, single limits aren't raised or lowered: each takes a simulation."""
-
 
 @dataclass
 class SearchState:
@@ -348,106 +334,6 @@ class SearchState:
 
     # Plans -------------------------------------------------------------------------------------
 
-    def try_cut(
-        self,
-        problem: StageProblem,
-        cut: Cut,
-        micro_batches: int,
-        *,
-        grain: int = 1,
-        every_limit: bool = False,
-    ) -> bool:
-        """Evaluate a cut under limits that suit it. Returns whether all limits were looked at."""
-        choice = choice_of(problem, cut, grain)
-        return self.try_some(choice, micro_batches, cut.objective_s, every_limit=every_limit)
-
-    def try_some(
-        self, choice: Choice, micro_batches: int, objective_s: float, *, every_limit: bool = False
-    ) -> bool:
-        """Evaluate a choice under limits that suit it. Returns whether all limits were looked at.
-
-        Args:
-            objective_s: no schedule has a shorter period, by what the choice is from.
-            every_limit: all limits are wanted where they are few.
-        """
-        if not self.relaxation.allows(choice.stages, micro_batches):
-            return True
-        ranges = self.ranges(choice)
-        vectors = all_limits(ranges)
-        if vectors is not None and (every_limit or len(vectors) == 1):
-            for limits in vectors:
-                self._evaluate(choice, micro_batches, limits)
-            return True
-        self.try_choice(choice, micro_batches, objective_s)
-        return False
-
-    def try_choice(self, choice: Choice, micro_batches: int, objective_s: float) -> None:
-        """Evaluate a choice under some limits; under more while its relaxed load is less."""
-        found = self._first_that_fits(choice, micro_batches)
-        if found is not None and self.period_s > objective_s * SAME:
-            ranges = self.ranges(choice)
-            widest = tuple(most for _, most in ranges)
-            if self._evaluate(choice, micro_batches, widest) is None:
-                self._widen(found, choice, micro_batches)
-
-    def try_placed(self, choice: Choice, micro_batches: int, load_s: float) -> float:
-        """Evaluate a choice whose devices have several stages, under all limits that may matter.
-        Returns the least period that others may lead to; infinite: to none.
-
-        Args:
-            load_s: no schedule of it has a shorter period.
-        """
-        ranges = self.ranges(choice)
-        widest = tuple(most for _, most in ranges)
-        laid = lay_out(self.question, choice.with_limits(widest), micro_batches)
-        floor_s = max(load_s, least_period_s(laid.pipeline))
-        if self.relaxation.variant.flushes:
-            floor_s = max(floor_s, filled_and_drained_s(laid.pipeline))
-        if floor_s * SAME >= self.period_s:
-            return float("inf")
-        self._first_that_fits(choice, micro_batches)
-        vectors = all_limits(ranges) or [widest]
-        for limits in vectors:
-            if self.period_s > floor_s * SAME:
-                self._evaluate(choice, micro_batches, limits)
-        if self.period_s <= floor_s * SAME or all_limits(ranges) is not None:
-            return float("inf")
-        return floor_s
-
-    def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
-        """With a mini-batch in flight for each stage behind, or as many as memory allows."""
-        ranges = self.ranges(choice)
-        behind = range(choice.stages - 1, -1, -1)
-        usual = [
-            (low, max(low, min(high, 1 + d))) for (low, high), d in zip(ranges, behind, strict=True)
-        ]
-        for cap in caps(usual):
-            found = self._evaluate(choice, micro_batches, capped(usual, cap))
-            if found is not None:
-                return found
-        return None
-
-    def _widen(self, found: Evaluation, choice: Choice, micro_batches: int) -> None:
-        """Raise single limits, while memory allows and the period gets shorter."""
-        ranges = self.ranges(choice)
-        limits = [stage.in_flight for stage in found.stages]
-        if choice.stages > _MOST_WIDENED:
-            return
-        for s, (_, most) in enumerate(ranges):
-            while limits[s] < most and (s == 0 or limits[s] < limits[s - 1]):
-                limits[s] += 1
-                wider = self._evaluate(choice, micro_batches, tuple(limits))
-                if wider is None:
-                    limits[s] -= 1
-                    break
-
-    def _evaluate(
-        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
-    ) -> Evaluation | None:
-        """The plan, if it fits the devices; the best one is kept."""
-        found = self.look(choice, micro_batches, limits)
-        return None if found is None or not self.counts(found) else found
-
     def look(
         self,
         choice: Choice,
@@ -505,60 +391,6 @@ class SearchState:
             # may keep only so much together can wait for each other.
             return None
 
-    def keep_more(self) -> None:
-        """Have the best plan's stages compute fewer layers again, as far as memory allows, and
-        there is time. The sets that a search tries are few (`recomputation.selections`)."""
-        best = self.best
-        if self.relaxation.freedom.recompute not in ("auto", "selective"):
-            return
-        if best is None or best.pipeline.placement or self._too_late:
-            return
-        stages = self._keeping_more(best)
-        # Where a stage ran ahead, it may then hold more.
-        for _ in range(_REPAIRS):
-            if stages == best.stages or self._too_late:
-                return
-            found = evaluate(self.question, stages, best.micro_batches)
-            over = {s for s, _ in found.over_limit(self.question.cluster)}
-            if not over:
-                if self.counts(found) and found.prediction.period_s <= self.period_s * SAME:
-                    self.best = found
-                return
-            stages = tuple(best.stages[s] if s in over else x for s, x in enumerate(stages))
-
-    def _keeping_more(self, found: Evaluation) -> tuple[PlanStage, ...]:
-        devices, stages = self.question.cluster.devices, list(found.stages)
-        for s, stage in enumerate(found.stages):
-            profile = self.question.profile
-            limits = [room_bytes(devices[d], profile) for d in stage.devices]
-            limit = min((m for m in limits if m is not None), default=None)
-            if not stage.recompute or limit is None:
-                continue
-            mine = frozenset(stage.nodes)
-            steps = [each & mine for each in self.relaxation.kept.steps if each & mine]
-            known = sum(each <= stage.recomputed for each in steps)
-            recomputed = fewest(
-                steps,
-                len(steps) + 1 if stage.recompute is True else known,
-                partial(_fits, self.question, found, s, limit),
-                self.relaxation.seconds.recompute_s(found.micro_batches),
-            )
-            if recomputed is not None:
-                recompute = of_stage(recomputed, stage.nodes)
-                stages[s] = msgspec.structs.replace(stage, recompute=recompute)
-        return tuple(stages)
-
-    @property
-    def _too_late(self) -> bool:
-        """Whether simulating the best plan anew takes longer than there is time."""
-        deadline = self.budget.deadline
-        if self.best is None or deadline is None:
-            return False
-        operations = operations_of(
-            self.relaxation.variant, len(self.best.stages), self.best.micro_batches
-        )
-        return time.monotonic() + self.budget.expected_s(operations) > deadline + SOON_S
-
     def say(self, what: str, done: int = 0, total: int = 0) -> None:
         """Tell what is being done, and how much of it, of how much."""
         self.progress(what, done, total)
@@ -566,26 +398,10 @@ class SearchState:
     @property
     def standing(self) -> str:
         """Bound and best period so far, for people."""
-        best = f"best {shown(self.period_s)}"
-        known = 0 < self.bound_s < float("inf")
-        return f"bound {format_seconds(self.bound_s)}, {best}" if known else best
+        return standing_of(self.bound_s, self.period_s)
 
 
-def _fits(
-    question: Question, found: Evaluation, s: int, limit: int, recomputed: frozenset[str]
-) -> bool:
-    """Whether a stage, with its devices for itself, would keep to so many bytes if it computed
-    these of its layers again, and ran what it runs now."""
-    stage, holds = found.stages[s], found.prediction.stages[s].holds
-    assert holds is not None
-    share = len(stage.devices) if question.system.whole_mini_batches else 1
-    size, last = -(-question.mini_batch // found.micro_batches), s == len(found.stages) - 1
-    cost = question.costs.stage(stage.nodes, size // share, last, recomputed=recomputed)
-    rebuilt = found.pipeline.micro_batches_per_share(s) * cost.rebuilt_bytes
-    needs = msgspec.structs.replace(holds, kept=cost.kept_bytes, rebuilt=rebuilt)
-    return all(needs.total(moment) <= limit for moment in found.moments[s])
-
-
-def shown(seconds: float) -> str:
-    """A period for people."""
-    return format_seconds(seconds) if seconds < float("inf") else "none yet"
+def standing_of(bound_s: float, best_s: float) -> str:
+    """A bound, where one is known, and the best period so far, for people."""
+    best = f"best {format_seconds(best_s) if best_s < inf else 'none yet'}"
+    return f"bound {format_seconds(bound_s)}, {best}" if 0 < bound_s < inf else best

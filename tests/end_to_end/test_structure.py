@@ -52,10 +52,7 @@ imports 16 cli/run.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
-imports 16 planner/search/first_plans.py
-imports 25 planner/search/solve.py
-imports 17 planner/search/stages_per_device.py
-imports 16 planner/search/state.py
+imports 21 planner/search/solve.py
 imports 20 profiles/measuring/measure.py
 imports 17 runtime/calibration/link_worker.py
 imports 16 runtime/calibration/overhead.py
@@ -81,13 +78,12 @@ lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
 methods 24 planner/search/local_search/neighbours.py Neighbours
-methods 27 planner/search/state.py SearchState
 methods 31 runtime/processes/rendezvous.py Rendezvous
 methods 22 runtime/records/run_dir.py RunDir
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
-parameters 9 planner/search/solve.py question_for
+parameters 9 planner/search/branching.py question_for
 parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 runtime/run.py Trainer.__init__
 """

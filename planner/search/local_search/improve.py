@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ....profiles.errors import PlanError, ScheduleError
 from ...evaluate import Evaluation, LaidOut, lay_out
 from ...partition.problem import SAME, members
-from ...schedules.schedules import has_pattern, has_row, is_patterned
+from ...schedules.schedules import has_row, is_patterned
 from ...schedules.together import (
     period_in_one_way_s,
     periods_like_s,
@@ -186,7 +186,7 @@ class LocalSearch:
         moves_devices: stages may have others than the cluster lists at their place.
 
     Attributes:
-        is_listed: a list schedule makes what stages run, whatever their limits are.
+        list_scheduled: a list schedule makes what stages run, whatever their limits are.
         begun: first cuts that were climbed from.
     """
 
@@ -204,7 +204,7 @@ class LocalSearch:
         if pins is None:
             pins = search.branches[0].pins if search.branches else ()
         self.near = Neighbours(search, self.relaxation, pins, moves_devices=moves_devices)
-        self.is_listed = not has_pattern(self.relaxation.variant)
+        self.list_scheduled = self.relaxation.list_scheduled
         self._standings: dict[Point, Standing | None] = {}
         self._seen: dict[Point, Foreseen | None] = {}
         # Periods that points are known to be longer than.
@@ -355,7 +355,7 @@ class LocalSearch:
         if not seen:
             return []
         expected = [found.least_s for found, _ in seen]
-        if simulates_together(seen[0][0].pipeline) and not self.is_listed:
+        if simulates_together(seen[0][0].pipeline) and not self.list_scheduled:
             expected = _at_once_s(self, [found.pipeline for found, _ in seen])
         best_s, most = self.search.period_s, _MOST_STARTS
         operations = operations_of(
@@ -481,7 +481,7 @@ class LocalSearch:
         for key, some in alike.items():
             # With one micro-batch, one by itself is about as short as one of many.
             one = some[0][1].micro_batches == 1
-            if self.is_listed and (one or len(some) <= _LISTED_AT_ALL):
+            if self.list_scheduled and (one or len(some) <= _LISTED_AT_ALL):
                 found += some
             elif key == _alike(self, here.point) or len(some) > 1:
                 found += self._together(some, here)
@@ -499,7 +499,7 @@ class LocalSearch:
         mine = here.found.pipeline if alike else pipelines[0]
         *periods, mine_s = _at_once_s(self, [*pipelines, mine])
         limit_s = mine_s if alike else here.period_s * _ABOUT
-        limit_s *= _VAGUE if self.is_listed else 1.0
+        limit_s *= _VAGUE if self.list_scheduled else 1.0
         for (seen, point), period_s in zip(some, periods, strict=True):
             bottlenecks = _bottlenecks(seen.loads_s, here.period_s)
             shorter = period_s * SAME < limit_s
@@ -507,7 +507,7 @@ class LocalSearch:
                 period_s <= limit_s * SAME and bottlenecks < here.bottlenecks - WORTH_IT
             ):
                 found.append((seen._replace(expected_s=max(period_s, seen.least_s)), point))
-        if self.is_listed:
+        if self.list_scheduled:
             found.sort(key=lambda item: item[0].expected_s)
             del found[_MOST_LISTED:]
         return found
@@ -522,7 +522,7 @@ class LocalSearch:
 
 def _alike(local: LocalSearch, point: Point) -> Hashable:
     """Points with the same are simulated together."""
-    return point.stages, point.micro_batches, () if local.is_listed else point.limits
+    return point.stages, point.micro_batches, () if local.list_scheduled else point.limits
 
 
 def _run_alike(local: LocalSearch, some: Sequence[_Ranked], here: Standing) -> list[_Ranked]:
@@ -563,7 +563,7 @@ def _runs_like(point: Point, here: Standing) -> bool:
 def _narrower(local: LocalSearch, seen: Foreseen, point: Point, here: Standing) -> _Ranked | None:
     """A point that doesn't fit with fewer in flight, where times make what stages run; None
     where that is known, can't fit, or can't be better."""
-    if not local.is_listed or seen.pipeline.placement:
+    if not local.list_scheduled or seen.pipeline.placement:
         return None
     least = [low for low, _ in local.relaxation.limit_ranges(point.stages)]
     other = fitted(seen.laid, point, here, local.question, least)
@@ -579,7 +579,7 @@ def _narrower(local: LocalSearch, seen: Foreseen, point: Point, here: Standing) 
 def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]:
     """Simulated at once. Raises OutOfBudget when the budget is used up."""
     first, each, at_all = pipelines[0], _TOGETHER, _TOGETHER_AT_ALL
-    if local.is_listed:
+    if local.list_scheduled:
         operations = operations_of(first.variant, first.stages, first.micro_batches)
         each, at_all = operations // _LISTED_SHARE, operations * _LISTED_AT_ALL
     local.search.budget.take(each * len(pipelines) + at_all)

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...costs.layer_graph import LayerGraph, LayerVectors
 from ...evaluate import Question
 from ...schedules.check import deadlocks
-from ...schedules.schedules import Ranges, has_row, limit_ranges
+from ...schedules.schedules import Ranges, has_pattern, has_row, limit_ranges
 from ...systems.variants import Variant
 from ..choices import Freedom
 from .places import Assumptions
@@ -80,6 +80,11 @@ class Scope:
         """Whether a device with several stages runs its operations in a given sequence, whatever
         they take: then their critical paths are known."""
         return has_row(self.variant)
+
+    @property
+    def list_scheduled(self) -> bool:
+        """Whether times decide in what sequence a device with one stage runs its operations."""
+        return not has_pattern(self.variant)
 
     def allows(self, stages: int, micro_batches: int, placement: tuple[int, ...] = ()) -> bool:
         """Whether the system runs so many stages with so many micro-batches; in a placement, if

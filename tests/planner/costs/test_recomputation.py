@@ -19,7 +19,8 @@ from timeprest.planner.costs.recomputation import (
 )
 from timeprest.planner.costs.stage_costs import Costs
 from timeprest.planner.evaluate import Question
-from timeprest.planner.search import state
+from timeprest.planner.search import first_plans, state
+from timeprest.planner.search import solve as solving
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import solve
@@ -253,7 +254,8 @@ def test_stages_keep_what_their_memory_has_room_for(variant, way, shares, monkey
         assert all(stage.memory_bytes <= limit for stage in kept.predicted.stages)
         assert kept.solver.bound_s <= kept.predicted.period_s
         with monkeypatch.context() as patch:
-            patch.setattr(state.SearchState, "keep_more", lambda self: None)
+            for module in (solving, first_plans):
+                patch.setattr(module, "keep_more", lambda _search: None)
             before = solve(profile, cluster, variant, **asked)
         assert kept.predicted.period_s <= before.predicted.period_s
         for ours, its in zip(kept.stages, before.stages, strict=True):

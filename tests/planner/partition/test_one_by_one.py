@@ -14,10 +14,11 @@ from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.one_by_one.any_replicas import least_kept_period
 from timeprest.planner.partition.one_by_one.equal_replicas import _rounded_up, least_period
 from timeprest.planner.search import first_plans
+from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import Branch, Freedom, choice_of, in_flight_under
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation
-from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.solve import solve
 from timeprest.planner.search.state import SearchState
 
 SYSTEMS = "pipedream-flush", "pipedream-2bw"

@@ -25,11 +25,12 @@ from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, Cycle
 from timeprest.planner.partition.dp.turns import least_turning, turnings
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.search import critical_cycles, exploration
+from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.critical_cycles import CycleSearch, _Way
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.relaxed.turns import turns_of
-from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.solve import solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
 from timeprest.planner.simulator.timeline import least_period_s
 from timeprest.planner.systems.variants import VARIANTS

@@ -16,12 +16,13 @@ from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import exploration
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer.recheck import recheck
+from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.critical_cycles import CycleSearch
 from timeprest.planner.search.device_sequences import on_first_devices, sequence_matters
 from timeprest.planner.search.local_search.improve import LocalSearch
 from timeprest.planner.search.relaxed import cycles
 from timeprest.planner.search.relaxed.places import Assumptions
-from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.profiles.profile import SharedParameters
 

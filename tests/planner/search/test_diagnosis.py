@@ -10,6 +10,7 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search import state
 from timeprest.planner.search.answer import diagnosis
+from timeprest.planner.search.branching import SearchRequest, explore, question_for
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 
@@ -31,8 +32,8 @@ def test_what_would_do_for_a_large_model_does(monkeypatch, system):
 def test_micro_batch_counts_that_fit_nowhere_are_left_out(memory, left):
     """The first of two stages keeps two micro-batches, or a whole mini-batch."""
     profile, cluster = chain(8, parameters=1, saved=1000), uniform_cluster(2, memory)
-    question = solving.question_for(profile, cluster, "pipedream-flush")
-    search = solving.explore(question, solving.SearchRequest(stages=2), lambda *_: None)
+    question = question_for(profile, cluster, "pipedream-flush")
+    search = explore(question, SearchRequest(stages=2), lambda *_: None)
     assert [b.micro_batches for b in diagnosis.Fitting(search).branches()] == left
     plan = solve(profile, cluster, "pipedream-flush", stages=2)
     assert plan.solver.optimal

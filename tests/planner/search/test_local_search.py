@@ -19,13 +19,14 @@ from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import state
+from timeprest.planner.search.branching import SearchRequest, explore, question_for
 from timeprest.planner.search.local_search import improve
 from timeprest.planner.search.local_search.first_cuts import even_replicas, even_within
 from timeprest.planner.search.local_search.improve import LocalSearch, climb_on
 from timeprest.planner.search.local_search.layings import in_a_row, layings_of, mixed_layings
 from timeprest.planner.search.local_search.neighbours import Point
 from timeprest.planner.search.local_search.stage_moves import replica_moves, stage_moves
-from timeprest.planner.search.solve import SearchRequest, explore, question_for, solve
+from timeprest.planner.search.solve import solve
 from timeprest.planner.search.state import OutOfBudget
 from timeprest.planner.simulator.timeline import busy_s
 

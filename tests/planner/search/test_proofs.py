@@ -31,6 +31,7 @@ from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.search import first_plans, state
+from timeprest.planner.search import solve as solving
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import memory as kept_bytes
 from timeprest.planner.search.relaxed.places import Assumptions
@@ -73,7 +74,8 @@ def check_solved(drawn: Drawn, solver: str, *, proven: bool = True) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
-        patch.setattr(state.SearchState, "keep_more", lambda self: None)
+        for module in (solving, first_plans):
+            patch.setattr(module, "keep_more", lambda _search: None)
         plan = solved(drawn.question, **asked)
     assert plan.solver.bound_s <= drawn.best_s * (1 + 1e-9)
     assert plan.predicted.period_s == pytest.approx(drawn.best_s, rel=1e-8)

@@ -32,6 +32,7 @@ from timeprest.planner.search import exploration, first_plans, state
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.answer import diagnosis
 from timeprest.planner.search.answer.preference import Candidates, signed_plan
+from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import (
     Branch,
     Freedom,
@@ -45,7 +46,7 @@ from timeprest.planner.search.critical_cycles import CycleSearch
 from timeprest.planner.search.local_search.improve import LocalSearch, limits_and_ways
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation
-from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.solve import solve
 from timeprest.planner.search.state import Budget, OutOfBudget
 from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
@@ -142,7 +143,8 @@ def check_best(question, freedom, asked, solver):
     best = best_of_all(question, freedom, asked)
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
-        patch.setattr(state.SearchState, "keep_more", lambda self: None)
+        for module in (solving, first_plans):
+            patch.setattr(module, "keep_more", lambda _search: None)
         plan = found_plan(question, freedom, asked, solver)
     assert (plan is None) == (best is None)
     if plan is not None:
@@ -284,10 +286,6 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
     wide = evaluate(asked, lone_stages(nodes, widest), 1)
     clock = [100.0]
 
-    def slow(*given):
-        clock[0] += 0.15
-        return evaluate(*given)
-
     def slow_within(*given):
         clock[0] += 0.15
         return evaluate_within(*given)
@@ -299,7 +297,6 @@ def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
         chosen = signed_plan(search, met, LocalSearch)
         return sum(chosen.limits), clock[0] - 100.0
 
-    monkeypatch.setattr(state, "evaluate", slow)
     monkeypatch.setattr(state, "evaluate_within", slow_within)
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     all_of_it, took_s = limits_after(None)

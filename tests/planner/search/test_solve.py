@@ -15,7 +15,8 @@ from timeprest.planner.costs.stage_costs import at
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import check_plan, read_plan
 from timeprest.planner.search.answer.recheck import recheck, was_edited
-from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.branching import SearchRequest, explore
+from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError, UserError
 from timeprest.profiles.files import read_file, write_file

@@ -17,8 +17,10 @@ from timeprest.planner.partition.placings import pattern
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.search import placed_bounds, stages_per_device
+from timeprest.planner.search import placed_bounds, placed_branches, stages_per_device
 from timeprest.planner.search import solve as solve_module
+from timeprest.planner.search.branching import SearchRequest, explore
+from timeprest.planner.search.placed_branches import device_subsets
 from timeprest.planner.search.solve import solve
 from timeprest.planner.search.stages_per_device import _leave_out
 from timeprest.planner.simulator.timeline import filled_and_drained_s
@@ -113,13 +115,13 @@ def with_rooms(drawn, held, share):
     )
     cluster = msgspec.structs.replace(drawn.question.cluster, devices=devices)
     question = replace(drawn.question, cluster=cluster)
-    request = solve_module.SearchRequest(
+    request = SearchRequest(
         micro_batches=drawn.asked,
         recompute=drawn.recompute,
         stages_per_device=drawn.per_device,
         placement=drawn.placement,
     )
-    search = solve_module.explore(question, request, lambda *_: None)
+    search = explore(question, request, lambda *_: None)
     return solve_module._placed(search, request)
 
 
@@ -175,7 +177,7 @@ def test_no_placements_are_made_that_the_model_has_too_few_layers_for(monkeypatc
         sizes.append(size)
         return placements(name, size, number)
 
-    monkeypatch.setattr(stages_per_device, "placements", made)
+    monkeypatch.setattr(placed_branches, "placements", made)
     found = small(stages=4)
     assert set(sizes) == {4}
     assert len(found.stages) == 4
@@ -361,9 +363,10 @@ def test_ways_to_leave_devices_out_that_were_not_looked_at_are_not_proven_worse(
     asked = {"stages_per_device": 2, "micro_batches": 4, "stages": 4}
     best = solve(chain(4), cluster, "timeprest", **asked)
     # The slowest two alone.
-    monkeypatch.setattr(
-        stages_per_device, "_subsets", lambda cluster, number: (((0, 1),) * (number == 2), False)
-    )
+    for module in (placed_branches, stages_per_device):
+        monkeypatch.setattr(
+            module, "device_subsets", lambda cluster, number: (((0, 1),) * (number == 2), False)
+        )
     found = solve(chain(4), cluster, "timeprest", **asked)
     assert best.predicted.period_s < found.predicted.period_s
     assert found.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
@@ -394,7 +397,7 @@ def test_ways_to_leave_devices_out_are_those_that_differ():
                     chosen, *zip(*((home, speed) for speed, home in devices), strict=True)
                 )
                 every.setdefault(key, tuple(chosen))
-            found, complete = stages_per_device._subsets(cluster, number)
+            found, complete = device_subsets(cluster, number)
             assert found == tuple(every.values())[:32]
             assert complete == (len(every) < 32)
 
@@ -413,8 +416,8 @@ def test_ways_to_leave_devices_out_are_not_gone_through_one_by_one(devices, monk
         calls.append(args)
         return pattern(*args)
 
-    monkeypatch.setattr(stages_per_device, "pattern", counted)
-    found, complete = stages_per_device._subsets(cluster_of(*devices), 10)
+    monkeypatch.setattr(placed_branches, "pattern", counted)
+    found, complete = device_subsets(cluster_of(*devices), 10)
     # Of 184,756.
     assert len(calls) < 10_000
     assert complete
