@@ -217,7 +217,9 @@ class CycleSearch:
             search.say(f"{search.standing}; critical cycles", done, len(todo))
             bounds_s = dict[_Way, float]()
             for way in self._ways(_Way(branch, thinned=thinned)):
-                bounds_s[way] = self._bounded(way)
+                # Of replicas tables take so long that none is for what is known not to be.
+                low_s = search.bounds[branch] if way.replicated else 0.0
+                bounds_s[way] = self._bounded(way, low_s)
             if not thinned and _all_alone(search, branch):
                 alone_s = min(bound_s for way, bound_s in bounds_s.items() if not way.replicated)
                 self.alone_s[branch] = max(self.alone_s.get(branch, 0.0), alone_s)
@@ -256,15 +258,20 @@ class CycleSearch:
                 if plan is None or not plan.over_limit(search.question.cluster):
                     break
 
-    def _bounded(self, way: _Way) -> float:
+    def _bounded(self, way: _Way, low_s: float) -> float:
         """What no plan is below; plans of the cut that comes to that, where there is any that is
-        better than the best plan."""
+        better than the best plan.
+
+        Args:
+            low_s: what none is below anyway.
+        """
         search, n = self.search, way.branch.micro_batches
         large = _is_large(self.search, way)
         if way.thinned and large:
             return 0.0
         within = _COARSE * (_COARSER if way.thinned or large else 1)
-        answer = self._best(way, search.relaxation.seconds.shared_out_s(n) / 2, within)
+        low_s = max(low_s, search.relaxation.seconds.shared_out_s(n) / 2)
+        answer = self._best(way, low_s, within)
         whole = [*self._ways(way)] == [way]
         if whole and not way.thinned and way.branch in search.bounds and self.covers(way.branch):
             # Whatever comes of its plans.

@@ -9,6 +9,7 @@ Index letters: S stages; N micro-batches; D downsets; K classes; p stages betwee
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from .cycle_devices import CyclePlace, CycleStage, Wires
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .halves import halves_of
 from .lattice import Flags, Lattice, Positions
-from .sweep import check_time
+from .sweep import OutOfTime, check_time
 
 ROUNDING = 1e-12
 """Of a period."""
@@ -31,6 +32,9 @@ NEVER = -math.inf
 
 _NEAR, _LAST = 3, 4
 """Rows of stages that end so near, or so many stages before the last one, are looked at."""
+
+_ABOUT = 0.95
+"""Where a table for some period took too long, one for so much of it, or for more, does as well."""
 
 _WAY = -1
 """Of rows of stages that take turns, that of one micro-batch; others have numbers below."""
@@ -186,6 +190,8 @@ class CycleTables:
         self.problem, self.lattice, self.all = problem, stages.lattice, stages
         self.entries, self.halves = 0, halves_of(problem, stages)
         self._known: _Known | None = None
+        # A period that there was no time to make a table for, and how much there was.
+        self._late = math.inf, 0.0
         # Periods, and what the first stage has in flight at the least in cuts that keep to them.
         self._firsts = list[tuple[float, int]]()
         self.first = 1
@@ -214,17 +220,26 @@ class CycleTables:
     # Tables ------------------------------------------------------------------------------------
 
     def table(self, target: float, deadline: float | None) -> CycleTable | None:
-        """None where no cut keeps to the target. Raises OutOfTime."""
+        """None where no cut keeps to the target. Raises OutOfTime: at once where there is no more
+        time than was too little for such a table before."""
         if target <= 0:
             return None
+        left = math.inf if deadline is None else deadline - time.monotonic()
+        late, too_little = self._late
+        if target >= _ABOUT * late and left <= too_little:
+            raise OutOfTime
         self.first = max((first for at, first in self._firsts if at >= target), default=1)
-        while True:
-            table, first = self._table(target, deadline)
-            if table is None or not self.problem.entered or first <= self.first:
-                return table
-            # So many versions the stages behind it hold, with which fewer cuts keep to it.
-            self.first = first
-            self._firsts.append((target, first))
+        try:
+            while True:
+                table, first = self._table(target, deadline)
+                if table is None or not self.problem.entered or first <= self.first:
+                    return table
+                # So many versions the stages behind it hold, with which fewer cuts keep to it.
+                self.first = first
+                self._firsts.append((target, first))
+        except OutOfTime:
+            self._late = target, left
+            raise
 
     def _table(self, target: float, deadline: float | None) -> tuple[CycleTable | None, int]:
         """The same by what is known of the first stage; and what is known of it then."""

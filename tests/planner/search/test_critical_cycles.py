@@ -487,6 +487,24 @@ def test_plans_with_replicas_are_bounded_by_their_ways_and_sums_at_once(system):
     assert work_s + 0.9 * (best_s - work_s) < bound_s <= best_s * SAME
 
 
+@pytest.mark.parametrize("known_s", [0.0, 0.0995])
+def test_tables_with_replicas_are_made_for_no_period_that_is_known_not_to_be(known_s, monkeypatch):
+    profile, cluster, periods_s = chain(12, parameters=3000), uniform_cluster(4, None, 1e6), []
+    search = begun(Question(profile, cluster, "pipedream-flush", 8, 0.0), replicas=True)
+    (branch,) = (each for each in search.branches if each.micro_batches == 8)
+    search.branches, search.bounds = [branch], {branch: known_s}
+    table = CriticalCycles.table
+
+    def noted(self, target, deadline):
+        if self.problem.devices.replicated:
+            periods_s.append(target)
+        return table(self, target, deadline)
+
+    monkeypatch.setattr(CriticalCycles, "table", noted)
+    CycleSearch(search).bound()
+    assert (min(periods_s) >= 0.0995) is (known_s > 0)
+
+
 def test_messages_between_single_devices_are_on_one_wire_where_others_are_replicas():
     """Between replicas each has a share."""
     layers = [
@@ -520,11 +538,11 @@ def test_what_bounds_came_upon_is_improved_though_their_time_is_over(monkeypatch
     cycles, local = CycleSearch(search), LocalSearch(search)
     bounded, descended, calls = CycleSearch._bounded, [], []
 
-    def until_late(self, way):
-        calls.append(way)
+    def until_late(self, *given):
+        calls.append(given)
         if len(calls) > 1:
             raise search.budget.over()
-        return bounded(self, way)
+        return bounded(self, *given)
 
     monkeypatch.setattr(CycleSearch, "_bounded", until_late)
     monkeypatch.setattr(local, "descend", descended.append)
