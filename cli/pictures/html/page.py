@@ -53,7 +53,7 @@ import numpy as np
 from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recordings.predicted import predicted
-from ....planner.recordings.recording import MEMORY_KINDS, Recording
+from ....planner.recordings.recording import MEMORY_KINDS, MemoryPoint, Message, Recording, Span
 from ....planner.search.answer.recheck import was_edited
 from ....profiles.files import write_bytes
 from ...errors import printable
@@ -65,7 +65,7 @@ from ..svg.frame import FigureSettings, window_of
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------
 
 KINDS = "FBWU"
-_TICKS = 2**32 - 2
+_ALL_TICKS = 2**32 - 2
 """Times are whole numbers of ticks, of which the whole recording has so many."""
 
 
@@ -77,18 +77,10 @@ def columns(recording: Recording) -> dict[str, Any]:
     lanes have several stages, "stages" of "lanes" has them all, "stage" the first, and columns say
     which of them each operation and both ends of each message are of.
     """
-    end_s = recording.end_s
-    tick_s = end_s / _TICKS if end_s > 0 else 1.0
-
-    def ticks(seconds: Iterable[float]) -> str:
-        return packed("u4", (min(max(round(s / tick_s), 0), _TICKS) for s in seconds))
-
-    spans, messages = recording.spans, recording.messages
-    tensors: dict[str, int] = {}
-    states: dict[tuple[int, ...], int] = {}
-    tensor = [tensors.setdefault(m.tensor, len(tensors)) for m in messages]
-    state = [states.setdefault(p.nbytes, len(states)) for p in recording.memory]
-    found: dict[str, Any] = {
+    lanes, end_s = recording.lanes, recording.end_s
+    tick_s = end_s / _ALL_TICKS if end_s > 0 else 1.0
+    several = any(len(lane.stages) > 1 for lane in lanes)
+    return {
         "source": recording.source,
         "variant": recording.variant,
         "period_s": recording.period_s,
@@ -96,21 +88,38 @@ def columns(recording: Recording) -> dict[str, Any]:
         "tick_s": tick_s,
         "idle_shares": list(recording.idle_shares),
         "lanes": {
-            "name": [lane.name for lane in recording.lanes],
-            "stage": [lane.stages[0] for lane in recording.lanes],
-            "replica": [lane.replica for lane in recording.lanes],
+            "name": [lane.name for lane in lanes],
+            "stage": [lane.stages[0] for lane in lanes],
+            "replica": [lane.replica for lane in lanes],
+            **({"stages": [list(lane.stages) for lane in lanes]} if several else {}),
         },
-        "spans": {
-            "count": len(spans),
-            "lane": packed("u4", (s.lane for s in spans)),
-            "kind": packed("u1", (KINDS.index(s.kind) for s in spans)),
-            "mini": packed("i4", (s.mini_batch for s in spans)),
-            "micro": packed("i4", (_index(s.micro_batch) for s in spans)),
-            "start": ticks(s.start_s for s in spans),
-            "end": ticks(s.end_s for s in spans),
-            "version": packed("i4", (_index(s.version) for s in spans)),
-            "forward_version": packed("i4", (_index(s.forward_version) for s in spans)),
-        },
+        "spans": _spans(recording.spans, tick_s, several),
+        **_messages(recording.messages, tick_s, several),
+        **_memory(recording.memory, tick_s),
+    }
+
+
+def _spans(spans: Sequence[Span], tick_s: float, several: bool) -> dict[str, Any]:
+    return {
+        "count": len(spans),
+        "lane": packed("u4", (s.lane for s in spans)),
+        "kind": packed("u1", (KINDS.index(s.kind) for s in spans)),
+        "mini": packed("i4", (s.mini_batch for s in spans)),
+        "micro": _indices(s.micro_batch for s in spans),
+        "start": _ticks((s.start_s for s in spans), tick_s),
+        "end": _ticks((s.end_s for s in spans), tick_s),
+        "version": _indices(s.version for s in spans),
+        "forward_version": _indices(s.forward_version for s in spans),
+        **({"stage": packed("u4", (s.stage for s in spans))} if several else {}),
+    }
+
+
+def _messages(messages: Sequence[Message], tick_s: float, several: bool) -> dict[str, Any]:
+    """The tensors' names, and messages of them by position."""
+    tensors: dict[str, int] = {}
+    tensor = [tensors.setdefault(m.tensor, len(tensors)) for m in messages]
+    ends = ("source_stage", "target_stage") if several else ()
+    return {
         "tensors": list(tensors),
         "messages": {
             "count": len(messages),
@@ -118,32 +127,39 @@ def columns(recording: Recording) -> dict[str, Any]:
             "target": packed("u4", (m.target for m in messages)),
             "tensor": packed("u4", tensor),
             "mini": packed("i4", (m.mini_batch for m in messages)),
-            "micro": packed("i4", (_index(m.micro_batch) for m in messages)),
+            "micro": _indices(m.micro_batch for m in messages),
             "backward": packed("u1", (int(m.backward) for m in messages)),
             "nbytes": packed("f8", (m.nbytes for m in messages)),
-            "sent": ticks(m.sent_s for m in messages),
-            "start": ticks(m.start_s for m in messages),
-            "end": ticks(m.end_s for m in messages),
+            "sent": _ticks((m.sent_s for m in messages), tick_s),
+            "start": _ticks((m.start_s for m in messages), tick_s),
+            "end": _ticks((m.end_s for m in messages), tick_s),
+            **{end: packed("u4", (getattr(m, end) for m in messages)) for end in ends},
         },
+    }
+
+
+def _memory(points: Sequence[MemoryPoint], tick_s: float) -> dict[str, Any]:
+    """The distinct states, and points in time at which lanes come to them, by position."""
+    states: dict[tuple[int, ...], int] = {}
+    state = [states.setdefault(p.nbytes, len(states)) for p in points]
+    return {
         "memory_kinds": list(MEMORY_KINDS),
         "states": packed("f8", (number for found in states for number in found)),
         "memory": {
-            "count": len(state),
-            "lane": packed("u4", (p.lane for p in recording.memory)),
-            "at": ticks(p.at_s for p in recording.memory),
+            "count": len(points),
+            "lane": packed("u4", (p.lane for p in points)),
+            "at": _ticks((p.at_s for p in points), tick_s),
             "state": packed("u4", state),
         },
     }
-    if any(len(lane.stages) > 1 for lane in recording.lanes):
-        found["lanes"]["stages"] = [list(lane.stages) for lane in recording.lanes]
-        found["spans"]["stage"] = packed("u4", (s.stage for s in spans))
-        found["messages"]["source_stage"] = packed("u4", (m.source_stage for m in messages))
-        found["messages"]["target_stage"] = packed("u4", (m.target_stage for m in messages))
-    return found
 
 
-def _index(number: int | None) -> int:
-    return -1 if number is None else number
+def _indices(numbers: Iterable[int | None]) -> str:
+    return packed("i4", (-1 if number is None else number for number in numbers))
+
+
+def _ticks(seconds: Iterable[float], tick_s: float) -> str:
+    return packed("u4", (min(max(round(s / tick_s), 0), _ALL_TICKS) for s in seconds))
 
 
 def packed(kind: str, numbers: Iterable[float]) -> str:
