@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 
 from ...profiles.errors import UserError
@@ -201,15 +201,47 @@ def _timelines(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
 def print_run(console: Console, run: RunFacts) -> None:
     """Print a run's figures beside its plan's."""
     from ..pictures.html.run_data import run_figures
-    from ..tables.run import compile_lines, period_text, takes_long
+    from ..tables.run import compile_lines, period_text
 
-    plan, figures = run.plan, run_figures(run)
+    figures = run_figures(run)
+    console.print(_workers_table(run, figures, console.width))
+    of = "all training"
+    if run.measured is not None and not run.epochs:
+        begin, count = figures["recorded"]["first_mini_batch"], figures["recorded"]["mini_batches"]
+        of = f"mini-batches {begin} to {begin + count - 1}, which were recorded"
+    console.print(
+        Text(
+            f"times: per mini-batch, of {of}; predicted in the steady state. idle: neither "
+            "computing nor communicating nor loading. memory: without scratch. versions: held "
+            "(predicted)",
+            "dim",
+        )
+    )
+    console.print(Text(period_text(run.period_s, run.plan.predicted.period_s)))
+    if run.epochs:
+        last = run.epochs[-1]
+        test = "".join(f", test {name} {value:.4g}" for name, value in last.test.items())
+        # An epoch that --steps cut short is a part of one; one that went on has several records.
+        done = counted(sum(record.mini_batches for record in run.epochs), "mini-batch")
+        console.print(
+            f"after {done} (epoch {last.epoch + 1}): train loss {last.train_loss:.4g}{test}"
+        )
+    for line in [] if run.summary is None else compile_lines(run.plan, run.summary):
+        console.print(Text(line))
+    for line in run.missing:
+        console.print(Text(line, "yellow"))
+
+
+def _workers_table(run: RunFacts, figures: dict[str, Any], width: int) -> Group:
+    """A row for each worker. figures: the run's, of `run_figures`."""
+    from ..tables.run import takes_long
+
     loading = any(t is not None and takes_long(t.loading_share) for t in run.times)
     workers = figures["workers"]
     predicted = [worker["per_mini_batch"]["predicted"] for worker in workers]
     measured = [w["per_mini_batch"]["measured"] or dict.fromkeys(predicted[0]) for w in workers]
     peaks = [worker["memory"]["measured"] for worker in workers]
-    accounted = [plan.predicted.device_of(w["stage"]).accounted_memory for w in workers]
+    accounted = [run.plan.predicted.device_of(w["stage"]).accounted_memory for w in workers]
     held = [worker["versions_held"] for worker in workers]
 
     def took(key: str) -> list[str]:
@@ -237,37 +269,11 @@ def print_run(console: Console, run: RunFacts) -> None:
         ),
     ]
     title = (
-        f"{run.name}: {run.settings.task} with {plan.variant}, "
+        f"{run.name}: {run.settings.task} with {run.plan.variant}, "
         f"{counted(figures['mini_batches'], 'mini-batch')}" + ", inline" * run.inline
     )
     names = fixed("worker", [worker["name"] for worker in workers], left=True)
-    console.print(fitted(title, names, columns, console.width))
-    of = "all training"
-    if run.measured is not None and not run.epochs:
-        begin, count = figures["recorded"]["first_mini_batch"], figures["recorded"]["mini_batches"]
-        of = f"mini-batches {begin} to {begin + count - 1}, which were recorded"
-    console.print(
-        Text(
-            f"times: per mini-batch, of {of}; predicted in the steady state. idle: neither "
-            "computing nor communicating nor loading. memory: without scratch. versions: held "
-            "(predicted)",
-            "dim",
-        )
-    )
-    console.print(Text(period_text(run.period_s, plan.predicted.period_s)))
-    if run.epochs:
-        last = run.epochs[-1]
-        test = ", ".join(f"test {name} {value:.4g}" for name, value in last.test.items())
-        # An epoch that --steps cut short is a part of one; one that went on has several records.
-        done = counted(sum(record.mini_batches for record in run.epochs), "mini-batch")
-        console.print(
-            f"after {done} (epoch {last.epoch + 1}): train loss {last.train_loss:.4g}"
-            + (f", {test}" if test else "")
-        )
-    for told in [] if run.summary is None else compile_lines(plan, run.summary):
-        console.print(told)
-    for line in run.missing:
-        console.print(Text(line, "yellow"))
+    return fitted(title, names, columns, width)
 
 
 def _or_dash(value: Any, text: Callable[[Any], str]) -> str:

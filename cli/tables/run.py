@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.console import Group
 from rich.text import Text
@@ -74,7 +74,7 @@ def takes_long(share: float) -> bool:
     return share >= 0.01
 
 
-def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+def _device_lines(plan: Plan, summary: RunSummary) -> list[str]:
     gpus = [report for report in summary.stages if report.device_peak_bytes is not None]
     if not gpus:
         return []
@@ -86,13 +86,14 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     )
     how = f"; messages by {gpus[0].transport}" * bool(gpus[0].transport)
     what = "is torch's, of all tensors of the process; in use is what all processes have at the end"
-    lines = [Text(f"{where}{how}. This peak {what}")]
     reasons = {report.not_by_ipc for report in gpus} - {""}
-    lines += [Text(f"messages don't go from GPU to GPU by CUDA IPC: {why}") for why in reasons]
-    return lines
+    return [
+        f"{where}{how}. This peak {what}",
+        *(f"messages don't go from GPU to GPU by CUDA IPC: {why}" for why in reasons),
+    ]
 
 
-def compile_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+def compile_lines(plan: Plan, summary: RunSummary) -> list[str]:
     """Stages that were to be compiled, and weren't; and what of their passes was captured."""
     lines = [
         (report, f" isn't compiled: {report.not_compiled}")
@@ -100,7 +101,7 @@ def compile_lines(plan: Plan, summary: RunSummary) -> list[Text]:
         if report.not_compiled
     ]
     lines += [(r, f", CUDA graphs: {r.graphs}") for r in summary.stages if r.graphs]
-    return [Text(f"stage {_which(plan, report)}{line}") for report, line in lines]
+    return [f"stage {_which(plan, report)}{line}" for report, line in lines]
 
 
 def _workers(plan: Plan) -> str:
@@ -124,24 +125,18 @@ def period_text(measured_s: float | None, predicted_s: float) -> str:
     return f"period measured {format_seconds(measured_s)}, {predicted}{ratio}"
 
 
-def _time(summary: RunSummary) -> str:
-    at = summary.resumed_at
-    since = f"since it went on after mini-batch {at}" if at else "in all"
-    return f"{format_seconds(summary.seconds)} {since}"
-
-
 def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     """Lines on the run as a whole."""
+    at = summary.resumed_at
+    since = f"since it went on after mini-batch {at}" if at else "in all"
     lines = [
-        Text(
-            f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
-            f"{counted(summary.micro_batches, 'micro-batch')}: "
-            f"{summary.samples_per_s:.0f} samples/s, "
-            f"{_time(summary)}, start-up and evaluation included"
-        )
+        f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
+        f"{counted(summary.micro_batches, 'micro-batch')}: "
+        f"{summary.samples_per_s:.0f} samples/s, "
+        f"{format_seconds(summary.seconds)} {since}, start-up and evaluation included"
     ]
     if summary.stopped is not None:
-        lines.append(Text(f"stopped early: {summary.stopped}"))
+        lines.append(f"stopped early: {summary.stopped}")
     period = period_text(summary.measured_period_s, summary.predicted_period_s)
     if summary.measured_period_s is None:
         period += (
@@ -149,48 +144,46 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             if summary.mode == "inline"
             else "; too few mini-batches to measure it"
         )
-    lines.append(Text(period))
-    lines += _device_lines(plan, summary)
+    lines += [period, *_device_lines(plan, summary)]
     if plan.predicted.sequence_distance is not None:
-        lines.append(Text(f"v predicted {plan.predicted.sequence_distance}"))
+        lines.append(f"v predicted {plan.predicted.sequence_distance}")
     for report in summary.stages:
         seen = ", ".join(
             f"{difference} in {times}" for difference, times in report.version_differences.items()
         )
         apart = f"; weights up to {report.weight_distance:.2%} apart" * bool(report.weight_distance)
         which = _which(plan, report)
-        lines.append(Text(f"version differences seen on stage {which}: {seen} backwards{apart}"))
-    lines += compile_lines(plan, summary)
+        lines.append(f"version differences seen on stage {which}: {seen} backwards{apart}")
+    return [
+        *map(Text, [*lines, *compile_lines(plan, summary)]),
+        *(Text(line, style="bold") for line in _warnings(plan, summary)),
+        Text(_TERMS, style="dim"),
+    ]
+
+
+def _warnings(plan: Plan, summary: RunSummary) -> Iterator[str]:
     for report in summary.stages:
         if report.not_finite:
-            lines.append(
-                Text(
-                    f"stage {_which(plan, report)}: loss or gradients of "
-                    f"{counted(len(report.not_finite), 'mini-batch')} weren't "
-                    f"finite, first of mini-batch {report.not_finite[0]}",
-                    style="bold",
-                )
+            yield (
+                f"stage {_which(plan, report)}: loss or gradients of "
+                f"{counted(len(report.not_finite), 'mini-batch')} weren't "
+                f"finite, first of mini-batch {report.not_finite[0]}"
             )
         if report.beyond_profile:
-            lines.append(
-                Text(
-                    f"{counted(len(report.beyond_profile), 'mini-batch')} had larger "
-                    "shapes than any that was profiled, the first of them mini-batch "
-                    f"{report.beyond_profile[0]}: memory may be more than planned; tp-profile "
-                    "--batches N looks at more of them",
-                    style="bold",
-                )
+            yield (
+                f"{counted(len(report.beyond_profile), 'mini-batch')} had larger shapes than any "
+                f"that was profiled, the first of them mini-batch {report.beyond_profile[0]}: "
+                "memory may be more than planned; tp-profile --batches N looks at more of them"
             )
-    lines.append(
-        Text(
-            "loading: waiting for samples, where that takes 1 % or more. idle: neither computing "
-            "nor communicating nor loading, in all training, evaluation left out; predicted in "
-            "the steady state. peak: weights, older versions, gradients, optimizer, activations, "
-            "messages; without scratch memory. RSS: the whole process, libraries included. "
-            "versions: of the weights, held at once. difference: version of a backward less that "
-            "of its forward. v: mini-batches from one to the next of the same sequence of updates. "
-            "apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
-            style="dim",
-        )
-    )
-    return lines
+
+
+_TERMS = (
+    "loading: waiting for samples, where that takes 1 % or more. idle: neither computing "
+    "nor communicating nor loading, in all training, evaluation left out; predicted in "
+    "the steady state. peak: weights, older versions, gradients, optimizer, activations, "
+    "messages; without scratch memory. RSS: the whole process, libraries included. "
+    "versions: of the weights, held at once. difference: version of a backward less that "
+    "of its forward. v: mini-batches from one to the next of the same sequence of updates. "
+    "apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest."
+)
+"""What the words of the table and of these lines mean."""

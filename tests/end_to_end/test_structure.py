@@ -68,8 +68,6 @@ imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
 imports 20 runtime/training/worker.py
 imports 25 runtime/verify/dry_run.py
-lines 69 cli/run_commands/report.py print_run
-lines 63 cli/tables/run.py summary_lines
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
 lines 65 runtime/records/recording.py _recording

@@ -134,7 +134,7 @@ def test_what_cant_be_compiled_is_said(mlp_profile, mlp_target, tmp_path, monkey
     settings = RunSettings(task=mlp_target, steps=2, evaluate=False, compile=True)
     summary = run(plan, settings, tmp_path / "split", inline=True)
     why = "isn't compiled: zb-h1 splits backwards in two, and compiled ones are one piece"
-    assert [str(line) for line in compile_lines(plan, summary)] == [
+    assert compile_lines(plan, summary) == [
         f"stage 0 {why}",
         f"stage 1 {why}",
     ]
@@ -150,8 +150,8 @@ def test_what_cant_be_compiled_is_said(mlp_profile, mlp_target, tmp_path, monkey
     train(plan, mlp_target, "momentum", tmp_path / "refused", compile=True)
     summary = run(plan, settings, tmp_path / "again", inline=True)
     for s, line in enumerate(compile_lines(plan, summary)):
-        assert str(line).startswith(f"stage {s} isn't compiled: ")
-        assert str(line).endswith("RuntimeError: can't take this graph …")
+        assert line.startswith(f"stage {s} isn't compiled: ")
+        assert line.endswith("RuntimeError: can't take this graph …")
 
 
 def test_without_a_compiler_it_is_said_at_once(mlp_profile, mlp_target, tmp_path, monkeypatch):
