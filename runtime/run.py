@@ -219,7 +219,7 @@ def _prepared(
 
 def _lost(where: RunDir, settings: RunSettings) -> Iterator[str]:
     """Lines on what a run that is resumed doesn't keep."""
-    if later := where.later_checkpoints(settings):
+    if later := where.checkpoints.later(settings):
         yield (
             f"{where.path}: the run goes on after mini-batch {settings.resume_at}; later "
             f"checkpoints are removed: {', '.join(map(str, later))}"

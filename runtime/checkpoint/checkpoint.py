@@ -237,12 +237,14 @@ def find_whole(where: RunDir, at: int | None, instead: Callable[[int], str]) -> 
         FileError: it is broken; the message names the file, and the newest whole one before it.
         UserError: there is none at this place.
     """
-    known = where.places()
+    known = where.checkpoints.places()
     if not known:
         return None
     if at is not None and at not in known:
         places = ", ".join(map(str, known))
-        raise UserError(f"{where.checkpoints}: has no checkpoint at {at}; they are at {places}")
+        raise UserError(
+            f"{where.checkpoints.path}: has no checkpoint at {at}; they are at {places}"
+        )
     place = known[-1] if at is None else at
     try:
         return _whole(where, place)
@@ -257,7 +259,7 @@ def find_whole(where: RunDir, at: int | None, instead: Callable[[int], str]) -> 
 
 
 def _whole(where: RunDir, place: int) -> Saved:
-    found = Saved(where.checkpoint(place))
+    found = Saved(where.checkpoints.folder(place))
     found.verify()
     return found
 
@@ -310,7 +312,7 @@ class CheckpointWriter:
         self.logs = logs or {}
         self._attributes: dict[str, Any] = {}
         # A run that was killed may have left some.
-        for path in where.checkpoints.glob(".*"):
+        for path in where.checkpoints.path.glob(".*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def begin(self, stages: Sequence[Stage]) -> None:
@@ -332,7 +334,7 @@ class CheckpointWriter:
             TargetError: the user's optimizer keeps what can't be written.
             PeerError: another worker couldn't write its part.
         """
-        target = self.where.checkpoint(segment.end)
+        target = self.where.checkpoints.folder(segment.end)
         partial = target.with_name(f".{target.name}.partial")
         first = any(runner.replica.rank == 0 for runner, _, _ in workers)
         try:
@@ -407,6 +409,6 @@ class CheckpointWriter:
                 os.rename(target, old)
                 shutil.rmtree(old, ignore_errors=True)
             os.rename(partial, target)
-        for place in self.where.places()[: -self.keep]:
-            if not is_kept(self.where.checkpoint(place)):
-                shutil.rmtree(self.where.checkpoint(place), ignore_errors=True)
+        for place in self.where.checkpoints.places()[: -self.keep]:
+            if not is_kept(self.where.checkpoints.folder(place)):
+                shutil.rmtree(self.where.checkpoints.folder(place), ignore_errors=True)

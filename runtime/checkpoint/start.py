@@ -72,7 +72,7 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
         )
     if not done:
         return
-    saved = Saved(where.checkpoint(done))
+    saved = Saved(where.checkpoints.folder(done))
     then = (done, saved.info.epoch, saved.info.epoch_mini_batches)
     if then not in {(s.end, s.epoch, s.offset + s.mini_batches) for s in prepared.segments}:
         raise UserError(
@@ -92,7 +92,7 @@ def check_rates(prepared: Prepared, where: RunDir) -> list[str]:
     settings = prepared.settings
     if not settings.resume_at or settings.lr_schedule is not None:
         return []
-    saved = Saved(where.checkpoint(settings.resume_at))
+    saved = Saved(where.checkpoints.folder(settings.resume_at))
     with looked_at(prepared):
         for s in range(len(prepared.model.pieces)):
             name = f"state/stage{s}"
@@ -217,7 +217,7 @@ def noted_sizes(where: RunDir, settings: RunSettings, replica: Replica) -> Mappi
     """Bytes of a replica's logs at the checkpoint that a run is resumed from, by their paths."""
     if not settings.resume_at:
         return {}
-    return Saved(where.checkpoint(settings.resume_at)).worker_state(replica.file).logs
+    return Saved(where.checkpoints.folder(settings.resume_at)).worker_state(replica.file).logs
 
 
 def left_out(where: RunDir, settings: RunSettings) -> list[str]:
@@ -225,7 +225,7 @@ def left_out(where: RunDir, settings: RunSettings) -> list[str]:
     workers here said of it in the checkpoint."""
     if not settings.resume_at:
         return []
-    saved = Saved(where.checkpoint(settings.resume_at))
+    saved = Saved(where.checkpoints.folder(settings.resume_at))
     states = [name for name in saved.info.files if Path(name).match("state/*.json")]
     here = [Path(name).stem for name in states if (saved.path / name).exists()]
     return sorted({name for stem in here for name in saved.worker_state(stem).left_out})
@@ -266,7 +266,7 @@ def restore_worker(
             start_from(runner, Path(settings.start_from))
         _remember_frozen(runner)
         return None
-    saved = Saved(where.checkpoint(settings.resume_at))
+    saved = Saved(where.checkpoints.folder(settings.resume_at))
     name = f"weights/stage{replica.stage}.safetensors"
     weights, state = saved.tensors(name), saved.worker_state(replica.file)
     tensors = saved.tensors(f"state/{replica.file}.safetensors")
@@ -350,7 +350,7 @@ def source(path: Path, at: int | None = None, option: str = "--from {path}") -> 
     if not path.is_dir():
         raise FileError(f"{path}: no such run directory, checkpoint or safetensors file")
     found = find_whole(
-        where, at, lambda place: option.format(path=where.checkpoint(place), at=place)
+        where, at, lambda place: option.format(path=where.checkpoints.folder(place), at=place)
     )
     if found is None and not list(path.glob("weights/*.safetensors")):
         raise FileError(f"{path}: holds no checkpoint and no weights")
@@ -461,5 +461,5 @@ def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """A run's newest checkpoint; None: it has none yet."""
     where = RunDir(run_dir)
-    places = where.places()
-    return where.checkpoint(places[-1]) if places else None
+    places = where.checkpoints.places()
+    return where.checkpoints.folder(places[-1]) if places else None

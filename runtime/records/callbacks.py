@@ -170,7 +170,7 @@ class Callbacks(Observer):
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
         if checkpoint:
-            path = self._run_dir.checkpoint(mini_batches)
+            path = self._run_dir.checkpoints.folder(mini_batches)
             self._call("on_checkpoint", CheckpointWritten(mini_batch=mini_batches, path=path))
         return self.stop is None
 

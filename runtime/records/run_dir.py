@@ -45,7 +45,7 @@ class RunDir:
 
     Attributes:
         metrics: progress, line by line.
-        checkpoints: where the checkpoints are.
+        checkpoints: those that it has.
         statuses: where it is what each worker is at (`status`).
         summary: the end of the run; it is there when the run has ended.
     """
@@ -53,7 +53,7 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.statuses = self.path / "status"
         self.summary = self.path / "summary.json"
 
@@ -105,7 +105,6 @@ class RunDir:
         with file_errors(self.path, "read"):
             if (self.path / "plan.json").exists():
                 return
-        self.make()
         write_file(self.path / "settings.json", settings)
         write_file(self.path / "plan.json", with_plugin_at_hand(plan))
 
@@ -119,26 +118,15 @@ class RunDir:
         the one that it goes on from, whose losses are cut off too, aren't its own. Raises
         FileError."""
         write_file(self.path / "settings.json", settings)
-        for place in self.later_checkpoints(settings):
-            shutil.rmtree(self.checkpoint(place), ignore_errors=True)
-            if self.checkpoint(place).exists():
-                raise FileError(f"{self.checkpoint(place)}: can't be removed; remove it")
+        for place in self.checkpoints.later(settings):
+            folder = self.checkpoints.folder(place)
+            shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():
+                raise FileError(f"{folder}: can't be removed; remove it")
         final = self.weights(0).parent.glob("stage*.safetensors")
         for path in (self.summary, *self.statuses.glob("*.json"), *final):
             with file_errors(path, "removed"):
                 path.unlink(missing_ok=True)
-
-    def later_checkpoints(self, settings: RunSettings) -> list[int]:
-        """Those after the one that a run goes on from, by the mini-batches that they come after."""
-        return [place for place in self.places() if place > (settings.resume_at or 0)]
-
-    def places(self) -> list[int]:
-        """The mini-batches that its checkpoints come after, rising."""
-        try:
-            found = [place_named(path.name) for path in self.checkpoints.iterdir() if path.is_dir()]
-        except OSError:
-            return []
-        return sorted(place for place in found if place is not None)
 
     def read(self) -> tuple[Plan, RunSettings]:
         """What is being run. Raises FileError."""
@@ -165,10 +153,6 @@ class RunDir:
         """A stage's final parameters and buffers. The file's metadata has the names that stand for
         what another name does, and that one."""
         return self.path / "weights" / f"stage{stage}.safetensors"
-
-    def checkpoint(self, mini_batches: int) -> Path:
-        """The checkpoint after so many mini-batches."""
-        return self.checkpoints / f"{mini_batches:08d}"
 
     def status(self, worker: Worker) -> Path:
         """What a worker is at."""
@@ -199,6 +183,29 @@ def _read(path: Path, kind: type[T]) -> T:
         return decode(read_json(path, ""), kind)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
+
+
+class Checkpoints:
+    """A run's checkpoints, each in a folder that is called by the mini-batches it comes after."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def folder(self, mini_batches: int) -> Path:
+        """The checkpoint after so many mini-batches."""
+        return self.path / f"{mini_batches:08d}"
+
+    def places(self) -> list[int]:
+        """The mini-batches that they come after, rising."""
+        try:
+            found = [place_named(path.name) for path in self.path.iterdir() if path.is_dir()]
+        except OSError:
+            return []
+        return sorted(place for place in found if place is not None)
+
+    def later(self, settings: RunSettings) -> list[int]:
+        """The places after the one that a run goes on from."""
+        return [place for place in self.places() if place > (settings.resume_at or 0)]
 
 
 def place_named(folder: str) -> int | None:

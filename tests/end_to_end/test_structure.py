@@ -76,7 +76,6 @@ lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
 methods 24 planner/search/local_search/neighbours.py Neighbours
 methods 31 runtime/processes/rendezvous.py Rendezvous
-methods 22 runtime/records/run_dir.py RunDir
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads

@@ -238,7 +238,7 @@ def test_a_run_that_grew_is_stopped_and_goes_on(tmp_path, mlp_target):
     resume(tmp_path / "whole", steps=13, inline=True)
     with pytest.raises(Stopped):
         resume(tmp_path / "stopped", steps=13, inline=True, observer=StopsAfter(4))
-    assert RunDir(tmp_path / "stopped").places()[-1] not in (5, 13)
+    assert RunDir(tmp_path / "stopped").checkpoints.places()[-1] not in (5, 13)
     with pytest.raises(FileError, match="no weights in it; has the run ended"):
         load_weights(tmp_path / "stopped")
     resume(tmp_path / "stopped", inline=True)
@@ -253,7 +253,7 @@ def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_not_its_own(tmp_p
         pytest.raises(Stopped),
     ):
         resume(tmp_path, at=4, inline=True, observer=StopsAfter(1))
-    assert RunDir(tmp_path).places() == [4]
+    assert RunDir(tmp_path).checkpoints.places() == [4]
 
 
 @pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
@@ -472,7 +472,9 @@ def test_a_checkpoint_of_another_plan_is_no_start(stopped, mlp_target, tmp_path)
 
 def resume_places(where):
     """Every checkpoint that is whole, by its place."""
-    return {place: find_whole(RunDir(where), place, str) for place in RunDir(where).places()}
+    return {
+        place: find_whole(RunDir(where), place, str) for place in RunDir(where).checkpoints.places()
+    }
 
 
 def test_none_is_whole(stopped, tmp_path):

@@ -127,11 +127,11 @@ def test_a_run_stops_in_the_middle_of_an_epoch(plan, short_epochs, tmp_path):
     assert summary.mini_batches == 3
     assert [record.mini_batches for record in summary.epochs] == [3]
     assert summary.epochs[0].test
-    assert RunDir(where).places() == [3]
+    assert RunDir(where).checkpoints.places() == [3]
     there = Saved(tmp_path / "whole" / "checkpoints" / "00000003").weights()
     assert_same_weights(where, there)
     Trainer(None, where, inline=True).resume()
-    last = RunDir(where).places()[-1]
+    last = RunDir(where).checkpoints.places()[-1]
     assert_same(tmp_path / "whole", where, last)
     records = [
         [(r.epoch, r.mini_batches, r.train_loss, r.test) for r in read_epochs(each)]
@@ -318,14 +318,14 @@ def test_the_best_is_kept_whatever_the_patience(inline, plan, short_epochs, tmp_
     Trainer(plan, tmp_path / "run", settings, **how).run()
     where = RunDir(tmp_path / "run")
     assert stopping.best_mini_batch == 5
-    assert where.places() == sorted({5, other.best_mini_batch, 25})
-    best = Saved(where.checkpoint(5))
+    assert where.checkpoints.places() == sorted({5, other.best_mini_batch, 25})
+    best = Saved(where.checkpoints.folder(5))
     best.verify()
     stopping.patience = 99
     Trainer(None, tmp_path / "run", **how).resume()
     # What was the best until the last checkpoint goes with the next one.
-    assert {5, other.best_mini_batch, 45} <= {*where.places()}
-    assert len(where.places()) <= 3
+    assert {5, other.best_mini_batch, 45} <= {*where.checkpoints.places()}
+    assert len(where.checkpoints.places()) <= 3
     # Of a run that nobody stops, the newest alone.
     run(plan, settings, tmp_path / "plain", inline=True)
-    assert RunDir(tmp_path / "plain").places() == [45]
+    assert RunDir(tmp_path / "plain").checkpoints.places() == [45]

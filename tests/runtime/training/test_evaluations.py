@@ -77,7 +77,7 @@ def test_each_is_that_of_the_weights_there(variant, mlp_profile, mlp_target, tmp
     inputs, wanted = task.data("test").tensors
     for place, figures in found.items():
         model = task.model()
-        path = RunDir(tmp_path / "run").checkpoint(place)
+        path = RunDir(tmp_path / "run").checkpoints.folder(place)
         model.load_state_dict(load_weights(path))
         with torch.no_grad():
             loss = float(task.loss(model(inputs), wanted))
