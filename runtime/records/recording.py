@@ -119,6 +119,9 @@ class _Logged(NamedTuple):
     line: Line
 
 
+_Ends = Mapping[_Key, tuple[int, float, float]]
+"""Of messages at one end: bytes, when it was sent or received, and when its operation ended."""
+
 _Logs = Mapping[int, Sequence[_Logged]]
 """By rank, what the worker ran of all its stages, in its sequence."""
 
@@ -252,7 +255,7 @@ def _cut(lines: Sequence[_Logged], begin: int, end: int) -> Sequence[_Logged]:
 
 
 def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
-    sent, received = _messages_of(logs, sent=True), _messages_of(logs, sent=False)
+    sent, received = _ends(logs, sent=True), _ends(logs, sent=False)
     replicas = all_replicas(plan)
     host_of = [hosts[replica.rank] for replica in replicas]
     delays = (
@@ -263,63 +266,64 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     ahead = offsets(hosts.values(), delays)
     plus = {rank: ahead[host] for rank, host in hosts.items()}
     zero = min(lines[0].line.begin_s + plus[rank] for rank, lines in logs.items() if lines)
-    lanes = lanes_of(plan)
     spans: list[Span] = []
     activities: list[Activity] = []
     memory: list[MemoryPoint] = []
     for rank, lines in sorted(logs.items()):
         shift = plus[rank] - zero
         for replica, op, line in lines:
-            span = Span(
-                rank,
-                replica.stage,
-                *op,
-                line.start_s + shift,
-                line.end_s + shift,
-                line.version,
-                line.forward_version,
-            )
+            times = line.start_s + shift, line.end_s + shift
+            span = Span(rank, replica.stage, *op, *times, line.version, line.forward_version)
             spans.append(span)
             activities += _around(span, line, shift)
         memory += _held(rank, lines, shift)
-    messages = []
-    for key, (nbytes, at_s, made_s) in sent.items():
-        if key in received:
-            source, target = replicas[key.source], replicas[key.target]
-            there_s = received[key][1] + plus[target.rank] - zero
-            shift = plus[source.rank] - zero
-            # The call that sends may return when the message is there already.
-            start_s = min(max(made_s, min(at_s, there_s - shift)) + shift, there_s)
-            messages.append(
-                Message(
-                    source.rank,
-                    target.rank,
-                    source.stage,
-                    target.stage,
-                    key.tensor,
-                    key.mini_batch,
-                    key.micro_batch,
-                    key.backward,
-                    nbytes,
-                    min(made_s + shift, start_s),
-                    start_s,
-                    there_s,
-                )
-            )
     return Recording(
         source="measured",
         variant=plan.variant,
-        lanes=lanes,
+        lanes=lanes_of(plan),
         spans=tuple(spans),
-        messages=tuple(messages),
+        messages=tuple(_messages(sent, received, replicas, plus, zero)),
         memory=tuple(memory),
         period_s=_period_s(spans),
         activities=tuple(activities),
     )
 
 
-def _messages_of(logs: _Logs, *, sent: bool) -> dict[_Key, tuple[int, float, float]]:
-    """Bytes, when it was sent or received, and when its operation ended, of each message."""
+def _messages(
+    sent: _Ends,
+    received: _Ends,
+    replicas: Sequence[Replica],
+    plus: Mapping[int, float],
+    zero: float,
+) -> Iterator[Message]:
+    """Those of which both ends are logged. `plus`: seconds to add to each rank's clock, on which
+    the recording begins at `zero`."""
+    for key, (nbytes, at_s, made_s) in sent.items():
+        if key not in received:
+            continue
+        source, target = replicas[key.source], replicas[key.target]
+        there_s = received[key][1] + plus[target.rank] - zero
+        shift = plus[source.rank] - zero
+        # The call that sends may return when the message is there already.
+        start_s = min(max(made_s, min(at_s, there_s - shift)) + shift, there_s)
+        yield Message(
+            source.rank,
+            target.rank,
+            source.stage,
+            target.stage,
+            key.tensor,
+            key.mini_batch,
+            key.micro_batch,
+            key.backward,
+            nbytes,
+            min(made_s + shift, start_s),
+            start_s,
+            there_s,
+        )
+
+
+def _ends(logs: _Logs, *, sent: bool) -> _Ends:
+    """What was sent, or received."""
     found = {}
     for lines in logs.values():
         for replica, op, line in lines:

@@ -70,7 +70,6 @@ imports 20 runtime/training/worker.py
 imports 25 runtime/verify/dry_run.py
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 65 runtime/records/recording.py _recording
 lines 75 runtime/training/worker.py train_worker
 lines 63 runtime/verify/check.py check
 lines 66 runtime/verify/dry_run.py _findings
