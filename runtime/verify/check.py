@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,40 +140,43 @@ def check(
     )
     observer = observer or Observer()
     prepared = prepare(plan, settings, observer.starting)
-    with ExitStack() as stack:
-        stack.enter_context(settings_put_back())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="timeprest-check-")))
+    with settings_put_back(), tempfile.TemporaryDirectory(prefix="timeprest-check-") as made:
+        folder = Path(made)
         where = RunDir(run_dir or folder / "run")
         run(plan, settings, where.path, inline=inline, observer=observer)
         found = _training_of(where, prepared)
         tolerance, dtype = _tolerance(prepared)
         observer.starting(f"training the same {'without a pipeline' if flushes else 'inline'}")
-        if flushes:
-            against, notes = _against_plain(prepared, found, folder, tolerance)
-        else:
-            other = RunDir(folder / "inline")
-            # What is compiled is held against what isn't.
-            plainly = msgspec.structs.replace(settings, compile=False, transport="auto")
-            with warnings.catch_warnings():
-                # They have been told.
-                warnings.simplefilter("ignore", TaskWarning)
-                run(plan, plainly, other.path, inline=True)
-            differences = compare(found, _training_of(other, prepared), tolerance)
-            against = [Against(what=INLINE, differences=differences)]
-            # What the inline run has in common with processes, neither of them tells.
-            notes = [prepared.model.loss.apart] if prepared.model.loss.apart else []
-        same = all(one.same for one in against if one.counts)
-        return CheckReport(
-            variant=plan.variant,
-            mode="inline" if inline else "processes",
-            mini_batches=sum(segment.mini_batches for segment in prepared.segments),
-            plain=flushes,
-            dtype=dtype,
-            tolerance=tolerance,
-            against=tuple(against),
-            notes=tuple(notes),
-            verdict="same" if same else "differs",
-        )
+        hold = _against_plain if flushes else _against_inline
+        against, notes = hold(prepared, found, folder, tolerance)
+    same = all(one.same for one in against if one.counts)
+    return CheckReport(
+        variant=plan.variant,
+        mode="inline" if inline else "processes",
+        mini_batches=sum(segment.mini_batches for segment in prepared.segments),
+        plain=flushes,
+        dtype=dtype,
+        tolerance=tolerance,
+        against=tuple(against),
+        notes=tuple(notes),
+        verdict="same" if same else "differs",
+    )
+
+
+def _against_inline(
+    prepared: Prepared, found: TrainingResults, folder: Path, tolerance: float
+) -> tuple[list[Against], list[str]]:
+    other = RunDir(folder / "inline")
+    # What is compiled is held against what isn't.
+    plainly = msgspec.structs.replace(prepared.settings, compile=False, transport="auto")
+    with warnings.catch_warnings():
+        # They have been told.
+        warnings.simplefilter("ignore", TaskWarning)
+        run(prepared.plan, plainly, other.path, inline=True)
+    differences = compare(found, _training_of(other, prepared), tolerance)
+    # What the inline run has in common with processes, neither of them tells.
+    notes = [prepared.model.loss.apart] if prepared.model.loss.apart else []
+    return [Against(what=INLINE, differences=differences)], notes
 
 
 def _against_plain(
