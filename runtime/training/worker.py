@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from ...profiles.measuring.process_settings import end_with_parent, keep_freed_m
 from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
 from ..communication.channel import START_S, PeerError
-from ..communication.opening import open_transport
+from ..communication.opening import WorkerTransport, open_transport
 from ..communication.transport import (
     all_places,
     between_processes,
@@ -65,8 +66,10 @@ def main(arguments: list[str]) -> None:
         keep_freed_memory()
         use_interface(rendezvous.launched)
         with as_worker(run_dir.path):
-            told = AsksLauncher(rendezvous, settings.timeout_s) if rendezvous.is_asked() else None
-            train_worker(prepare(plan, settings), run_dir, rendezvous, status, told)
+            observer = Observer()
+            if rendezvous.is_asked():
+                observer = AsksLauncher(rendezvous, settings.timeout_s)
+            train_worker(prepare(plan, settings), run_dir, rendezvous, status, observer)
 
     rendezvous.run(work)
 
@@ -124,7 +127,7 @@ def train_worker(
     where: RunDir,
     rendezvous: Rendezvous,
     status: StatusFile,
-    observer: Observer | None = None,
+    observer: Observer,
 ) -> list[StageReport]:
     """Train as one worker of many; gloo listens where its environment variable says.
 
@@ -141,33 +144,8 @@ def train_worker(
         watchdog.watch(settings.timeout_s + watchdog.SLACK_S)
     worker = prepared.workers[launched.rank]
     device = own_device(prepared.plan, settings, launched.local_rank)
-    store = rendezvous.store.below("gloo")
     bound = timedelta(seconds=max(settings.timeout_s, START_S))
-    others = [other.rank for other in prepared.workers if other != worker]
-    status.begin(MEETING)
-    status.wait(others)
-    before = own_sockets()
-    try:
-        dist.init_process_group(
-            "gloo", store=store, rank=worker.rank, world_size=len(others) + 1, timeout=bound
-        )
-        place = place_of(prepared.plan, worker, device)
-        places = all_places(place, partial(rendezvous.gather, "places"))
-        transport = between_processes(
-            transport_of((each.host, each.gpu) for each in places),
-            settings.transport,
-            one_host=launched.one_host,
-            varying=prepared.varies,
-        )
-        opened = open_transport(transport, places, prepared, worker, device, status, store)
-    except RuntimeError as error:
-        raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
-    status.go_on()
-    if launched.one_host and (users := other_users(before)):
-        raise RunError(
-            f"{worker.name}: a process of another user (number {users[0]}) has connected to it as "
-            "if it were a worker; nothing has been trained"
-        )
+    opened = _opened(prepared, worker, device, rendezvous, status, bound)
     runners = []
     for replica, shared in zip(worker.replicas, opened.shared, strict=True):
         runners.append(stage_runner(where, prepared, replica, opened.channels, shared, device))
@@ -179,13 +157,8 @@ def train_worker(
         status.begin(WARMING_UP)
         for runner in runners:
             warm_up(runner)
-    status.begin(MEETING)
-    status.wait(others)
-    try:
+    with _with_others(prepared, worker, status, "waiting for the others to load"):
         dist.monitored_barrier(timeout=bound)
-    except RuntimeError as error:
-        raise PeerError(f"{worker.name}: waiting for the others to load: {error}") from error
-    status.go_on()
 
     def agree(yes: bool) -> bool:
         against = torch.tensor([float(not yes)], dtype=torch.float32)
@@ -198,12 +171,59 @@ def train_worker(
     # Those that share one of its stages share all of them.
     of_stage = partial(barrier, stage_group(worker.stages[0]))
     of_all = partial(barrier, ALL_WORKERS)
-    reports = train(where, runners, observer or Observer(), of_all, of_stage, agree)
+    reports = train(where, runners, observer, of_all, of_stage, agree)
     status.begin("the end", worker.name)
     of_all()
     opened.channels.end()
     dist.destroy_process_group()
     return reports
+
+
+def _opened(
+    prepared: Prepared,
+    worker: Worker,
+    device: torch.device,
+    rendezvous: Rendezvous,
+    status: StatusFile,
+    bound: timedelta,
+) -> WorkerTransport:
+    """The transport that all workers agree on, open. Raises PeerError; RunError where a process of
+    somebody else has come among them."""
+    one_host, store = rendezvous.launched.one_host, rendezvous.store.below("gloo")
+    before, world_size = own_sockets(), len(prepared.workers)
+    with _with_others(prepared, worker, status, "the workers didn't find each other"):
+        dist.init_process_group(
+            "gloo", store=store, rank=worker.rank, world_size=world_size, timeout=bound
+        )
+        place = place_of(prepared.plan, worker, device)
+        places = all_places(place, partial(rendezvous.gather, "places"))
+        transport = between_processes(
+            transport_of((each.host, each.gpu) for each in places),
+            prepared.settings.transport,
+            one_host=one_host,
+            varying=prepared.varies,
+        )
+        opened = open_transport(transport, places, prepared, worker, device, status, store)
+    if one_host and (users := other_users(before)):
+        raise RunError(
+            f"{worker.name}: a process of another user (number {users[0]}) has connected to it as "
+            "if it were a worker; nothing has been trained"
+        )
+    return opened
+
+
+@contextlib.contextmanager
+def _with_others(
+    prepared: Prepared, worker: Worker, status: StatusFile, failing: str
+) -> Iterator[None]:
+    """Do what this worker waits for all others in. Raises PeerError where torch's fails."""
+    status.begin(MEETING)
+    status.wait([other.rank for other in prepared.workers if other != worker])
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"{worker.name}: {failing}: {error}") from error
+    status.go_on()
 
 
 def _reduce(worker: Worker, all_reduce: ProcessAllReduce, group: str, tensor: torch.Tensor) -> None:

@@ -70,7 +70,6 @@ imports 20 runtime/training/worker.py
 imports 25 runtime/verify/dry_run.py
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 75 runtime/training/worker.py train_worker
 lines 66 runtime/verify/dry_run.py _findings
 methods 24 planner/search/local_search/neighbours.py Neighbours
 methods 31 runtime/processes/rendezvous.py Rendezvous
