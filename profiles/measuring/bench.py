@@ -77,7 +77,13 @@ _EMPTY_CALLS = 24
 
 
 class Bench:
-    """Measures a target; `profile_builder` makes a profile of what is found here."""
+    """Measures a target; `profile_builder` makes a profile of what is found here.
+
+    Attributes:
+        bound: layers, by position, that stay together for what some do with values that others
+            take.
+        by_values: those that do for the shapes between them (`bound_by_values`).
+    """
 
     def __init__(
         self,
@@ -97,6 +103,8 @@ class Bench:
         self.traced = self.cases[-1].traced
         self.sizes = tuple(case.size for case in cases)
         self.names = [layer.name for layer in self.traced.layers]
+        self.bound: set[tuple[int, ...]] = set()
+        self.by_values: set[tuple[int, ...]] = set()
         self.reserved: Reserved | None = None
         # Of gradients, which graphs add to.
         self._sums: list[Tensor | None] = []
@@ -112,6 +120,8 @@ class Bench:
         """Count what every layer keeps; what else is measured takes that."""
         for case in self.cases:
             case.saved = count_saved(case, self.model, self.target, self.platform)
+        first = self.cases[0]
+        self.bound = first.saved.bound(first.values, len(self.names))
 
     def run(self, seconds: float, error: float) -> None:
         """Count the other bytes; then time in rounds until times are sure, or the seconds are

@@ -192,7 +192,7 @@ def measure(
                 _try_evaluation(bench, target.task, calls[several])
             optimizer = _optimizer(bench)
             bench.count()
-            by_values, tried = _tried(bench, trial, call_of)
+            unversioned = _tried(bench, trial, call_of)
             bench.run(how["seconds"], how["relative_error"])
             loading_s = _loading_s(bench, call)
         profile = assemble(
@@ -203,8 +203,7 @@ def measure(
             assumptions=left_out,
             loading_s=loading_s,
             varying=None if looked is None else looked.varying,
-            by_values=by_values,
-            unversioned=tried.unversioned,
+            unversioned=unversioned,
         )
     return check_profile(profile)
 
@@ -283,49 +282,38 @@ def _cases(
 
 def _tried(
     bench: Bench, trial: Trial | None, call_of: Callable[[int], tuple[Call, Any]]
-) -> tuple[set[tuple[int, ...]], TrialReport]:
-    """Layers whose shapes depend on values, and what a trial found."""
+) -> tuple[str, ...]:
+    """Find layers whose shapes depend on values, then make the trial. Returns its `unversioned`."""
     if bench.platform.computed:
-        return set(), TrialReport()
+        return ()
     bench.progress("shapes that depend on values", 0, 0)
     # Of a few samples hardly all have the same value.
     case = next((case for case in bench.cases if case.size >= _FEW), bench.cases[-1])
-    by_values = bound_by_values(case.traced, case.inputs)
+    bench.by_values = bound_by_values(case.traced, case.inputs)
     if trial is None or bench.target.task is None:
-        return by_values, TrialReport()
+        return ()
     bench.progress("training two mini-batches", 0, 0)
-    tried = trial(_trial_case(bench, call_of, by_values))
+    tried = trial(_trial_case(bench, bench.target.task, call_of))
     for line in tried.lines:
         _warn(line)
-    return by_values, tried
+    return tried.unversioned
 
 
-def _trial_case(
-    bench: Bench,
-    call_of: Callable[[int], tuple[Call, Any]],
-    by_values: Collection[tuple[int, ...]],
-) -> TrialCase:
+def _trial_case(bench: Bench, task: Task, call_of: Callable[[int], tuple[Call, Any]]) -> TrialCase:
     """Of as few samples as will do, where the graph takes any number of them."""
-    target, platform = bench.target, bench.platform
-    assert target.task is not None
-    case = bench.cases[0]
+    case, platform = bench.cases[0], bench.platform
     free = bench.traced.only_size is None and bench.batch_size > _FEW
     size = _FEW if free else case.size
     samples = trial_samples(*call_of(size * TRIAL_MICRO_BATCHES), platform.place)
     shared = shared_state(case.traced, case.saved.rewritten)
-    bound = {
-        *case.saved.bound(case.values, len(bench.names)),
-        *by_values,
-        *(group for group in shared.tied if group not in shared.copyable),
-    }
     return TrialCase(
-        name=target.name,
-        task=target.task,
+        name=bench.target.name,
+        task=task,
         model=bench.model,
         graph=case.traced,
         micro_batches=samples,
-        bound=bound,
-        length=_usual_length(bench, target.task),
+        bound=bench.bound | bench.by_values | (set(shared.tied) - set(shared.copyable)),
+        length=_usual_length(bench, task),
         autocast=platform.autocast,
         device=platform.device,
     )

@@ -35,11 +35,10 @@ def assemble(
     threads: int,
     optimizer: OptimizerCost,
     graph_fingerprint: str,
-    assumptions: tuple[str, ...] = (),
-    loading_s: float | None = None,
-    varying: VaryingShapes | None = None,
-    by_values: Iterable[tuple[int, ...]] = (),
-    unversioned: tuple[str, ...] = (),
+    assumptions: tuple[str, ...],
+    loading_s: float | None,
+    varying: VaryingShapes | None,
+    unversioned: tuple[str, ...],
 ) -> Profile:
     """The profile that a bench's measurements make.
 
@@ -47,11 +46,10 @@ def assemble(
         assumptions: made before them.
         loading_s: between two samples; None: not known.
         varying: shapes of the mini-batches; None: they are alike.
-        by_values: layers that stay together for the shapes between them (`bound_by_values`).
         unversioned: parameters that backwards take as memory has them.
     """
     traced, first = bench.traced, bench.cases[0]
-    bound = first.saved.bound(first.values, len(bench.names)).union(by_values)
+    bound = bench.bound | bench.by_values
     shared = shared_state(traced, first.saved.rewritten)
     tied = sorted({*shared.tied, *bound})
     platform, reserved = bench.platform, bench.reserved
@@ -94,7 +92,7 @@ def assemble(
         reserved_share=msgspec.UNSET if reserved is None else round(reserved.share, 4),
         unversioned=unversioned or msgspec.UNSET,
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
-        assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench.names, by_values)),
+        assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench)),
     )
 
 
@@ -114,8 +112,8 @@ def _shared(
     )
 
 
-def _of_values(names: Sequence[str], groups: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
-    bound = sorted({k for group in groups for k in group})
+def _of_values(bench: Bench) -> tuple[str, ...]:
+    names, bound = bench.names, sorted({k for group in bench.by_values for k in group})
     if not bound:
         return ()
     return (

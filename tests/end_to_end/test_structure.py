@@ -77,7 +77,6 @@ parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads
 parameters 9 planner/search/branching.py question_for
-parameters 9 profiles/measuring/profile_builder.py assemble
 parameters 9 runtime/run.py Trainer.__init__
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""
