@@ -36,7 +36,7 @@ from .runtime.settings import RunSettings, settings_of
 if TYPE_CHECKING:
     from .runtime.records.callbacks import Callback
     from .runtime.verify.check import CheckReport
-    from .runtime.verify.dry_run import DryRun
+    from .runtime.verify.findings import DryRun
 
 
 @taking(ProfileRequest)

@@ -35,7 +35,7 @@ from .checkpoint.start import (
     settings_to_resume,
     source,
 )
-from .checkpoint.trial import try_optimizers, try_state
+from .checkpoint.trial import try_kept
 from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
@@ -51,7 +51,7 @@ from .records.metrics import RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, read_epochs
 from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
-from .stage.optimizer import check_updates, hook_warnings
+from .stage.optimizer import hook_warnings
 from .training.inline import run_inline
 from .training.worker import status_for, train_worker
 from .weights.delays import check_delays
@@ -207,8 +207,7 @@ def _prepared(
 ) -> tuple[Prepared, list[str]]:
     """The run made ready, and lines to warn of. Raises for what makes it impossible."""
     prepared = prepare(plan, settings, observer.starting)
-    check_updates(prepared)
-    lines = [*try_optimizers(prepared), *try_state(prepared)]
+    lines = try_kept(prepared)
     if settings.resumed:
         check_unfinished(prepared, where)
         lines += check_rates(prepared, where)

@@ -12,7 +12,7 @@ from ...profiles.errors import UserError
 from ...profiles.units import format_bytes
 from ...runtime.verify.check import CheckReport
 from ...runtime.verify.compare import Difference
-from ...runtime.verify.dry_run import DryRun
+from ...runtime.verify.findings import DryRun
 from ..errors import log, output, print_json
 from ..progress import Bar
 from ..tables.layout import compact_table, counted
@@ -35,8 +35,7 @@ def device_lines(
         one_host: all of them on this one.
     """
     from ...runtime.communication.transport import between_processes, transport_of
-    from ...runtime.prepare.devices import device_kind, gpu_count
-    from ...runtime.verify.dry_run import turns_warning, usable_cores
+    from ...runtime.prepare.devices import device_kind, gpu_count, turns_warning, usable_cores
 
     kind, lines = device_kind(plan, settings), []
     if kind == "cpu" and one_host and not inline:

@@ -20,13 +20,22 @@ from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import expanded, state_of, treat_alike, write
 from ..records.metrics import EpochSums
 from ..records.run_dir import tensor_bytes
-from ..stage.optimizer import make_optimizer, step_optimizer, system_optimizer
+from ..stage.optimizer import check_updates, make_optimizer, step_optimizer, system_optimizer
 from ..stage.runner import StageRunner
 from .checkpoint import contents
 from .start import put_back
 from .worker_state import WorkerState, give_back, keep
 
 # Files --------------------------------------------------------------------------------------
+
+
+def try_kept(prepared: Prepared) -> list[str]:
+    """Make what each stage updates by, and try what checkpoints keep of it and of the model.
+
+    Returns warnings. Raises as `check_updates`, `try_optimizers` and `try_state`.
+    """
+    check_updates(prepared)
+    return [*try_optimizers(prepared), *try_state(prepared)]
 
 
 def try_state(prepared: Prepared) -> list[str]:

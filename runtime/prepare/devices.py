@@ -124,6 +124,31 @@ def gpu_count() -> int:
 # Modules and data -------------------------------------------------------------------------------
 
 
+def usable_cores() -> int:
+    """Cores that this process may compute on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def turns_warning(workers: int, count: int, what: str, threads: int = 1) -> str | None:
+    """A warning where a host's workers take turns, which plans don't know; None: they don't.
+
+    Args:
+        workers: that compute there.
+        count: cores of the host that may be used, or its GPUs.
+        what: "core" or "GPU".
+        threads: of each worker.
+    """
+    at_once = max(count // threads, 1)
+    if workers <= at_once:
+        return None
+    return (
+        f"{workers} processes take turns on {count} {what if count == 1 else f'{what}s'}: slower "
+        f"than planned; tp-plan solve --devices {at_once} --stages-per-device auto plans for it"
+    )
+
+
 def move(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Move modules to a device, and keep parameters and buffers shared that they share.
 

@@ -67,10 +67,8 @@ imports 20 runtime/study/trainings/training.py
 imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
 imports 20 runtime/training/worker.py
-imports 25 runtime/verify/dry_run.py
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
-lines 66 runtime/verify/dry_run.py _findings
 methods 24 planner/search/local_search/neighbours.py Neighbours
 methods 31 runtime/processes/rendezvous.py Rendezvous
 parameters 9 api.py resume

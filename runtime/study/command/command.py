@@ -117,7 +117,7 @@ def study(
     with Bar("studying", quiet=quiet or as_json) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
-        from ...verify.dry_run import usable_cores
+        from ...prepare.devices import usable_cores
         from ..trainings.conduct import conduct, prospect
 
         bar.doing("looking at the task")

@@ -33,7 +33,7 @@ from timeprest.runtime.processes import launcher as launch
 from timeprest.runtime.processes.environment import launched_by
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings, settings_of
-from timeprest.runtime.verify.dry_run import gpu_checks
+from timeprest.runtime.verify.findings import gpu_checks
 
 # Rules -------------------------------------------------------------------------------------------
 

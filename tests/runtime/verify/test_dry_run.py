@@ -25,8 +25,9 @@ from timeprest.profiles.files import write_file
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.verify import dry_run as module
-from timeprest.runtime.verify.dry_run import check_shapes, dry_run
+from timeprest.runtime.verify import cuts, findings
+from timeprest.runtime.verify.cuts import check_shapes
+from timeprest.runtime.verify.dry_run import dry_run
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_shapes_go_through_every_cut(task, fake, monkeypatch):
     """Skips, several values on a cut, numbers; on fake tensors as for real, and replicated."""
     name = f"{TESTS / task}"
     profile = profiled(name)
-    monkeypatch.setattr(module, "is_small", lambda plan: not fake)
+    monkeypatch.setattr(cuts, "is_small", lambda plan: not fake)
     for replicas in (None, (2, 1)):
         plan = plan_by_hand(profile, "timeprest", 2, 4, replicas=replicas)
         check_shapes(prepare(plan, RunSettings(task=name, steps=2)))
@@ -99,7 +100,7 @@ def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_p
     settings = RunSettings(task=mlp_target, steps=7)
     write_file(tmp_path / "plan.json", plan)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(findings, "usable_cores", lambda: 2)
     found = dry_run(plan, settings, "run")
     (told,) = found.warnings
     assert "3 processes take turns on 2 cores" in told
@@ -108,7 +109,7 @@ def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_p
     told = CliRunner().invoke(main, ["plan.json", "--dry-run", "--steps", "7"])
     assert told.exit_code == 0
     assert "warning: " in told.output
-    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    monkeypatch.setattr(findings, "usable_cores", lambda: 3)
     assert dry_run(plan, settings, "run").warnings == ()
 
 
