@@ -80,9 +80,9 @@ def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
 
 def place_of(where: Path, at: int | None) -> str:
     """The mini-batch at which the run goes on, in words; `at`: the one asked for."""
-    from ...runtime.checkpoint.start import newest_checkpoint
+    from ...runtime.records.run_dir import RunDir
 
-    found = newest_checkpoint(where)
+    found = RunDir(where).checkpoints.newest()
     if found is None:
         return "its beginning: it has no checkpoint yet"
     return f"mini-batch {at or int(found.name)} on"
@@ -90,9 +90,9 @@ def place_of(where: Path, at: int | None) -> str:
 
 def how_to_go_on(where: Path) -> str:
     """How to resume a run that was stopped, in words; empty without a checkpoint."""
-    from ...runtime.checkpoint.start import newest_checkpoint
+    from ...runtime.records.run_dir import RunDir
 
-    found = newest_checkpoint(where)
+    found = RunDir(where).checkpoints.newest()
     if found is None:
         return ""
     return f"its newest checkpoint is {found}; go on with tp-run --resume --run-dir {where}"

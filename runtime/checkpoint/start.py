@@ -456,10 +456,3 @@ def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
     for name, mine in runner.prepared.model.unused.items():
         if name in weights and weights[name].shape == mine.shape:
             write(mine, weights[name])
-
-
-def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """A run's newest checkpoint; None: it has none yet."""
-    where = RunDir(run_dir)
-    places = where.checkpoints.places()
-    return where.checkpoints.folder(places[-1]) if places else None

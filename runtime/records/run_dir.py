@@ -203,6 +203,11 @@ class Checkpoints:
             return []
         return sorted(place for place in found if place is not None)
 
+    def newest(self) -> Path | None:
+        """The last one; None: there is none yet."""
+        places = self.places()
+        return self.folder(places[-1]) if places else None
+
     def later(self, settings: RunSettings) -> list[int]:
         """The places after the one that a run goes on from."""
         return [place for place in self.places() if place > (settings.resume_at or 0)]
