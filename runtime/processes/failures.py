@@ -1,4 +1,4 @@
-"""Error messages of a failed run: which worker, where it was, and who waited for it."""
+"""Error messages of a failed run: which worker, where it was, who waited, and who says so."""
 
 from __future__ import annotations
 
@@ -7,13 +7,74 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
+from ...profiles.errors import TimeprestError
+from ..communication.channel import PeerError
 from ..records.status import WorkerStatus
+
+if TYPE_CHECKING:
+    from .store import Membership
 
 Statuses = Mapping[int, WorkerStatus]
 """By rank; those that are out of reach are missing."""
+
+
+def line_of_all(membership: Membership, error: TimeprestError) -> str | None:
+    """What to say of a failure here; None: another worker says what there is to say. Raises
+    RuntimeError where the store is gone."""
+    membership.fail()
+    message = str(error)
+    if isinstance(error, PeerError):
+        message = _blamed(membership, message)
+    else:
+        rank = membership.launched.rank
+        message += circumstances(settled(membership.known, rank), rank)
+    return message if membership.reports() else None
+
+
+def line_alone(membership: Membership, error: TimeprestError) -> str:
+    """The same where the store can't be reached."""
+    here, rank = membership.in_files(), membership.launched.rank
+    if isinstance(error, PeerError):
+        return blame(here, rank, str(error), stopped_ranks(here))
+    return f"{error}{circumstances(here, rank)}"
+
+
+def line_when_asked(membership: Membership, how: str) -> str | None:
+    """What to say where this worker is asked to end, mostly because another has died. `how`: it is
+    asked. Returns and raises as `line_of_all`."""
+    membership.fail()
+    if membership.store.add("told", 0):
+        return None
+    gone = [r for r, s in membership.here(membership.known()).items() if is_gone(s.pid)]
+    if gone:
+        statuses = settled(membership.known, gone[0])
+        label, around = statuses[gone[0]].label, circumstances(statuses, gone[0])
+        how = f"{label} has died; {membership.launched.by} says how{around}"
+    return how if membership.reports() else None
+
+
+def _blamed(membership: Membership, message: str) -> str:
+    """Leave it to others to tell for a while, and see who says nothing at all."""
+    before, end = membership.beats(), time.monotonic() + GRACE_S
+    while time.monotonic() < end and not membership.store.add("told", 0):
+        time.sleep(_LOOK_S)
+    statuses = membership.known()
+    here, after = membership.here(statuses), membership.beats()
+    silent = [
+        rank
+        for rank, beat in before.items()
+        # Of this host's workers, more is known than that.
+        if after[rank] == beat
+        and rank not in here
+        and not membership.store.check([f"failing/{rank}"])
+    ]
+    gone = [rank for rank, status in here.items() if is_gone(status.pid)]
+    rank = membership.launched.rank
+    return blame(statuses, rank, message, stopped_ranks(here), silent or gone)
 
 
 def blame(
@@ -72,9 +133,13 @@ def limit_reached(words: str) -> str:
     return "; this user's processes, threads or memory have come to a limit (ulimit -a shows them)"
 
 
+GRACE_S = 2.0
+"""What a worker that only waited in vain leaves to the one that knows the cause, and what a
+process gets to end when it is asked to."""
+
 SETTLE_S = 1.0
 """What the others get to come to their waits for a worker that has failed. Shorter than what they
-leave it to say why (`rendezvous.GRACE_S`)."""
+leave it to say why (`GRACE_S`)."""
 
 _LOOK_S = 0.05
 

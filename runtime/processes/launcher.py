@@ -1,7 +1,7 @@
 """The local launcher: starts the worker processes of a run on this machine, as torchrun does.
 
 Each process runs the same entry with the same environment variables as under torchrun, and meets
-the others at a store which the launcher holds (`rendezvous`); it listens on the loopback device
+the others at a store which the launcher holds (`store`); it listens on the loopback device
 alone. When one worker fails, the launcher ends the others within seconds; when the launcher dies,
 the system ends them.
 """
@@ -23,10 +23,10 @@ from ..records.progress import Observer, Tail
 from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
-from .failures import circumstances, how_it_ended, last_words, limit_reached, settled
-from .rendezvous import GRACE_S, Failure, LocalStore, MayGoOn
+from .failures import GRACE_S, circumstances, how_it_ended, last_words, limit_reached, settled
 from .secret import SECRET_VARIABLE
 from .start import WORKER, WorkerProcess, end_processes, start_process
+from .store import Failure, Going, LocalStore
 
 LOOK_S = 0.1
 """Between two looks at the workers."""
@@ -58,10 +58,10 @@ def launch(
         start.over |= tail.poll()
         start.poll()
 
-    def going(at: MayGoOn) -> bool:
+    def going(mini_batches: int, checkpoint: bool) -> bool:
         # What it is to decide by was written before.
         tail.poll()
-        return observer.drained(at.mini_batches, checkpoint=at.checkpoint)
+        return observer.drained(mini_batches, checkpoint=checkpoint)
 
     asked = going if observer.waited_for else None
     run_workers(WORKER, run_dir, labels, poll, asked, task=task, libraries=libraries)
@@ -110,7 +110,7 @@ def run_workers(
     where: RunDir,
     labels: Sequence[str],
     poll: Callable[[], None],
-    going: Callable[[MayGoOn], bool] | None = None,
+    going: Going | None = None,
     *,
     task: bytes | None = None,
     libraries: Sequence[str] = (),

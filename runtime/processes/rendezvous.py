@@ -1,10 +1,10 @@
-"""Rendezvous of a run's workers: a store, heartbeats over it, and the error message of a failure.
+"""Rendezvous of a run's workers: barriers and gathers over a store, and how each worker ends.
 
 Every worker has a thread that posts twice a second what it is at, and that ends the process when
 another worker has failed, or when the launcher asks it to end. Of all workers one says why the run
 failed: the one that knows the cause, or, where all have only waited in vain, the first of them,
-which follows the waits to the culprit (`blame`). A store behind a broken network answers nothing
-and fails nothing, for a quarter of an hour: no end of a worker waits for it.
+which follows the waits to the culprit (`failures.blame`). A store behind a broken network answers
+nothing and fails nothing, for a quarter of an hour: no end of a worker waits for it.
 """
 
 from __future__ import annotations
@@ -13,75 +13,37 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
-import torch.distributed as dist
 
 from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import describe_error
 from ..communication.channel import PeerError
-from ..communication.signed_store import ForeignEntryError, Secret, SignedStore
-from ..records.status import WorkerStatus, read_statuses
-from .environment import LOOPBACK, Launched, take_signals
-from .failures import Statuses, blame, circumstances, is_gone, limit_reached, settled, stopped_ranks
-from .secret import OPEN_TO_ALL, SECRET_VARIABLE, new_secret, take_secret
-
-ARRIVAL_S = 120.0
-"""Longest wait for a worker to come at all: hosts may start one after another."""
+from ..communication.signed_store import ForeignEntryError, Secret
+from ..records.status import WorkerStatus
+from .environment import Launched, take_signals
+from .failures import GRACE_S, line_alone, line_of_all, line_when_asked, stopped_ranks
+from .secret import OPEN_TO_ALL, take_secret
+from .store import ARRIVAL_S, POLL_S, Failure, Membership, connect, status_in
 
 SILENCE_S = 30.0
 """Longest time that a worker that has come may be silent while the others wait for it."""
 
 BEAT_S = 0.5
-POLL_S = 0.05
-GRACE_S = 2.0
-"""What a worker that only waited in vain leaves to the one that knows the cause, and what a
-process gets to end when it is asked to."""
-
 ENDING_S = 5.0
 """Longest way from a wait in vain to the end of the process."""
 
 STORE_S = 3.0
 """What the store gets to answer a worker that ends, beside `GRACE_S`."""
 
-NAME = "timeprest"
-
-_ASKED, _GO_ON, _TASK = "asked", b"go on", "task"
-
 T = TypeVar("T")
-
-
-class Failure(NamedTuple):
-    """Why a run failed, as the worker that reports says it.
-
-    Attributes:
-        waited: it only waited for another worker in vain.
-    """
-
-    message: str
-    exit_code: int = 1
-    waited: bool = False
-
-
-class MayGoOn(NamedTuple):
-    """What a worker asks the launcher where the pipeline has drained: whether to go on.
-
-    Attributes:
-        mini_batches: of the run that are done.
-        checkpoint: one has been written there.
-    """
-
-    mini_batches: int
-    checkpoint: bool
 
 
 class Rendezvous:
@@ -90,8 +52,6 @@ class Rendezvous:
     Attributes:
         launched: how this worker was started.
         open_to_all: a line that nobody has given the workers a secret; empty where somebody has.
-        status: what this worker is at.
-        statuses: folder of the workers' statuses on this host, once there is one.
         silence_s: longest silence of the store that a run over several hosts bears.
     """
 
@@ -110,14 +70,6 @@ class Rendezvous:
         self.open_to_all = OPEN_TO_ALL if secret is None else ""
         self._say = say
         self.rank = launched.rank
-        first = WorkerStatus(
-            rank=self.rank,
-            name=f"{name} {self.rank}",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        self.status: Callable[[], WorkerStatus] = lambda: first
-        self.statuses: Path | None = None
         self.silence_s = SILENCE_S
         self._began = self._answered = time.monotonic()
         self._leaving = threading.Event()
@@ -126,12 +78,11 @@ class Rendezvous:
         self._saying = threading.Lock()
         self._printing, self._said = threading.Lock(), False
         serves, secret = not launched.agent_store and self.rank == 0, secret or Secret(b"")
-        self.store = _connect(launched, secret, serve=serves)
+        self.store = connect(launched, secret, serve=serves)
         # A wait of one thread on a store keeps the others from it.
-        self._own = _connect(launched, secret, serve=False)
-        self._count = 0
-        self._questions = 0
-        self._beat()
+        self._own = connect(launched, secret, serve=False)
+        self._membership = Membership(self._own, launched, f"{name} {self.rank}")
+        self._membership.beat()
         threading.Thread(target=self._watch, daemon=True).start()
         if not launched.one_host:
             threading.Thread(target=self._end_when_alone, daemon=True).start()
@@ -156,7 +107,7 @@ class Rendezvous:
             if isinstance(error, Exception):
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
-            self.fail(RunError(f"{self.status().name}: {describe_error(error)}"))
+            self.fail(RunError(f"{self._membership.status().name}: {describe_error(error)}"))
             self.leave(1)
         self.leave(0)
 
@@ -167,10 +118,10 @@ class Rendezvous:
             status: what it is at; `statuses`: folder of all statuses of this host.
             silence_s: longest silence of the store.
         """
-        self.status, self.statuses = status, statuses
+        self._membership.status, self._membership.statuses = status, statuses
         self.silence_s = max(SILENCE_S, silence_s)
         with contextlib.suppress(RuntimeError):
-            self._beat()
+            self._membership.beat()
 
     def gather(self, what: str, mine: bytes = b"") -> list[bytes]:
         """What each worker says to `what`, by rank; waits for all. Raises PeerError."""
@@ -199,7 +150,7 @@ class Rendezvous:
         if seen != beat:
             beats[rank] = (beat, now)
         elif now - since > SILENCE_S:
-            host = _decode(beat).host
+            host = status_in(beat).host
             raise PeerError(
                 f"rank {rank} on {host}: nothing came for {SILENCE_S:g} s while waiting for "
                 f"{what!r}"
@@ -208,42 +159,6 @@ class Rendezvous:
     def share(self, what: str, mine: str) -> str:
         """What rank 0 says to `what`, for all. Raises PeerError."""
         return self.gather(what, mine.encode())[0].decode()
-
-    def is_asked(self) -> bool:
-        """Whether the launcher wants to be asked where the pipeline drains. Raises PeerError."""
-        try:
-            return bool(self.store.check([_ASKED]))
-        except RuntimeError as error:
-            raise PeerError(f"rank {self.rank}: the launcher is gone") from error
-
-    def ask(self, question: MayGoOn, within_s: float) -> bool:
-        """Whether the launcher says to go on. Raises PeerError when it doesn't answer in time."""
-        end = time.monotonic() + within_s
-        try:
-            self.store.set(f"question/{self._questions}", msgspec.json.encode(question))
-            while not self.store.check([f"answer/{self._questions}"]):
-                if time.monotonic() > end:
-                    raise PeerError(
-                        f"rank {self.rank}: the launching process gave no answer within "
-                        f"{within_s:g} s after mini-batch {question.mini_batches}: a callback of "
-                        "the run takes too long; give a longer timeout_s"
-                    )
-                time.sleep(POLL_S)
-            answer = self.store.get(f"answer/{self._questions}")
-        except RuntimeError as error:
-            raise PeerError(f"rank {self.rank}: the launcher is gone") from error
-        self._questions += 1
-        return answer == _GO_ON
-
-    def task(self) -> bytes | None:
-        """A task that the launcher sends, since no file has it; None: each finds it by its name.
-
-        Raises PeerError, and ForeignEntryError where somebody else has sent one.
-        """
-        try:
-            return self.store.get(_TASK) if self.store.check([_TASK]) else None
-        except RuntimeError as error:
-            raise PeerError(f"rank {self.rank}: the launcher is gone") from error
 
     def check_same(self, what: dict[str, str]) -> None:
         """Raise UserError, on all workers, when they don't agree on all of this."""
@@ -262,10 +177,10 @@ class Rendezvous:
         """Let all workers know, and tell the user if this one is to: one line from one of all."""
         self._failing.set()
         try:
-            line = self._within(GRACE_S + STORE_S, lambda: self._line_of_all(error))
+            line = self._within(GRACE_S + STORE_S, lambda: line_of_all(self._membership, error))
         except RuntimeError:
             # Better said on every host than not at all.
-            line = f"rank {self.rank}: {self._line_alone(error)}"
+            line = f"rank {self.rank}: {line_alone(self._membership, error)}; {self._no_store()}"
         if line is not None:
             _note_for_torchrun(line)
             self.say(Failure(line, error.exit_code, isinstance(error, PeerError)))
@@ -285,26 +200,6 @@ class Rendezvous:
             except OSError:
                 with contextlib.suppress(RuntimeError):
                     self._within(STORE_S, lambda: self._own.add("told", -1))
-
-    def _line_of_all(self, error: TimeprestError) -> str | None:
-        """What to say of a failure here; None: another worker says what there is to say."""
-        self._own.set(f"failing/{self.rank}", b"")
-        self._own.add("failed", 1)
-        message = str(error)
-        if isinstance(error, PeerError):
-            message = self._blame(message)
-        else:
-            message += circumstances(settled(self._statuses, self.rank), self.rank)
-        return None if self._own.add("told", 1) > 1 else message
-
-    def _line_alone(self, error: TimeprestError) -> str:
-        """The same where the store can't be reached."""
-        here = self._here(read_statuses(self.statuses)) if self.statuses is not None else {}
-        if isinstance(error, PeerError):
-            said = blame(here, self.rank, str(error), stopped_ranks(here))
-        else:
-            said = f"{error}{circumstances(here, self.rank)}"
-        return f"{said}; {self._no_store()}"
 
     def _no_store(self) -> str:
         at = f"{self.launched.address}:{self.launched.port}"
@@ -331,48 +226,12 @@ class Rendezvous:
     def _end_the_stopped(self) -> None:
         """A worker of this host that stands still can't end when asked, and keeps the rest."""
         try:
-            here = self._within(STORE_S, lambda: self._here(self._statuses()))
+            here = self._within(STORE_S, lambda: self._membership.here(self._membership.known()))
         except RuntimeError:
             return
         for rank in stopped_ranks(here) - {self.rank}:
             with contextlib.suppress(OSError):
                 os.kill(here[rank].pid, signal.SIGKILL)
-
-    def _blame(self, message: str) -> str:
-        """Leave it to others to tell for a while, and see who says nothing at all."""
-        before = self._beats()
-        end = time.monotonic() + GRACE_S
-        while time.monotonic() < end and not self._own.add("told", 0):
-            time.sleep(0.05)
-        statuses = self._statuses()
-        here = self._here(statuses)
-        after = self._beats()
-        silent = [
-            rank
-            for rank, beat in before.items()
-            # Of this host's workers, more is known than that.
-            if after[rank] == beat and rank not in here and not self._has(f"failing/{rank}")
-        ]
-        gone = [rank for rank, status in here.items() if is_gone(status.pid)]
-        return blame(statuses, self.rank, message, stopped_ranks(here), silent or gone)
-
-    def _has(self, key: str) -> bool:
-        return bool(self._own.check([key]))
-
-    def _beats(self) -> dict[int, bytes]:
-        keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
-        return {rank: self._own.get(key) for rank, key in keys.items() if self._has(key)}
-
-    def _here(self, statuses: Statuses) -> dict[int, WorkerStatus]:
-        host = self.status().host
-        return {rank: status for rank, status in statuses.items() if status.host == host}
-
-    def _statuses(self) -> dict[int, WorkerStatus]:
-        """What is known of all: exactly on this host, of the others as last told."""
-        found = {rank: _decode(beat) for rank, beat in self._beats().items()}
-        if self.statuses is not None:
-            found.update(self._here(read_statuses(self.statuses)))
-        return found
 
     def leave(self, code: int) -> NoReturn:
         """End this process at once: whatever waits for another worker mustn't keep it alive, nor
@@ -399,15 +258,10 @@ class Rendezvous:
 
     # Threads ---------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
-        self._count += 1
-        text = msgspec.json.encode(self.status())
-        self._own.set(f"beat/{self.rank}", f"{self._count} ".encode() + text)
-
     def _watch(self) -> None:
         while not self._leaving.wait(BEAT_S):
             try:
-                self._beat()
+                self._membership.beat()
                 failed = self._own.add("failed", 0) > 0
                 self._answered = time.monotonic()
             except RuntimeError:
@@ -424,7 +278,7 @@ class Rendezvous:
             if self._failing.wait(POLL_S):
                 return False
             try:
-                if self._has("said"):
+                if self._own.check(["said"]):
                     end = min(end, time.monotonic() + BEAT_S)
             except RuntimeError:
                 # The store has gone with rank 0: that is what there is to say, if anything.
@@ -444,7 +298,7 @@ class Rendezvous:
         self._failing.set()
         with self._saying:
             try:
-                line = self._within(STORE_S, lambda: self._line_when_asked(how))
+                line = self._within(STORE_S, lambda: line_when_asked(self._membership, how))
             except RuntimeError:
                 if failing:
                     # Another thread knows why, and ends the process.
@@ -453,19 +307,6 @@ class Rendezvous:
             if line is not None:
                 self.say(Failure(line))
         self.leave(1)
-
-    def _line_when_asked(self, line: str) -> str | None:
-        self._own.set(f"failing/{self.rank}", b"")
-        self._own.add("failed", 1)
-        if self._own.add("told", 0):
-            return None
-        statuses: Statuses = self._statuses()
-        gone = [rank for rank, s in self._here(statuses).items() if is_gone(s.pid)]
-        if gone:
-            statuses = settled(self._statuses, gone[0])
-            label, around = statuses[gone[0]].label, circumstances(statuses, gone[0])
-            line = f"{label} has died; {self.launched.by} says how{around}"
-        return None if self._own.add("told", 1) > 1 else line
 
     def _end_when_alone(self) -> None:
         """A worker that waits for nobody wouldn't find out that the network is gone."""
@@ -481,102 +322,6 @@ class Rendezvous:
 
 def _wake(*_: object) -> None:
     """The number of the signal has been written into the pipe."""
-
-
-class LocalStore:
-    """The store of a local run, which its launcher holds; nothing beyond this host reaches it.
-
-    Attributes:
-        port: where it listens on the loopback device.
-        secret: that the workers must have, as their environment says it.
-    """
-
-    def __init__(self) -> None:
-        self._server = _serve(LOOPBACK, 0)
-        self.port = self._server.port
-        self.secret = new_secret()
-        launched = Launched("torchrun", 0, 1, LOOPBACK, self.port, agent_store=True)
-        secret = take_secret(launched, {SECRET_VARIABLE: self.secret})
-        assert secret is not None
-        self._space = _name_space(self._server, secret, launched.attempt)
-        self._answered = 0
-
-    def be_asked(self) -> None:
-        """Have the workers ask where the pipeline drains (`Rendezvous.ask`)."""
-        self._space.set(_ASKED, b"")
-
-    def give_task(self, content: bytes) -> None:
-        """Have the workers take this for the task (`Rendezvous.task`)."""
-        self._space.set(_TASK, content)
-
-    def answer(self, going: Callable[[MayGoOn], bool]) -> None:
-        """Answer a worker's question, if there is one."""
-        if self._space.check([f"question/{self._answered}"]):
-            text = self._space.get(f"question/{self._answered}")
-            going_on = going(msgspec.json.decode(text, type=MayGoOn))
-            self._space.set(f"answer/{self._answered}", _GO_ON if going_on else b"")
-            self._answered += 1
-
-    def failure(self) -> Failure | None:
-        """Why the run failed, as a worker says; None: none does, and from now on none will."""
-        told_before = self._space.add("told", 1) > 1
-        end = time.monotonic() + GRACE_S
-        while told_before and time.monotonic() < end:
-            if self._space.check(["said"]):
-                return msgspec.json.decode(self._space.get("said"), type=Failure)
-            time.sleep(POLL_S)
-        return None
-
-
-def _connect(launched: Launched, secret: Secret, *, serve: bool) -> SignedStore:
-    at, bound = (launched.address, launched.port), timedelta(seconds=ARRIVAL_S)
-    try:
-        store = (
-            _serve(*at) if serve else dist.TCPStore(*at, None, False, bound, wait_for_workers=False)  # type: ignore[attr-defined]
-        )
-    except RuntimeError as error:
-        raise PeerError(
-            f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
-            f"(MASTER_ADDR, MASTER_PORT) within {ARRIVAL_S:g} s"
-        ) from error
-    return _name_space(store, secret, launched.attempt)
-
-
-def _name_space(store: dist.Store, secret: Secret, attempt: int) -> SignedStore:  # type: ignore[name-defined]
-    return SignedStore(store, secret).below(f"{NAME}/{attempt}")
-
-
-def _serve(address: str, port: int) -> dist.TCPStore:  # type: ignore[name-defined]
-    """A store that listens at that address and at no other; port 0: at a free one."""
-    try:
-        family, _, _, _, at = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(at)
-        listening.listen(2048)
-    except OSError as error:
-        raise UserError(
-            f"rank 0 can't listen at {address}:{port} (MASTER_ADDR, MASTER_PORT): {error.strerror}"
-        ) from None
-    try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            listening.getsockname()[1],
-            None,
-            True,
-            timedelta(seconds=ARRIVAL_S),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-    except RuntimeError as error:
-        words = " ".join(str(error).split())
-        raise RunError(
-            f"the store at which workers meet can't be started: {words[:200]}{limit_reached(words)}"
-        ) from None
-
-
-def _decode(beat: bytes) -> WorkerStatus:
-    return msgspec.json.decode(beat.split(b" ", 1)[1], type=WorkerStatus)
 
 
 def _note_for_torchrun(message: str) -> None:

@@ -53,7 +53,7 @@ from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
 from .same_data import compare_evaluation, compare_lengths, compare_training
 
-Barrier = Callable[[], None]
+Barrier = Callable[[], object]
 
 EVALUATION_AHEAD = 8
 """Messages that a worker of one stage may have under way to each peer while it evaluates."""

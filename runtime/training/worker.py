@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...profiles.errors import RunError
 from ...profiles.measuring.process_settings import end_with_parent, keep_freed_memory
 from ...profiles.tasks.objects import give_bytes
-from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
+from ..communication.all_reduce import ALL_WORKERS, stage_group
 from ..communication.channel import START_S, PeerError
 from ..communication.opening import WorkerTransport, open_transport
 from ..communication.transport import (
@@ -37,8 +37,8 @@ from ..prepare.workers import Worker, workers_of
 from ..processes import watchdog
 from ..processes.environment import launched_by, other_users, own_sockets, use_interface
 from ..processes.locks import as_worker
-from ..processes.rendezvous import ENDING_S, MayGoOn, Rendezvous
-from ..records.metrics import StageReport
+from ..processes.rendezvous import ENDING_S, Rendezvous
+from ..processes.store import LaunchingProcess
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from ..records.status import StatusFile
@@ -46,11 +46,8 @@ from .loop import load_samples, stage_runner, train
 from .warm_up import warm_up
 
 if TYPE_CHECKING:
+    from ..records.metrics import StageReport
     from ..settings import RunSettings
-
-LOADING = "loading its data"
-WARMING_UP = "loading what its GPU needs"
-MEETING = "meeting the others"
 
 
 def main(arguments: list[str]) -> None:
@@ -59,36 +56,18 @@ def main(arguments: list[str]) -> None:
 
     def work() -> None:
         plan, settings = run_dir.read()
-        task = rendezvous.task()
+        launching = LaunchingProcess(rendezvous.store, rendezvous.rank, settings.timeout_s)
+        task = launching.task()
         if task is not None:
             give_bytes(settings.task, task)
         status = status_for(run_dir, workers_of(plan)[rendezvous.rank], settings, rendezvous)
         keep_freed_memory()
         use_interface(rendezvous.launched)
         with as_worker(run_dir.path):
-            observer = Observer()
-            if rendezvous.is_asked():
-                observer = AsksLauncher(rendezvous, settings.timeout_s)
+            observer = launching if launching.is_asked() else Observer()
             train_worker(prepare(plan, settings), run_dir, rendezvous, status, observer)
 
     rendezvous.run(work)
-
-
-class AsksLauncher(Observer):
-    """Asks the launcher, which tells the run's callbacks, whether to go on."""
-
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        self._rendezvous = rendezvous
-        self._timeout_s = timeout_s
-
-    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
-        """Ask. Raises PeerError when no answer comes in time."""
-        # The other workers wait for this one, as long as that.
-        within_s = _SHARE * self._timeout_s
-        return self._rendezvous.ask(MayGoOn(mini_batches, checkpoint), within_s)
-
-
-_SHARE = 0.9
 
 
 def join(launcher: int, name: str = "rank") -> Rendezvous:
@@ -151,26 +130,30 @@ def train_worker(
         runners.append(stage_runner(where, prepared, replica, opened.channels, shared, device))
         runners[-1].notes.status, messages = status, runners[-1].messages
         messages.transport, messages.not_by_ipc = opened.transport, opened.why_not
-    status.begin(LOADING)
+    status.begin("loading its data")
     load_samples(runners)
     if device.type == "cuda":
-        status.begin(WARMING_UP)
+        status.begin("loading what its GPU needs")
         for runner in runners:
             warm_up(runner)
     with _with_others(prepared, worker, status, "waiting for the others to load"):
         dist.monitored_barrier(timeout=bound)
 
+    def summed(number: float, group: str = ALL_WORKERS) -> float:
+        """Over the group's workers."""
+        tensor = torch.tensor([number], dtype=torch.float32)
+        try:
+            opened.sums.start(group, [tensor]).wait()
+        except PeerError as error:
+            raise PeerError(f"{worker.name}: {error}") from error
+        return tensor.item()
+
     def agree(yes: bool) -> bool:
-        against = torch.tensor([float(not yes)], dtype=torch.float32)
-        _reduce(worker, opened.sums, ALL_WORKERS, against)
-        return not against.item()
+        return not summed(float(not yes))
 
-    def barrier(group: str) -> None:
-        _reduce(worker, opened.sums, group, torch.zeros(1, dtype=torch.float32))
-
+    of_all = partial(summed, 0.0)
     # Those that share one of its stages share all of them.
-    of_stage = partial(barrier, stage_group(worker.stages[0]))
-    of_all = partial(barrier, ALL_WORKERS)
+    of_stage = partial(summed, 0.0, stage_group(worker.stages[0]))
     reports = train(where, runners, observer, of_all, of_stage, agree)
     status.begin("the end", worker.name)
     of_all()
@@ -217,20 +200,13 @@ def _with_others(
     prepared: Prepared, worker: Worker, status: StatusFile, failing: str
 ) -> Iterator[None]:
     """Do what this worker waits for all others in. Raises PeerError where torch's fails."""
-    status.begin(MEETING)
+    status.begin("meeting the others")
     status.wait([other.rank for other in prepared.workers if other != worker])
     try:
         yield
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: {failing}: {error}") from error
     status.go_on()
-
-
-def _reduce(worker: Worker, all_reduce: ProcessAllReduce, group: str, tensor: torch.Tensor) -> None:
-    try:
-        all_reduce.start(group, [tensor]).wait()
-    except PeerError as error:
-        raise PeerError(f"{worker.name}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -70,7 +70,6 @@ imports 20 runtime/training/worker.py
 lines 69 planner/costs/recomputation.py _steps
 lines 62 planner/simulator/clock.py SimulatedClock.__init__
 methods 24 planner/search/local_search/neighbours.py Neighbours
-methods 31 runtime/processes/rendezvous.py Rendezvous
 parameters 9 api.py resume
 parameters 10 api.py run
 parameters 9 planner/partition/dp/cost_tables.py stage_loads

@@ -22,7 +22,7 @@ from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.objects import as_bytes, give, give_bytes, name_of
 from timeprest.profiles.zoo.digits import Digits
 from timeprest.runtime.communication.signed_store import ForeignEntryError, Secret, SignedStore
-from timeprest.runtime.processes.rendezvous import Rendezvous
+from timeprest.runtime.processes.store import LaunchingProcess
 from timeprest.runtime.records.progress import read_losses
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -225,14 +225,15 @@ def test_what_cannot_be_sent_is_told_in_one_line(monkeypatch, tmp_path):
 
 
 def test_a_worker_takes_nothing_but_what_the_launcher_sent():
-    rendezvous, under = object.__new__(Rendezvous), dist.HashStore()
-    rendezvous.rank, rendezvous.store = 0, SignedStore(under, Secret(b"ours"))
-    assert rendezvous.task() is None
-    rendezvous.store.set("task", b"the task")
-    assert rendezvous.task() == b"the task"
+    under = dist.HashStore()
+    store = SignedStore(under, Secret(b"ours"))
+    launching = LaunchingProcess(store, 0, 1.0)
+    assert launching.task() is None
+    store.set("task", b"the task")
+    assert launching.task() == b"the task"
     under.set("task", b"another")
     with pytest.raises(ForeignEntryError, match="'task' in the run's store has no signature"):
-        rendezvous.task()
+        launching.task()
 
 
 @pytest.mark.parametrize(

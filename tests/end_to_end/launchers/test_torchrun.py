@@ -298,11 +298,11 @@ ASKED_WHILE_FAILING = """
 import os, signal, time
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.processes.environment import Launched
-from timeprest.runtime.processes.rendezvous import Rendezvous
+from timeprest.runtime.processes import rendezvous
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 launched = Launched("torchrun", 0, 1, "127.0.0.1", store.port, one_host=True, agent_store=True)
-mine = Rendezvous(launched, print)
+mine = rendezvous.Rendezvous(launched, print)
 mine.end_when_asked()
 
 def no_answer(*_):
@@ -311,7 +311,7 @@ def no_answer(*_):
     time.sleep(0.5)
     raise RuntimeError
 
-mine._line_of_all = no_answer
+rendezvous.line_of_all = no_answer
 
 def work():
     raise RunError("the cause")

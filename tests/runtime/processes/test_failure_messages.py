@@ -12,7 +12,7 @@ import pytest
 from helpers.paths import ROOT
 from timeprest.cli.errors import errors_as_lines
 from timeprest.profiles.errors import RunError
-from timeprest.runtime.processes import rendezvous
+from timeprest.runtime.processes import store
 from timeprest.runtime.processes.failures import (
     blame,
     circumstances,
@@ -176,9 +176,9 @@ def test_a_store_that_can_start_no_thread_is_one_line(monkeypatch):
     def none(*_, **__):
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(rendezvous.dist, "TCPStore", none)
+    monkeypatch.setattr(store.dist, "TCPStore", none)
     with pytest.raises(RunError, match=r"can't be started: Resource temporarily unavailable; this"):
-        rendezvous.LocalStore()
+        store.LocalStore()
 
 
 def test_a_command_that_comes_to_a_limit_ends_in_a_line(capsys):

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.runtime.processes import environment, rendezvous, secret
+from timeprest.runtime.communication.signed_store import ForeignEntryError
+from timeprest.runtime.processes import environment, secret
 from timeprest.runtime.processes.environment import Launched, other_users, own_sockets
 from timeprest.runtime.processes.secret import take_secret
+from timeprest.runtime.processes.store import LocalStore
 from timeprest.runtime.records.progress import Observer
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -130,10 +132,10 @@ def test_hosts_with_different_secrets_are_told_so_in_a_line():
 
 
 def test_who_reaches_the_launchers_store_cannot_speak_for_it():
-    store = rendezvous.LocalStore()
+    store = LocalStore()
     stranger = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     stranger.set("timeprest/0/question/0", b'{"mini_batches":1,"checkpoint":true}')
-    with pytest.raises(rendezvous.ForeignEntryError, match="'timeprest/0/question/0' in the run's"):
+    with pytest.raises(ForeignEntryError, match="'timeprest/0/question/0' in the run's"):
         store.answer(lambda asked: True)
 
 

@@ -13,7 +13,7 @@ from timeprest import Callback, EarlyStopping, Stop, Trainer
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.runtime.checkpoint.checkpoint import Saved
 from timeprest.runtime.communication.channel import PeerError
-from timeprest.runtime.processes.rendezvous import LocalStore, MayGoOn, Rendezvous
+from timeprest.runtime.processes.store import LaunchingProcess, LocalStore
 from timeprest.runtime.records.events import EvaluationDone, RunBegun
 from timeprest.runtime.records.progress import read_epochs, read_losses
 from timeprest.runtime.records.run_dir import RunDir
@@ -169,19 +169,20 @@ def test_evaluations_of_an_epoch_that_went_on_are_where_they_were(plan, short_ep
 
 def test_answers_of_callbacks_come_in_time_or_the_run_ends():
     store, answers = dist.HashStore(), []
-    local, worker = object.__new__(LocalStore), object.__new__(Rendezvous)
+    local, worker = object.__new__(LocalStore), LaunchingProcess(store, 1, 1.0)
     local._space, local._answered = store, 0
-    worker.store, worker.rank, worker._questions = store, 1, 0
     assert not worker.is_asked()
     local.be_asked()
     assert worker.is_asked()
     for going in (True, False):
+        worker._within_s = 0.01
         message = r"no answer within 0\.01 s after mini-batch 7: a callback"
         with pytest.raises(PeerError, match=message):
-            worker.ask(MayGoOn(7, checkpoint=True), 0.01)
-        local.answer(lambda asked, going=going: answers.append(asked) or going)
-        assert worker.ask(MayGoOn(7, checkpoint=True), 1.0) == going
-    assert answers == [MayGoOn(7, checkpoint=True)] * 2
+            worker.drained(7, checkpoint=True)
+        local.answer(lambda *asked, going=going: answers.append(asked) or going)
+        worker._within_s = 1.0
+        assert worker.drained(7, checkpoint=True) == going
+    assert answers == [(7, True)] * 2
 
 
 def test_python_leaves_torchrun_to_the_command(plan, short_epochs, tmp_path, monkeypatch):
