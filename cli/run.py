@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -13,7 +13,6 @@ import msgspec
 from ..planner.plan import read_plan
 from ..profiles.errors import UserError
 from ..profiles.measuring.process_settings import without_collections
-from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from ..runtime.processes.start import WORKER, load_ahead
 from ..runtime.settings import settings_of
@@ -28,11 +27,8 @@ from .options import (
 from .options.command import command, refuse
 from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers
-from .run_commands.rank import one_rank_reports, rendezvous_at_hand
+from .run_commands.rank import check_launched, has_restarted, one_rank_reports, rendezvous_at_hand
 from .run_commands.resume import adjusted, check_resumable, read_run
-
-if TYPE_CHECKING:
-    from ..runtime.processes.rendezvous import Rendezvous
 
 
 @command(
@@ -82,7 +78,7 @@ def main(
     if dry_run or checks:
         which = "dry run" if dry_run else "check"
         refuse(("max_restarts",), f"a {which} isn't started again; leave it out")
-    if not resume and rendezvous is not None and _restarted(rendezvous, run_dir):
+    if not resume and rendezvous is not None and has_restarted(rendezvous.launched, run_dir):
         # The launcher repeats the command with which the run was begun.
         resume, asked["epochs"], asked["steps"] = True, None, None
     elif resume:
@@ -107,14 +103,7 @@ def main(
         plan = read_plan(plan_path)
         settings = settings_of(plan, asked)
     if rendezvous is not None:
-        check_world_size(rendezvous.launched, plan.workers)
-        if inline or checks:
-            raise UserError(
-                f"--{'inline' if inline else 'check'}: not under "
-                f"{rendezvous.launched.by}: start tp-run by itself"
-            )
-        if max_restarts:
-            raise UserError("--max-restarts: is torchrun's own option there, or srun's --requeue")
+        check_launched(rendezvous.launched, plan, inline, checks, max_restarts)
     with Bar(plan.variant, quiet=quiet or as_json or rendezvous is not None) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
@@ -147,11 +136,6 @@ def main(
             max_restarts=max_restarts,
         )
         train(job, as_json=as_json, quiet=quiet, verbose=verbose)
-
-
-def _restarted(rendezvous: Rendezvous, run_dir: str | None) -> bool:
-    begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
-    return rendezvous.launched.attempt > 0 and begun
 
 
 if __name__ == "__main__":

@@ -6,17 +6,19 @@ import functools
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...profiles.errors import RunError, TimeprestError
+from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.measuring.process_settings import end_with_parent
-from ...runtime.processes.environment import launched_by
+from ...runtime.processes.environment import Launched, check_world_size, launched_by
 from ..errors import F, log, why_unprinted
 from ..options.command import GroupedCommand
 
 if TYPE_CHECKING:
+    from ...planner.plan import Plan
     from ...runtime.processes.rendezvous import Rendezvous
 
 _SILENT_S = 1.0
@@ -82,6 +84,25 @@ def rendezvous_at_hand() -> Rendezvous | None:
     """The rendezvous with the other workers; None where this command starts the workers itself."""
     found: Rendezvous | None = click.get_current_context().obj
     return found
+
+
+def has_restarted(launched: Launched, run_dir: str | None) -> bool:
+    """Whether the launcher has started all workers anew, of a run that had begun."""
+    begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
+    return launched.attempt > 0 and begun
+
+
+def check_launched(
+    launched: Launched, plan: Plan, inline: bool, checks: bool, max_restarts: int
+) -> None:
+    """Raise UserError for what torchrun or srun can't start as one of a plan's workers."""
+    check_world_size(launched, plan.workers)
+    if inline or checks:
+        raise UserError(
+            f"--{'inline' if inline else 'check'}: not under {launched.by}: start tp-run by itself"
+        )
+    if max_restarts:
+        raise UserError("--max-restarts: is torchrun's own option there, or srun's --requeue")
 
 
 def _let_rank_0_report(code: int) -> None:

@@ -48,7 +48,6 @@ attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 imports 22 api.py
 imports 19 cli/notebook/views.py
-imports 16 cli/run.py
 imports 19 planner/evaluate.py
 imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
