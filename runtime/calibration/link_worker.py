@@ -35,9 +35,8 @@ from ..communication.transport import IPC, IPC_AND_NCCL
 from ..prepare.devices import device_of, gpu_count
 from ..prepare.messages import message_series
 from ..processes.environment import use_interface
-from ..processes.rendezvous import Rendezvous
+from ..processes.rendezvous import Rendezvous, join
 from ..records.growing_file import GrowingFile
-from ..training.worker import join
 from .links import (
     ALL_REDUCE,
     FAR_TIMEOUT_S,

@@ -24,11 +24,12 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from ...profiles.errors import RunError, TimeprestError, UserError
+from ...profiles.measuring.process_settings import end_with_parent
 from ...profiles.tasks.hooks import describe_error
 from ..communication.channel import PeerError
 from ..communication.signed_store import ForeignEntryError, Secret
 from ..records.status import WorkerStatus
-from .environment import Launched, take_signals
+from .environment import Launched, launched_by, take_signals
 from .failures import GRACE_S, line_alone, line_of_all, line_when_asked, stopped_ranks
 from .secret import OPEN_TO_ALL, take_secret
 from .store import ARRIVAL_S, POLL_S, Failure, Membership, connect, status_in
@@ -318,6 +319,27 @@ class Rendezvous:
                 line = f"rank {self.rank}: {self._no_store()} Silent for {silent_s:.0f} s"
                 self.say(Failure(line))
                 self.leave(1)
+
+
+def join(launcher: int, name: str = "rank") -> Rendezvous:
+    """Join the processes that our own launcher has started.
+
+    Args:
+        launcher: its process, with which this one ends.
+        name: what these processes are called in messages.
+    """
+    end_with_parent(launcher)
+    # The launcher says that a worker was killed, and by which signal.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launched = launched_by(os.environ)
+    assert launched is not None
+    return Rendezvous(launched, _log, name)
+
+
+def _log(line: str) -> None:
+    """Of a full disk the launcher is told all the same."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def _wake(*_: object) -> None:

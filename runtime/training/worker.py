@@ -8,8 +8,6 @@ a rank runs, `workers_of` says.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...profiles.errors import RunError
-from ...profiles.measuring.process_settings import end_with_parent, keep_freed_memory
+from ...profiles.measuring.process_settings import keep_freed_memory
 from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, stage_group
 from ..communication.channel import START_S, PeerError
@@ -35,9 +33,9 @@ from ..prepare.devices import own_device
 from ..prepare.prepare import Prepared, prepare
 from ..prepare.workers import Worker, workers_of
 from ..processes import watchdog
-from ..processes.environment import launched_by, other_users, own_sockets, use_interface
+from ..processes.environment import other_users, own_sockets, use_interface
 from ..processes.locks import as_worker
-from ..processes.rendezvous import ENDING_S, Rendezvous
+from ..processes.rendezvous import ENDING_S, Rendezvous, join
 from ..processes.store import LaunchingProcess
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
@@ -68,27 +66,6 @@ def main(arguments: list[str]) -> None:
             train_worker(prepare(plan, settings), run_dir, rendezvous, status, observer)
 
     rendezvous.run(work)
-
-
-def join(launcher: int, name: str = "rank") -> Rendezvous:
-    """Join the processes that our own launcher has started.
-
-    Args:
-        launcher: its process, with which this one ends.
-        name: what these processes are called in messages.
-    """
-    end_with_parent(launcher)
-    # The launcher says that a worker was killed, and by which signal.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    launched = launched_by(os.environ)
-    assert launched is not None
-    return Rendezvous(launched, _log, name)
-
-
-def _log(line: str) -> None:
-    """Of a full disk the launcher is told all the same."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr)
 
 
 def status_for(

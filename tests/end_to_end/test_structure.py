@@ -53,7 +53,7 @@ imports 18 planner/search/answer/diagnosis.py
 imports 17 planner/search/defaults.py
 imports 21 planner/search/solve.py
 imports 20 profiles/measuring/measure.py
-imports 17 runtime/calibration/link_worker.py
+imports 16 runtime/calibration/link_worker.py
 imports 16 runtime/calibration/overhead.py
 imports 18 runtime/checkpoint/start.py
 imports 20 runtime/prepare/prepare.py
