@@ -296,20 +296,16 @@ class CheckpointWriter:
         where: RunDir,
         plan: Plan,
         settings: RunSettings,
-        agree: Agree = bool,
-        logs: Mapping[int, Sequence[GrowingFile]] | None = None,
+        agree: Agree,
+        logs: Mapping[int, Sequence[GrowingFile]],
     ) -> None:
-        """
-        Args:
-            agree: by default, this process has all workers.
-            logs: by the replicas' numbers, what those of this process write.
-        """
+        """`logs`: by the replicas' numbers, what those of this process write."""
         self.where = where
         self.variant = plan.variant
         self.plan, self.settings = plan_checksum(plan), settings_checksum(settings)
         self.keep = settings.keep_checkpoints
         self.agree = agree
-        self.logs = logs or {}
+        self.logs = logs
         self._attributes: dict[str, Any] = {}
         # A run that was killed may have left some.
         for path in where.checkpoints.path.glob(".*"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -52,8 +52,6 @@ from ..stage.memory import out_of_memory
 from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
 from .same_data import compare_evaluation, compare_lengths, compare_training
-
-Barrier = Callable[[], object]
 
 EVALUATION_AHEAD = 8
 """Messages that a worker of one stage may have under way to each peer while it evaluates."""
@@ -114,16 +112,15 @@ def train(
     where: RunDir,
     runners: Sequence[StageRunner],
     observer: Observer,
-    barrier: Barrier = lambda: None,
-    replica_barrier: Barrier = lambda: None,
     agree: Agree = bool,
+    replicas_agree: Agree = bool,
 ) -> list[StageReport]:
     """Take the runners of this process through the whole training, and write what they leave.
 
     Args:
         observer: is told of progress, where one of them is the one that reports.
-        barrier, replica_barrier: as of `Course`.
-        agree: whether all workers say yes; by default, this process has all of them.
+        agree: whether all workers say yes, waited for; `replicas_agree`: the other replicas of this
+            process's stages; by default, this process has all of them.
     """
     prepared = runners[0].prepared
     more = prepared.settings.resumed
@@ -147,7 +144,7 @@ def train(
     checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
     try:
         told = metrics or Observer()
-        course = Course(runners, told, barrier, replica_barrier, checkpoints, agree)
+        course = Course(runners, told, agree, replicas_agree, checkpoints)
         course.run()
     except BaseException:
         for file in chain(*files.values()):
@@ -174,25 +171,20 @@ class Course:
         self,
         runners: Sequence[StageRunner],
         observer: Observer,
-        barrier: Barrier,
-        replica_barrier: Barrier,
-        checkpoints: CheckpointWriter | None = None,
         agree: Agree = bool,
+        replicas_agree: Agree = bool,
+        checkpoints: CheckpointWriter | None = None,
     ) -> None:
         """
         Args:
-            barrier: waits for all workers.
-            replica_barrier: waits for the other replicas of this process's stages.
+            agree, replicas_agree: as of `train`.
             checkpoints: writes those that the segments ask for; None: there are none.
-            agree: as of `train`.
 
         Raises FileError when the run starts from a checkpoint or weights that can't be used.
         """
         self.runners = runners
         self.prepared = runners[0].prepared
         self.observer = observer
-        self.barrier = barrier
-        self.replica_barrier = replica_barrier
         self._periods_s = [array("d") for _ in runners]
         # Of runs that write them down, they are read at the end: there may be many.
         self._stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
@@ -200,6 +192,7 @@ class Course:
         self.done = 0
         self._checkpoints = checkpoints
         self._agree = agree
+        self._replicas_agree = replicas_agree
         self._orders: dict[int, Schedule] = {}
         self._posts: dict[tuple[int, int], Sequence[Post]] = {}
         replicas, shares = self.prepared.replicas, self.prepared.distribution.shares
@@ -244,8 +237,8 @@ class Course:
     def _run(self) -> None:
         compare_lengths(self.runners)
         compared: int | None = None
-        # Before the others, `agree` has all workers wait for each other.
-        self.barrier()
+        # Before the other segments, all wait for each other to hear whether to go on.
+        self._agree(True)
         for segment in self.prepared.segments:
             if segment.first < self.done:
                 continue
@@ -431,7 +424,7 @@ class Course:
                         runner.evaluate(op.mini_batch, metrics, ahead)
             if not k % EVALUATION_AHEAD:
                 # So that nobody's wait is as long as the whole evaluation.
-                self.replica_barrier()
+                self._replicas_agree(True)
         for runner in self.runners:
             runner.notes.finish()
         return metrics.figures(self.prepared.task) if metrics.samples else {}

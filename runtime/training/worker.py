@@ -116,24 +116,19 @@ def train_worker(
     with _with_others(prepared, worker, status, "waiting for the others to load"):
         dist.monitored_barrier(timeout=bound)
 
-    def summed(number: float, group: str = ALL_WORKERS) -> float:
-        """Over the group's workers."""
-        tensor = torch.tensor([number], dtype=torch.float32)
+    def agree(yes: bool, group: str = ALL_WORKERS) -> bool:
+        against = torch.tensor([float(not yes)], dtype=torch.float32)
         try:
-            opened.sums.start(group, [tensor]).wait()
+            opened.sums.start(group, [against]).wait()
         except PeerError as error:
             raise PeerError(f"{worker.name}: {error}") from error
-        return tensor.item()
+        return not against.item()
 
-    def agree(yes: bool) -> bool:
-        return not summed(float(not yes))
-
-    of_all = partial(summed, 0.0)
     # Those that share one of its stages share all of them.
-    of_stage = partial(summed, 0.0, stage_group(worker.stages[0]))
-    reports = train(where, runners, observer, of_all, of_stage, agree)
+    replicas_agree = partial(agree, group=stage_group(worker.stages[0]))
+    reports = train(where, runners, observer, agree, replicas_agree)
     status.begin("the end", worker.name)
-    of_all()
+    agree(True)
     opened.channels.end()
     dist.destroy_process_group()
     return reports

@@ -64,7 +64,7 @@ def try_training(prepared: Prepared) -> list[str]:
             )
         ]
         introduce(runners)
-        Course(runners, Observer(), lambda: None, lambda: None).run()
+        Course(runners, Observer()).run()
         if settings.checkpoint_every != 0:
             try_checkpoint(runners)
         return try_figures(prepared.task, *trial.latest, metrics=settings.evaluate)

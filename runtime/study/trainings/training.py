@@ -102,7 +102,7 @@ def _train_plan(prepared: Prepared, recorder: _CurveRecorder, evaluator: _Evalua
         for runner in runners:
             if runner.replica.leads:
                 runner.stage.hooks.insert(_Followed(runner, evaluator))
-    Course(runners, recorder, lambda: None, lambda: None).run()
+    Course(runners, recorder).run()
 
 
 class _Followed(StageHooks):
