@@ -155,7 +155,8 @@ def even_replicas(
     """For each number of stages up to `most`, what the busiest replica has to do, about, and the
     positions of stages' devices that leave it least; of a row of devices, of which some may be left
     out. How far so many stages on the first devices get under a bound is known from how far one
-    stage less does, and a bound is the least under which all groups are reached.
+    stage less does, and a bound is the least under which all groups are reached. Numbers of stages
+    are left out where fewer come as far on fewer devices.
 
     Args:
         work_s: of each group, [n].
@@ -185,7 +186,7 @@ def even_replicas(
             left_out = further[:, p - 1] >= further[:, p]
             further[left_out, p], replicas[left_out, p] = further[left_out, p - 1], 0
         took.append(replicas)
-        under = np.flatnonzero((further[:, -1] == groups) & (reach[:, -1] < groups))
+        under = np.flatnonzero(further[:, -1] == groups)
         if len(under):
             k = int(under[0])
             found.append((float(bounds_s[k, 0]), _places([each[k].tolist() for each in took])))

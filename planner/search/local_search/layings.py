@@ -25,8 +25,8 @@ Lying: TypeAlias = tuple[tuple[int, ...], ...]
 _MOST_COUNTED = 16
 """Stages at the most, where each may have its own number of replicas."""
 
-_MOST_EVEN = 3
-"""Of numbers of stages, those that are as even as any."""
+_MOST_EVEN = 8
+"""Of numbers of stages, those whose busiest replica has least to do."""
 
 
 def layings_of(near: Neighbours, branch: Branch | PlacedBranch) -> Iterator[Lying]:

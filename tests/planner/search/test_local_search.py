@@ -138,10 +138,17 @@ def test_replicas_are_where_they_leave_the_busiest_one_least_to_do(data):
         assert busiest(places) <= about_s * (1 + 1e-6)
         found[len(places)] = about_s
     least = {s: min(map(busiest, rows(s)), default=inf) for s in range(1, min(groups, devices) + 1)}
-    # A number of stages is left out where fewer are as good.
+    # A number of stages is left out where fewer are as good on fewer devices.
     for stages, least_s in least.items():
         within = min(about for s, about in found.items() if s <= stages)
         assert within <= least_s * 1.025 * (1 + 1e-6)
+
+
+def test_plans_begin_with_more_stages_though_fewer_share_the_work_as_evenly():
+    """One stage on all devices shares it best, but sums all gradients."""
+    found = even_replicas([1.0] * 8, [1.0] * 4, [None] * 4, [1, 2, 4], 4)
+    assert [len(places) for _, places in found] == [1, 2, 3, 4]
+    assert found[2][1] in {((0, 1), (2,), (3,)), ((0,), (1, 2), (3,)), ((0,), (1,), (2, 3))}
 
 
 def test_stages_with_much_work_begin_with_more_replicas():
