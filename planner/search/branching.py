@@ -208,6 +208,7 @@ def _too_many_stages(relaxation: Relaxation, stages: int, counts: Sequence[int])
 
 
 def check_request(question: Question, request: SearchRequest) -> None:
+    """Raise PlanError for what can't be asked for of this question."""
     if not 0 <= request.tolerance < 1:
         raise PlanError(f"--tolerance {request.tolerance:.0%}: give a share from 0% to below 100%")
     if request.recompute not in RECOMPUTE:
@@ -223,6 +224,7 @@ def check_request(question: Question, request: SearchRequest) -> None:
 
 
 def deadline_of(request: SearchRequest) -> float | None:
+    """When a search that begins now ends, by `time.monotonic`, in s; None: there is no limit."""
     return None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
 
 
@@ -248,6 +250,7 @@ def _most_stages(question: Question, relaxation: Relaxation, asked: int | None) 
 def pins_of(
     relaxation: Relaxation, asked: Sequence[tuple[str, int]], most_stages: int
 ) -> tuple[tuple[int, int], ...]:
+    """(layer's position, stage) of layers that are pinned by their names. Raises PlanError."""
     position = relaxation.graph.position
     for name, stage in asked:
         if name not in position:
