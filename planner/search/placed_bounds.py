@@ -136,14 +136,10 @@ class PlacedBounds:
             chains = self.chains(branch)
             self._bound(branch, chains if chains is not path else None)
 
-    def _bound(
-        self, branch: PlacedBranch, chains: Chains | None, periods: int = PERIODS
-    ) -> list[tuple[int, ...]]:
-        """Bound a branch by chains. Returns cuts that come near to it. `periods`: that are asked
-        about."""
-        if chains is None:
-            return []
-        return self._solved(branch, chains, periods, holds=True).cuts
+    def _bound(self, branch: PlacedBranch, chains: Chains | None) -> None:
+        """Bound a branch by chains."""
+        if chains is not None:
+            self._solved(branch, chains, PERIODS, holds=True)
 
     def _along_path(self, branch: PlacedBranch) -> Chains | None:
         """Of what is known along the path alone; None: it would take long, or layers are pinned."""

@@ -44,7 +44,6 @@ PARTICIPLES = {"Enough", "Foretold", "Given", "Reached", "Seen"}
 """Words that don't name a thing, in class names."""
 
 BROKEN = """
-attributes 21 planner/partition/dp/cost_tables.py PairCosts
 attributes 24 planner/simulator/clock.py SimulatedClock
 imports 22 api.py
 imports 19 cli/notebook/views.py

@@ -328,9 +328,21 @@ class PairCosts:
                 flight += np.outer(self.remade[0, :, number], row)
                 once -= np.outer(self.remade[1, :, number], row)
             once += lower + upper
-        if self.workspace is not None:
-            once += self.inside.largest(self.workspace, below, above)
-        return once, flight
+        return once + self.workspace_between(below, above), flight
+
+    def workspace_between(self, below: int, above: Positions) -> Vector:
+        """The largest working set of a layer, in bytes, [B]; 0 where none is known."""
+        if self._workspace is None:
+            return np.zeros(len(above))
+        return self.inside.largest(self._workspace, below, above)
+
+    @cached_property
+    def _workspace(self) -> Vector | None:
+        """Of each group of layers, [G]."""
+        needed, groups = self.problem.workspace_bytes, self.inside.groups
+        if needed is None:
+            return None
+        return np.array([max(needed[j] for j in members(g)) for g in groups])
 
     def _sum_bytes(self) -> None:
         problem = self.problem
@@ -356,11 +368,6 @@ class PairCosts:
         own = (np.array(numbers)[:, None] == np.arange(remade)).astype(np.float64)
         once = np.array([mode.remade_once for mode in problem.modes])
         self.remade = np.array([own, own * once[:, None]])
-        self.workspace: Vector | None = None
-        if problem.workspace_bytes is not None:
-            needed = problem.workspace_bytes
-            groups = self.inside.groups
-            self.workspace = np.array([max(needed[j] for j in members(g)) for g in groups])
 
     def _sums_of(self, tensors: Sequence[Counted]) -> TensorSums | None:
         costly = [t for t in tensors if any(t[1]) or any(t[2])]

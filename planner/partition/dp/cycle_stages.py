@@ -308,15 +308,11 @@ class StageTable:
 
     def workspace(self, stages: Stages) -> Vector:
         """The largest working set of a layer of some stages, in bytes, [p]; 0 without limits."""
-        inside, found = self._costs.inside, np.zeros(stages.count)
-        of_layers = self.problem.loads.workspace_bytes
-        if of_layers is None:
-            return found
-        largest = np.array([of_layers[[*members(group)]].max() for group in inside.groups])
+        found = np.zeros(stages.count)
         begins = np.flatnonzero(np.diff(stages.below, prepend=-1))
         for low, high in pairwise([*begins.tolist(), stages.count]):
             below, above = int(stages.below[low]), stages.above[low:high]
-            found[low:high] = inside.largest(largest, below, above)
+            found[low:high] = self._costs.workspace_between(below, above)
         return found
 
     # What goes over a border -------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...costs.stage_costs import RECEIVES_AHEAD
 from ...schedules.interleaved import rows_of
+from ...schedules.schedules import has_row
 from ...systems.operations import BACKWARD, BACKWARDS, FORWARD, FORWARDS, Row, Rows
 from ...systems.variants import Variant
 
@@ -75,7 +76,7 @@ def moments(
         linked: every stage waits for the one behind it. Where it doesn't, it may be done before
             that begins.
     """
-    if variant.schedule == "interleaved":
+    if has_row(variant):
         row = next(row for row in order_of(devices, micro_batches) if devices[row[1][0]] == d)
         return _in_sequence(row, len(devices), keeps=keeps)
     if not linked:

@@ -295,7 +295,7 @@ class Rows:
         forwards = [at for at, step in enumerate(way) if step.measure == _FORWARD]
         if self.variant.forwards_first:
             return {forwards[-1]: n}
-        if self.variant.schedule != "interleaved":
+        if not self.relaxation.in_sequence:
             return {}
         ahead = [0] * stages
         for kinds, turns in order_of(devices, self._n):
@@ -365,7 +365,7 @@ class Rows:
         variant, stages = self.variant, len(devices)
         if variant.forwards_first or variant.schedule == "v-shaped":
             return None
-        if variant.schedule != "interleaved":
+        if not self.relaxation.in_sequence:
             return [stages if variant.split_backward else stages - s for s in range(stages)]
         kept, held = [1] * stages, [0] * stages
         for kinds, turns in order_of(devices, self._n):
