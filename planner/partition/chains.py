@@ -200,7 +200,7 @@ class _Terms:
         self.in_memory = np.append(self.in_memory, np.zeros(len(more), dtype=np.bool_))
 
     def forget(self) -> None:
-        """Those that came up."""
+        """Remove the terms that came up."""
         self.within, self.in_memory = self.within[: self.given], self.in_memory[: self.given]
 
     def begin_as(self, other: _Terms) -> None:
@@ -221,7 +221,7 @@ class _Terms:
         return np.where(self.in_memory, target, 1.0)
 
     def most(self, target: float) -> Vector:
-        """Of each, below a period, [K]."""
+        """The most that each term may be below a period, [K]: that, or a whole memory."""
         return np.where(self.in_memory, 1.0, target) * _ROUNDING
 
     def at_least(self, weights: Vector, least: float, target: float) -> float:
@@ -451,7 +451,7 @@ class Chains:
         return bool(more)
 
     def _growing(self, rows: Sequence[_Row]) -> int:
-        """Of how many terms no stage's part is below 0."""
+        """How many terms, from the first one on, have no negative part at any stage."""
         return self._terms.given if self._apart(rows) else len(self._terms.within)
 
     def _apart(self, rows: Sequence[_Row]) -> bool:
@@ -462,7 +462,7 @@ class Chains:
         return any(which[row.which].any() for row in rows)
 
     def _alone(self, rows: Sequence[_Row], target: float) -> list[_Row]:
-        """Stages that alone make no term longer."""
+        """Rows without the links that by themselves make a term longer than the target."""
         growing, found = self._growing(rows), []
         most = self._terms.most(target)[:growing, None]
         for s, row in enumerate(rows):

@@ -114,8 +114,8 @@ class Choice:
 
 
 def unforeseen(question: Question, choice: Choice) -> bool:
-    """Whether it can't be counted how far predictions look ahead (`prediction_distances`): no
-    gradient comes back to a stage from a later one of its device."""
+    """Whether a "round-trip" horizon has no prediction distance (`prediction_distances`): no path
+    of gradients leads from some later stage of a device back to an earlier one."""
     if question.system.horizon != "round-trip":
         return False
     stage_of = {name: s for s, names in enumerate(choice.nodes) for name in names}

@@ -86,7 +86,7 @@ _THINNED_SHARE = 0.4
 
 
 class _Way(NamedTuple):
-    """How a branch's cuts are looked at.
+    """A branch, and what its dynamic program assumes of plans; key of `CycleSearch`'s caches.
 
     Attributes:
         every_mode, share: as of `cycle_problem`.
@@ -165,7 +165,7 @@ class CycleSearch:
             yield way._replace(replicated=True)
 
     def _program(self, way: _Way) -> CriticalCycles:
-        """Of a branch that is covered. Raises OutOfBudget when the time is over."""
+        """The dynamic program of `way`, cached. Raises OutOfBudget when the time is over."""
         if way not in self._programs:
             problem = _problem(self.search, way)
             assert problem is not None
@@ -173,7 +173,7 @@ class CycleSearch:
         return self._programs[way]
 
     def _table(self, way: _Way) -> StageTable:
-        """One for all numbers of stages, from the largest on; and one for those with replicas."""
+        """Cached stages with costs, one table for all stage counts; another one with replicas."""
         search, n = self.search, way.branch.micro_batches
         alike = (part for b in search.branches if b.micro_batches == n for part in self._parts(b))
         largest = max(alike, key=lambda part: part.stages or 0)
@@ -259,11 +259,11 @@ class CycleSearch:
                     break
 
     def _bounded(self, way: _Way, low_s: float) -> float:
-        """What no plan is below; plans of the cut that comes to that, where there is any that is
-        better than the best plan.
+        """A lower bound on the periods of `way`'s plans, in s. Plans of the cut that it is from, if
+        that may be better than the best plan, go into `found`.
 
         Args:
-            low_s: what none is below anyway.
+            low_s: a lower bound that is known before.
         """
         search, n = self.search, way.branch.micro_batches
         large = _is_large(self.search, way)
@@ -435,8 +435,8 @@ def _positions(search: SearchState, steps: Sequence[CycleStep]) -> tuple[tuple[i
 
 
 def _raise(search: SearchState, branch: Branch, bound_s: float) -> None:
-    """No plan of a branch is below that; of equal devices in any sequence, as links count as the
-    fastest ones, or whatever machines they are between."""
+    """Raise a branch's lower bound; on equal devices also the one for any sequence of them, since
+    links count there as the fastest, or as if machines came in any sequence."""
     search.bounds[branch] = max(search.bounds[branch], bound_s)
     if search.question.cluster.uniform:
         search.anywhere[branch] = max(search.anywhere.get(branch, 0.0), bound_s)
@@ -497,7 +497,7 @@ def _problem(search: SearchState, way: _Way) -> CycleProblem | None:
 
 
 def _hoped_s(search: SearchState, branch: Branch) -> tuple[float, int]:
-    """What a branch's best plan takes, about: to begin with the most promising one."""
+    """Sort key: an ideal period in s, work shared out and a flush's round trip; then N."""
     seconds, n = search.relaxation.seconds, branch.micro_batches
     whole_s = seconds.shared_out_s(n)
     if search.relaxation.variant.flushes:
@@ -506,7 +506,7 @@ def _hoped_s(search: SearchState, branch: Branch) -> tuple[float, int]:
 
 
 def _is_large(search: SearchState, way: _Way) -> bool:
-    """Whether tables take long; those of thinned ones hardly less then."""
+    """Whether stages · downsets² is above `_LARGE`: tables take long then, thinned ones too."""
     assert isinstance(search.source, DpSource)
     stages, size = way.branch.stages or search.most_stages, search.source.lattice.size
     return stages * size**2 > _LARGE
@@ -515,7 +515,7 @@ def _is_large(search: SearchState, way: _Way) -> bool:
 def _lacks(
     program: CriticalCycles, before: Sequence[float], cut: CycleCut, over: Sequence[tuple[int, int]]
 ) -> tuple[float, ...]:
-    """Per stage, bytes that it needs besides what is known of it; where it was seen to.
+    """Per stage, bytes to take off its memory, so that a cut whose plan was over won't fit.
 
     Args:
         before: what was known of that; empty: nothing.

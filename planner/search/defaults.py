@@ -291,7 +291,7 @@ def choosing(plan: Plan, *lines: str) -> Plan:
 
 
 def _as_it_is(plan: Plan, profile: Profile) -> Plan:
-    """A plan that might have copies; where it has none, as one that mustn't."""
+    """A plan with `tied` set to "together", if its cut takes no tied layers apart."""
     nodes, devices = zip(*((stage.nodes, stage.devices) for stage in plan.stages), strict=True)
     if misplaced(profile, nodes, devices, "together") is not None:
         return plan
@@ -300,7 +300,7 @@ def _as_it_is(plan: Plan, profile: Profile) -> Plan:
 
 
 def _beside(plan: Plan, other: SolverReport, profile: Profile) -> Plan:
-    """The plan, where others were looked at, too: as little is proven, and as hurried."""
+    """The plan with the lower bound, and the reason to stop, that hold for two searches at once."""
     solver = plan.solver
     bound_s = min(other.bound_s, solver.bound_s)
     optimal = solver.objective_s <= bound_s * SAME

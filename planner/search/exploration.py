@@ -503,10 +503,8 @@ def _prove(search: SearchState, cycles: CycleSearch) -> None:
 
 
 def _placed(search: SearchState, problem: StageProblem, cuts: Iterable[Cut]) -> Iterator[Cut]:
-    """Cuts on all devices that make a difference; those that come on several come once.
-
-    Machines make one that loads needn't tell.
-    """
+    """Each cut once, in every placement below the best period that differs in kinds of devices, or
+    in which of them share a machine: loads needn't tell those apart."""
     seen: set[tuple[tuple[int, int], ...]] = set()
     for cut in cuts:
         stages = tuple((stage.layers, stage.option) for stage in cut.stages)

@@ -232,14 +232,14 @@ def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, 
 
 
 def _ahead(search: SearchState, guess: _Guess) -> int:
-    """Micro-batches of a replica, where it runs forwards while it waits for its first backward."""
+    """`each` of `period_of`: micro-batches of a replica in 1F1B that flushes, else 1."""
     one_by_one = search.relaxation.variant.schedule == "1f1b-flush"
     return guess.branch.micro_batches // (guess.replicas or 1) if one_by_one else 1
 
 
 def _waits(search: SearchState, problem: StageProblem) -> bool:
-    """Whether periods are other than loads: the pipeline runs empty, and what stages compute again
-    holds up all others, or some run more forwards ahead than others."""
+    """Whether `period_of` corrects the largest load: the pipeline flushes, and stages may recompute
+    while others wait, or run different numbers of forwards ahead (1F1B)."""
     variant = search.relaxation.variant
     several = len({mode.name for mode in problem.modes}) > 1
     return variant.flushes and (several or variant.schedule == "1f1b-flush")

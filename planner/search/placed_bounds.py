@@ -95,7 +95,7 @@ class PlacedBounds:
         self._before: dict[PlacedBranch, Chains] = {}
 
     def share_out(self, branches: int) -> None:
-        """So many branches are bounded."""
+        """Set `share` for bounds of so many branches."""
         self.share = max(_BOUND_SHARE / max(branches, 1), _LEAST_SHARE)
 
     def cuts(self, branch: PlacedBranch) -> list[tuple[int, ...]]:
@@ -110,7 +110,7 @@ class PlacedBounds:
         return self._solved(branch, chains, holds=soon).cuts
 
     def cuts_like(self, branch: PlacedBranch, standing: Standing) -> list[tuple[int, ...]]:
-        """The same within the memory for what a plan's stages have in flight."""
+        """As `cuts`, within memory for what an evaluated plan's stages have in flight: a guess."""
         rows = self.rows(branch.micro_batches, "all" if self._soon(branch, _ROUNDS) else "few")
         if rows is None:
             return []
@@ -125,7 +125,7 @@ class PlacedBounds:
         return links <= max(self._most_links, _FEW_LINKS)
 
     def bound_soon(self, branch: PlacedBranch) -> None:
-        """Bound a branch by what is soon known."""
+        """Bound a branch by the layers of one path alone (`_along_path`), where that is quick."""
         self._bound(branch, self._along_path(branch))
 
     def bound(self, branch: PlacedBranch) -> None:
@@ -158,10 +158,10 @@ class PlacedBounds:
         *,
         holds: bool = False,
     ) -> Found:
-        """The bound of chains, of those below the best plan. Raises OutOfBudget.
+        """A lower bound on chains' periods, up to the best plan's. Raises OutOfBudget.
 
         Args:
-            holds: they are all of the branch, which is bounded so.
+            holds: they stand for all plans of the branch, whose bound is raised to it.
         """
         bounds, most = self.search.bounds, self._most_links
         if holds and self.relaxation.in_sequence:
@@ -177,7 +177,7 @@ class PlacedBounds:
 
     @property
     def _most_links(self) -> float:
-        """That may be gone through for one bound."""
+        """Links, stages between two places, that one bound may go through by its effort."""
         return max(self.search.budget.effort * self.share, 1) * _PER_OPERATION
 
     def chains(self, branch: PlacedBranch) -> Chains | None:
@@ -208,8 +208,8 @@ class PlacedBounds:
         return source.lattice if isinstance(source, DpSource) else None
 
     def rows(self, micro_batches: int, places: Places = "all") -> Rows | None:
-        """What plans with so many cost; None where not all places to cut are known, or they are too
-        many. Raises OutOfBudget."""
+        """Terms of plans with so many micro-batches, cached; None without a lattice, or where
+        `places` is "all" and it is too large or not complete. Raises OutOfBudget."""
         lattice, budget, key = self.lattice, self.search.budget, (micro_batches, places)
         if lattice is None:
             return None

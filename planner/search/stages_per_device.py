@@ -143,7 +143,7 @@ class PlacedSearch:
             bounds[branch] = max(bounds.get(branch, 0.0), least_s)
 
     def _forget(self) -> None:
-        """There are no other branches than those that have bounds."""
+        """Drop the bounds of all other branches (`PlacedBranch(N)`): there are no others."""
         for n in self._counts:
             self.search.bounds.pop(PlacedBranch(n), None)
 
@@ -401,8 +401,8 @@ class PlacedSearch:
             search.bounds[branch] = max(search.bounds[branch], known_s)
 
     def _try_ways(self, branch: PlacedBranch, downsets: Sequence[int], load_s: float) -> float:
-        """Try a cut with each way of recomputation at all stages. Returns what others aren't below:
-        where it fits with everything kept, they are no faster."""
+        """Try a cut with each way of recomputation, the same at all stages, unless it fits with
+        everything kept. Returns a lower bound on the periods of its plans that weren't tried."""
         search, ways, n = self.search, self.relaxation.recompute, branch.micro_batches
         unresolved = float("inf")
         for way in ways:

@@ -107,10 +107,10 @@ class Budget:
 
     @contextmanager
     def part(self, share: float, *, besides: bool = False) -> Iterator[None]:
-        """Within it no more may be spent than so much of what there is.
+        """A context that may spend this share of the effort and of the time that are left.
 
         Args:
-            besides: the effort comes on top; what follows has as much as without it.
+            besides: its effort isn't taken from what follows.
         """
         deadline, left, rest = self.deadline, self.seconds_left, self.effort
         mine = int(self.effort * share)
@@ -126,7 +126,7 @@ class Budget:
 
     @contextmanager
     def time_part(self, share: float) -> Iterator[None]:
-        """Within it no more time may be spent than so much of what there is; effort as without."""
+        """A context that may take this share of the time left, and all the effort."""
         deadline, left = self.deadline, self.seconds_left
         self.deadline = None if left is None else time.monotonic() + left * share
         try:
@@ -137,7 +137,7 @@ class Budget:
 
     @contextmanager
     def on_top(self, effort: int) -> Iterator[None]:
-        """Within it so much may be spent; what follows has as much as without it."""
+        """A context with so much effort of its own, which isn't taken from what follows."""
         rest, self.effort = self.effort, effort
         try:
             yield
@@ -150,7 +150,7 @@ class Budget:
             raise self.over()
 
     def over(self) -> OutOfBudget:
-        """What ends a part of the search whose time is over."""
+        """Mark the search as `hurried`; returns the error for a part whose time is over."""
         self.hurried = True
         return OutOfBudget("time limit")
 

@@ -196,7 +196,7 @@ class MessageRoute:
         return total
 
     def _slots(self, micro_batches: Sequence[int]) -> slice | None:
-        """Where its micro-batches are among a worker's, if not everywhere."""
+        """The slice of `micro_batches` that the route is for; None: all of them."""
         here = [k for k, i in enumerate(micro_batches) if i in self.micro_batches]
         if len(here) == len(micro_batches):
             return None

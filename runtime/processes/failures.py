@@ -36,7 +36,7 @@ def line_of_all(membership: Membership, error: TimeprestError) -> str | None:
 
 
 def line_alone(membership: Membership, error: TimeprestError) -> str:
-    """The same where the store can't be reached."""
+    """As `line_of_all`, by the status files of this host alone: the store can't be reached."""
     here, rank = membership.in_files(), membership.launched.rank
     if isinstance(error, PeerError):
         return blame(here, rank, str(error), stopped_ranks(here))
@@ -58,7 +58,7 @@ def line_when_asked(membership: Membership, how: str) -> str | None:
 
 
 def _blamed(membership: Membership, message: str) -> str:
-    """Leave it to others to tell for a while, and see who says nothing at all."""
+    """Wait up to `GRACE_S` for another worker to report; then `blame` by statuses and beats."""
     before, end = membership.beats(), time.monotonic() + GRACE_S
     while time.monotonic() < end and not membership.store.add("told", 0):
         time.sleep(_LOOK_S)

@@ -146,13 +146,13 @@ class StageGradients:
         self.asks_losses = self._skips or replica.count > 1
 
     def leaves_out(self, loss: float) -> bool:
-        """Whether a mini-batch with this loss counts nowhere."""
+        """Whether `--on-nan skip` leaves a mini-batch with this loss out of the mean loss."""
         return self._skips and not math.isfinite(loss)
 
     def complete(
         self, mini_batch: int, losses: list[float] | None, *, counts: bool
     ) -> Generator[None, None, Completed]:
-        """Make gradients what the optimizer steps with; pause as `StageRunner.steps`.
+        """All-reduce, check and clip the gradients of an update; pause as `StageRunner.steps`.
 
         Args:
             mini_batch: counted over the run, for messages.

@@ -83,7 +83,7 @@ class Slot:
         graphs: by kind of operation.
         inlets: names of inputs that other stages want gradients of.
         back: these gradients, where there are any.
-        leads: what the backward of each tensor in `into` comes to.
+        leads: per tensor in `into`, the parameters and inlets that its gradient reaches.
     """
 
     values: dict[str, Tensor]
@@ -462,7 +462,7 @@ class Graphs:
     def _replay_backward(
         self, micro: MicroBatchInSlot, grads: OutputGradients, k: int
     ) -> set[Leaf]:
-        """Returns what gradients came to."""
+        """Replay a backward; returns the parameters and inlets that its gradients reach."""
         slot, found = micro.slot, set[Leaf]()
         for name, into in slot.into.items():
             if name == _LOSS:
@@ -484,8 +484,8 @@ class Graphs:
     # Gradients ---------------------------------------------------------------------------------
 
     def _begin_sums(self, *, several: bool) -> dict[int, Tensor]:
-        """Have the graphs' sums go on from gradients that there are. Of `several` micro-batches,
-        which are added up with one another first, returns those to be added then, by position."""
+        """Set the captured sums to the parameters' gradients, to −0 where there are none. With
+        `several` micro-batches all begin at −0, and those to add then are returned by position."""
         before, empty = dict[int, Tensor](), list[Tensor]()
         for k, (p, own) in enumerate(zip(self._weights.every, self._sums, strict=True)):
             if p.grad is None or several:
@@ -500,7 +500,7 @@ class Graphs:
         return before
 
     def _end_sums(self, before: Mapping[int, Tensor], found: set[Leaf]) -> None:
-        """The parameters have the sums that something was added to."""
+        """Give parameters that gradients reached their captured sums; others keep what they had."""
         own_parameters = len(self._weights.parameters)
         for k, (p, own) in enumerate(zip(self._weights.every, self._sums, strict=True)):
             if k in found:

@@ -81,7 +81,7 @@ class OperationNotes:
         before: Callable[[], object] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """The device has all of an operation: note it when it is through.
+        """All work of an operation was launched: note it as soon as the device has done it.
 
         Args:
             version: that it used; of a backward, `forward_version` is its forward's.

@@ -61,7 +61,7 @@ class MiniBatchMeans:
         self.aside_bytes = 0
 
     def set_aside(self) -> None:
-        """Another mini-batch's gradients come before the update."""
+        """Keep the gradients apart: another mini-batch's are added up next, before the update."""
         for p in self._parameters:
             if p.grad is not None:
                 self._aside[p], p.grad = p.grad, None

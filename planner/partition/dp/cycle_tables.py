@@ -700,7 +700,7 @@ def least_kept(stay: Vector, forward: Vector, period: float | Vector, n: int) ->
 
 
 def _on_time(stages: Stages, target: float, wires: Wires) -> Stages:
-    """Where a message would keep a wire busy for longer than that, it takes for ever."""
+    """Stages, with messages that keep a wire busy for longer than the target made infinite."""
     room = target * (1 + ROUNDING)
     late = (stages.wire_s > room * wires.speed) | (stages.alone_s > room)
     return replace(stages, sent_s=np.where(late, math.inf, stages.sent_s)) if late.any() else stages
@@ -767,7 +767,7 @@ def _of_each_layer(table: StageTable, stages: Stages, which: Positions, value: V
 
 
 def _on_the_way(stages: Stages, picks: list[Positions]) -> list[Positions]:
-    """Of what each stage may be, what stages before it lead to, as far as downsets tell."""
+    """Per stage, of its picks those that begin where a pick of the stage before ends."""
     reached, found = np.arange(1), list[Positions]()
     for which in picks:
         mine = which[np.isin(stages.below[which], reached)]

@@ -133,7 +133,7 @@ def _furthest(
     further: dict[float, NDArray[np.intp]],
     rows: NDArray[np.intp],
 ) -> NDArray[np.intp]:
-    """By a stage more, or with devices to spare."""
+    """Per target, how far `state`'s devices get: with one stage more, or as far as was known."""
     found = known.get(state, np.zeros(len(rows), dtype=np.intp))
     for each, rate in options:
         before = known.get(tuple(a - b for a, b in zip(state, each, strict=True)))

@@ -312,7 +312,7 @@ class Sweep:
 
 
 def _alone(work: Vector, others: Vector, target: float) -> Vector:
-    """As much work as needs the same rate where nothing else is in the load, [D]."""
+    """Work times target / (target − others): what takes the same rate without the others, [D]."""
     scale = np.full(len(work), np.inf)
     np.divide(target, target - others, out=scale, where=others < target)
     alone: Vector = np.multiply(work, scale, out=np.zeros(len(work)), where=work > 0)

@@ -245,8 +245,8 @@ class LocalSearch:
         return seen.least_s > than.period_s * SAME or bottlenecks > than.bottlenecks - WORTH_IT
 
     def _seems_longer(self, seen: Foreseen, point: Point, than: Standing) -> bool:
-        """Whether its period is longer in the one of the schedules that is the shortest for another
-        point, where a system's own is the shortest of several."""
+        """Whether its period is longer than a plan's in the one schedule that was the shortest for
+        the plan, where the system takes the shortest of several (`period_in_one_way_s`)."""
         one = than.found.pipeline
         if than.over or not _runs_like(point, than):
             return False

@@ -56,7 +56,7 @@ def over_about(laid: LaidOut, point: Point, here: Standing, question: Question) 
 
 
 def _as_it_is(s: int, point: Point, mine: Point) -> bool:
-    """Whether a stage holds what it held."""
+    """Whether a stage of a move has the layers, devices, recomputation and limits of the plan's."""
     return (
         point.downsets[s : s + 2] == mine.downsets[s : s + 2]
         and point.devices[s] == mine.devices[s]
@@ -174,7 +174,7 @@ def share_about(laid: LaidOut, point: Point, question: Question) -> float:
 
 
 def _scaled(moment: Moment, scale: float, more: int | None) -> Moment:
-    """With so many times as much in flight, and so many more versions; None: times as many."""
+    """A moment with `scale` times what is kept, and `more` versions; None: `scale` times those."""
     if scale == 1.0 and not more:
         return moment
     versions = 1 + round((moment.versions - 1) * scale)

@@ -67,7 +67,7 @@ def moments(
     keeps: bool,
     linked: bool,
 ) -> list[AtOnce]:
-    """Some of a device, none of which has less of each than another one.
+    """The fullest moments of a device: none has at most as much of everything as another one.
 
     Args:
         devices: of all stages.

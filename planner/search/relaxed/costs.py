@@ -103,8 +103,8 @@ class LeastSeconds(Scope):
         return least_s * micro_batches / devices
 
     def least_s(self, micro_batches: int) -> float:
-        """No period is less: that, and what layers take that no cut takes apart, where a stage has
-        one device."""
+        """Lower bound on periods, in s: `shared_out_s`, and without replicas the longest layer or
+        inseparable group (`together`) on the fastest device."""
         least_s, n = self.shared_out_s(micro_batches), micro_batches
         if self.replica_counts(n) != [1]:
             return least_s
@@ -166,7 +166,7 @@ class LeastSeconds(Scope):
         return before, forward * found.after_forward + backward * found.after_backward
 
     def serial(self, micro_batches: int, replicas: int) -> tuple[Vector, float]:
-        """Per layer, and for a stage: seconds of updates, which replicas don't share.
+        """Seconds at speed 1 that replicas don't share: updates per layer, [n]; and once per stage.
 
         While the pipeline drains, a stage's update runs beside others' backwards instead.
         """

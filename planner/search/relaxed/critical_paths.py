@@ -114,7 +114,7 @@ class CriticalPaths:
                     self._before[at * n + m].append((at * n + m - 1, 0))
 
     def _past(self, off: int) -> None:
-        """Stages on the path wait for each other past one that isn't."""
+        """Edges between stages s and s + 2 that are on the path: the one between may not be."""
         for s in range(len(self._there) - 2):
             edge = _Edge(None, ((s, off), (s + 2, off)))
             self._join(self._there[s], self._there[s + 2], edge)

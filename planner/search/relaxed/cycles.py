@@ -173,8 +173,8 @@ def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
 def _copies(
     relaxation: Relaxation, loads: StageProblem, devices: CycleDevices
 ) -> Iterator[CutTensor]:
-    """Bytes of such a copy: the last of those layers needs one where the first is on a stage
-    before."""
+    """Bytes of copies of split parameters, as of a tensor from the first layer that has them to the
+    last: whatever cut is between makes the later stage hold a copy."""
     question, position = relaxation.question, relaxation.graph.position
     if question.tied != "split" or not relaxation.limited:
         return
@@ -325,7 +325,7 @@ def _devices(
 
 
 def _most_wires(relaxation: Relaxation, n: int) -> int:
-    """Between the replicas of two stages."""
+    """The most wires between the replicas of two stages: lcm(r, r'), of all r and r' that fit."""
     counts, devices = relaxation.replica_counts(n), len(relaxation.question.cluster.devices)
     return max(lcm(a, b) for a, b in product(counts, counts) if a + b <= max(devices, 2))
 

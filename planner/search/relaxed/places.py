@@ -306,7 +306,7 @@ def _overlapped(
     ahead: Callable[[int], int],
     share: float,
 ) -> Places:
-    """Places where so many of a replica's forwards may run beside other work: `ahead`(r)."""
+    """Places as if `ahead`(r) of a replica's forwards took no time, and messages none either."""
 
     def change(found: Place, r: int) -> Place:
         each = micro_batches // r

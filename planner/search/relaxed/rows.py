@@ -62,8 +62,8 @@ gigabytes of them."""
 
 
 def _over_wires(age: int) -> tuple[int, int]:
-    """Measures of what messages of a period take, and their gradients: with 1 to the next stage;
-    else of what is carried, from the stage so many before."""
+    """Numbers of two measures: wire seconds in a period of messages, and of their gradients. Age 1:
+    to the next stage; else of a carried tensor that was made so many stages before."""
     return _MESSAGES + 2 * age - 1, _MESSAGES + 2 * age
 
 
@@ -422,7 +422,7 @@ class Rows:
         backward: int = 1,
         over: int = 1,
     ) -> Term:
-        """A term in seconds.
+        """A lower bound on the period, in s, as a weighted sum of stages' measures.
 
         Args:
             own: per stage, how often its measures count; those of the stage where trips begin in
@@ -430,9 +430,9 @@ class Rows:
             fills: the first micro-batch's way to this stage, and the last one's back, count.
             trip: those from this stage to the end and back count, the first stage's own part left
                 out.
-            rounds: so often.
+            rounds: how many round trips there are.
             backward: micro-batches that come back together.
-            over: in so many periods.
+            over: periods that all of it takes.
         """
         stages, cluster = len(devices), self.question.cluster
         within = np.zeros((stages, len(self.links.values)))
@@ -503,6 +503,6 @@ def _on_way(
 
 
 def _slower(question: Question, a: int, b: int) -> float:
-    """What messages between two devices take, of those over the fastest link."""
+    """How many times as long as over the fastest link messages between two devices take."""
     cluster = question.cluster
     return cluster.fastest_bytes_per_s / cluster.link(a, b).top_bytes_per_s

@@ -10,7 +10,7 @@ from ...simulator.pipeline import Pipeline
 
 
 def turns_of(pipeline: Pipeline, flights: Sequence[Sequence[Flight]]) -> list[Turn]:
-    """Per stage. `flights`: what each may have in flight."""
+    """A laid-out pipeline as a `Turn` per stage. `flights`: what each may have in flight."""
     behind: list[list[tuple[int, float]]] = [[] for _ in range(pipeline.stages)]
     for link in pipeline.links:
         if link.has_gradient:
