@@ -196,7 +196,7 @@ class MicroBatchScheduler(EventLoop):
         """A stage's next weight part; what else the device has next starts at `soonest`."""
         free, done = self.clock.free_s[s], self._weights[s]
         start = free[done % len(free)]
-        if soonest - start < GAP * self.clock.seconds[WEIGHTS][s][done % len(free)]:
+        if soonest - start < GAP * self.clock.durations.seconds[WEIGHTS][s][done % len(free)]:
             # After what comes first.
             start = max(start, soonest)
         return (start, _LAST, done, WEIGHTS, s, d)

@@ -78,7 +78,7 @@ def sequence_distance(steady: Steady) -> int:
     clock, done = steady.clock, steady.mini_batches
     starts, slots = clock.starts_s[BACKWARDS], clock.slots[BACKWARDS]
     first, last = clock.pipeline.stages - 1, 0
-    seconds, replicas = clock.seconds[BACKWARDS][last], clock.replicas[last]
+    seconds, replicas = clock.durations.seconds[BACKWARDS][last], clock.replicas[last]
 
     def begins_s(b: int) -> float:
         return min(starts[first][b * slots[first] : (b + 1) * slots[first]])
@@ -323,7 +323,9 @@ def _period_s(clock: SimulatedClock, done: int, cycle: int) -> float:
     if done == 1:
         # A whole mini-batch, where each one begins when the last has ended.
         flushes = clock.pipeline.variant.flushes
-        ends = (first[0] + taken for first, taken in zip(updates, clock.update_s, strict=True))
+        ends = (
+            first[0] + taken for first, taken in zip(updates, clock.durations.update_s, strict=True)
+        )
         return max(ends) if flushes else 0.0
     span = done - max(1, done // 2)
     deep = max(clock.pipeline.limits)

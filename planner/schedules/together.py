@@ -175,7 +175,7 @@ def _as_run(pipeline: Pipeline) -> tuple[list[_Event], int, int]:
     clock, timed = steady.clock, list[tuple[float, bool, _Event]]()
     for kind, by_stage in enumerate(clock.starts_s):
         for s, starts in enumerate(by_stage):
-            seconds = clock.seconds[kind][s][0]
+            seconds = clock.durations.seconds[kind][s][0]
             for slot, start in enumerate(starts):
                 if start != NOT_YET:
                     end = start + seconds

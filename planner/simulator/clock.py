@@ -65,6 +65,15 @@ class SimulatedMessage(NamedTuple):
     arrival_s: float
 
 
+class _Inbox(NamedTuple):
+    """Of one kind and stage, when the messages of each slot are all there; where a slot gets
+    several, how many are still to be sent, and when the last of those sent arrives."""
+
+    ready_s: list[float]
+    left: list[int]
+    last_s: list[float]
+
+
 class _Port(NamedTuple):
     """Where messages of one kind go from one stage to another.
 
@@ -73,9 +82,7 @@ class _Port(NamedTuple):
     """
 
     stage: int
-    left: list[int]
-    last_s: list[float]
-    ready_s: list[float]
+    inbox: _Inbox
     parts: list[list[_Part]]
     r1: int
     r2: int
@@ -89,9 +96,61 @@ PlainLane = tuple[list[float], list[float], list[float], float, PlainSends]
 """`free_s`, `ready_s` and `starts_s` of an operation's stage, seconds, and its messages."""
 
 
-def _grid_s(*seconds: float) -> float:
-    longest = max(seconds)
-    return 2.0 ** (frexp(longest)[1] - _GRID_BITS) if longest else 1.0
+class _Durations(NamedTuple):
+    """What operations take, in multiples of a grid.
+
+    Attributes:
+        seconds: per kind, stage and replica, of one share.
+        update_s: per stage.
+    """
+
+    grid_s: float
+    seconds: list[list[list[float]]]
+    update_s: list[float]
+
+    def on_grid(self, seconds: float) -> float:
+        """The nearest multiple."""
+        return _on_grid(seconds, self.grid_s)
+
+
+def _on_grid(seconds: float, grid_s: float) -> float:
+    return round(seconds / grid_s) * grid_s
+
+
+def _durations(pipeline: Pipeline) -> _Durations:
+    stages = range(pipeline.stages)
+    routes = [route for link in pipeline.links for route in link.all_routes()]
+    longest = max(
+        *pipeline.forward_s,
+        *pipeline.backward_s,
+        *(max(route.forward_s, route.backward_s, route.latency_s) for route in routes),
+    )
+    grid_s = 2.0 ** (frexp(longest)[1] - _GRID_BITS) if longest else 1.0
+    by_kind = (
+        pipeline.forward_s,
+        [pipeline.backward_op_s(s) for s in stages],
+        [0.0 for _ in stages],
+        [pipeline.weight_op_s(s) for s in stages],
+    )
+    paces = pipeline.paces or [(1.0,) * pipeline.replicas(s) for s in stages]
+    seconds = [
+        [[_on_grid(times[s] * pace, grid_s) for pace in paces[s]] for s in stages]
+        for times in by_kind
+    ]
+    update_s = [_on_grid(pipeline.update_op_s(s), grid_s) for s in stages]
+    return _Durations(grid_s, seconds, update_s)
+
+
+def _shares(pipeline: Pipeline) -> tuple[list[list[int]], list[list[int]]]:
+    """Per kind and stage, slots of one operation, and of a mini-batch."""
+    n, r = pipeline.micro_batches, [pipeline.replicas(s) for s in range(pipeline.stages)]
+    ones, whole = [1] * len(r), pipeline.variant.whole_mini_batches
+    micro = pipeline.variant.backward_unit == "micro"
+    backward_width, backward_slots = (ones, [n] * len(r)) if micro else (r, r)
+    # By kind: forwards, backwards, updates, weight parts.
+    width = [r if whole else ones, backward_width, ones, backward_width]
+    slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
+    return width, slots
 
 
 class SimulatedClock:
@@ -99,6 +158,7 @@ class SimulatedClock:
     respects messages.
 
     Attributes:
+        durations: what operations take.
         width: per kind and stage, slots of one operation: 1, or r where all replicas take part.
         slots: per kind and stage, slots of a mini-batch.
         free_s: per stage and replica, when its device has finished what it was given so far.
@@ -116,21 +176,9 @@ class SimulatedClock:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         stages = range(pipeline.stages)
-        routes = [route for link in pipeline.links for route in link.all_routes()]
-        self._grid_s = _grid_s(
-            *pipeline.forward_s,
-            *pipeline.backward_s,
-            *(max(route.forward_s, route.backward_s, route.latency_s) for route in routes),
-        )
-        n, r = pipeline.micro_batches, [pipeline.replicas(s) for s in stages]
-        whole = pipeline.variant.whole_mini_batches
-        micro = pipeline.variant.backward_unit == "micro"
-        self.replicas = r
-        ones = [1] * len(r)
-        # By kind: forwards, backwards, updates, weight parts.
-        backward_width, backward_slots = (ones, [n] * len(r)) if micro else (r, r)
-        self.width = [r if whole else ones, backward_width, ones, backward_width]
-        self.slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
+        r = self.replicas = [pipeline.replicas(s) for s in stages]
+        self.durations = _durations(pipeline)
+        self.width, self.slots = _shares(pipeline)
         # Stages on one device share its list.
         lanes: dict[int, list[float]] = {}
         devices = pipeline.placement or stages
@@ -139,10 +187,7 @@ class SimulatedClock:
         ]
         self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
         self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
-        self.mini_batches = 0
-        # Messages still to be sent for a slot, and when the last of those sent arrives.
-        self._left: list[list[list[int]]] = [[[] for _ in stages] for _ in range(2)]
-        self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
+        self._inboxes = [[_Inbox(self.ready_s[kind][s], [], []) for s in stages] for kind in (0, 1)]
         self._due = [[0] * len(r), [0] * len(r)]
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
         self.sending: list[tuple[float, int, int, int, int]] = []
@@ -150,30 +195,13 @@ class SimulatedClock:
         self.last: int | None = None
         self._sent = 0
         self._held: dict[tuple[int, int], int] = {}
-        seconds = (
-            pipeline.forward_s,
-            [pipeline.backward_op_s(s) for s in stages],
-            [0.0 for _ in stages],
-            [pipeline.weight_op_s(s) for s in stages],
-        )
-        paces = pipeline.paces or ((1.0,),) * len(r)
-        self.seconds = [
-            [[self._on_grid(times[s] * pace) for pace in paces[s]] for s in stages]
-            for times in seconds
-        ]
-        self.update_s = [self._on_grid(pipeline.update_op_s(s)) for s in stages]
         self._connect()
         self._lanes = [
             [
-                (
-                    self.free_s[s],
-                    self.ready_s[kind][s],
-                    self.starts_s[kind][s],
-                    self.seconds[kind][s],
-                )
+                (self.free_s[s], self.ready_s[kind][s], self.starts_s[kind][s], seconds[s])
                 for s in stages
             ]
-            for kind in range(4)
+            for kind, seconds in enumerate(self.durations.seconds)
         ]
 
     @cached_property
@@ -188,16 +216,13 @@ class SimulatedClock:
     def _plain(self, kind: int, s: int) -> PlainLane | None:
         free, ready_s, starts_s, seconds = self._lanes[kind][s]
         sends = []
-        for t, left, last_s, there_s, parts, _, _ in self.ports[kind][s]:
+        for t, (there_s, left, last_s), parts, _, _ in self.ports[kind][s]:
             if len(parts) > 1:
                 return None
             for part in parts[0]:
                 sends.append((t, left, last_s, there_s, part.wire, part.wire_s, part.latency_s))
         alone = len(free) == 1 and all(self.replicas[send[0]] == 1 for send in sends)
         return (free, ready_s, starts_s, seconds[0], sends) if alone else None
-
-    def _on_grid(self, seconds: float) -> float:
-        return round(seconds / self._grid_s) * self._grid_s
 
     def _connect(self) -> None:
         """Find out what goes where, link by link: activations, then gradients."""
@@ -227,40 +252,34 @@ class SimulatedClock:
             part = _Part(
                 offset=target,
                 wire=wires.setdefault(wire, len(wires)),
-                wire_s=self._on_grid(x.backward_s * held if back else x.forward_s),
-                latency_s=self._on_grid(x.latency_s),
+                wire_s=self.durations.on_grid(x.backward_s * held if back else x.forward_s),
+                latency_s=self.durations.on_grid(x.latency_s),
                 blocks=None if x.overlaps else (self.free_s[t], target),
             )
             for k in range(len(parts)):
                 if k % r1 == source and (shared or k % r2 == target):
                     parts[k].append(part)
-        self.ports[kind][s].append(
-            _Port(
-                t,
-                self._left[kind][t],
-                self._last_s[kind][t],
-                self.ready_s[kind][t],
-                parts,
-                r1,
-                r2 if shared else 0,
-            )
-        )
+        self.ports[kind][s].append(_Port(t, self._inboxes[kind][t], parts, r1, r2 if shared else 0))
         self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
+
+    @property
+    def mini_batches(self) -> int:
+        """How many there is room for."""
+        return len(self.starts_s[UPDATES][0])
 
     def grow(self, mini_batches: int) -> None:
         """Make room for so many mini-batches in all."""
         more = mini_batches - self.mini_batches
         if more <= 0:
             return
-        self.mini_batches = mini_batches
         for s in range(len(self.replicas)):
             for kind in (FORWARDS, BACKWARDS):
                 count, due = more * self.slots[kind][s], self._due[kind][s]
                 self.ready_s[kind][s] += [inf if due else 0.0] * count
                 self.starts_s[kind][s] += [NOT_YET] * count
                 if due > 1:
-                    self._left[kind][s] += [due] * count
-                    self._last_s[kind][s] += [0.0] * count
+                    self._inboxes[kind][s].left.extend([due] * count)
+                    self._inboxes[kind][s].last_s.extend([0.0] * count)
             for kind in (WEIGHTS,) if self.pipeline.variant.split_backward else ():
                 count = more * self.slots[kind][s]
                 self.ready_s[kind][s] += [0.0] * count
@@ -324,12 +343,12 @@ class SimulatedClock:
         start = self.starts_s[UPDATES][s][mini_batch] = max(free)
         if self.updates_after(mini_batch):
             for j in range(len(free)):
-                free[j] = start + self.update_s[s]
+                free[j] = start + self.durations.update_s[s]
 
     def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
         complete = []
         wire_free, sent = self.wire_free, self.sent
-        for t, left, last_s, ready_s, parts, r1, r2 in self.ports[kind][s]:
+        for t, (ready_s, left, last_s), parts, r1, r2 in self.ports[kind][s]:
             for offset, wire, wire_s, latency_s, blocks in parts[slot % len(parts)]:
                 begin = wire_free[wire]
                 if now > begin:

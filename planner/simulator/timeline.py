@@ -105,11 +105,11 @@ def _shares(clock: SimulatedClock, op: Op, task: Task) -> Iterable[tuple[int, Ev
     r = clock.replicas[s]
     if kind == UPDATES:
         start = clock.starts_s[UPDATES][s][slot]
-        yield from ((j, Event(s, op, start, start + clock.update_s[s])) for j in range(r))
+        yield from ((j, Event(s, op, start, start + clock.durations.update_s[s])) for j in range(r))
         return
     for k in range(slot, slot + clock.width[kind][s]):
         start = clock.starts_s[kind][s][k]
-        yield k % r, Event(s, op, start, start + clock.seconds[kind][s][k % r])
+        yield k % r, Event(s, op, start, start + clock.durations.seconds[kind][s][k % r])
 
 
 def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
@@ -296,7 +296,7 @@ def most_waiting(clock: SimulatedClock, link: Link, posted: int) -> int:
     r, targets, shared = clock.replicas[s], clock.replicas[t], clock.width[FORWARDS][t] > 1
     most = 0
     for j in range(r):
-        seconds = clock.seconds[FORWARDS][s][j]
+        seconds = clock.durations.seconds[FORWARDS][s][j]
         ends = [start + seconds for start in made[j::r] if start != NOT_YET]
         if shared:
             groups = (taken[k : k + targets] for k in range(0, len(taken), targets))
