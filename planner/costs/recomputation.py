@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 from ...profiles.profile import Profile
 
@@ -113,6 +114,18 @@ class KeptStorages:
                 for k in layers:
                     found[k][name] = None
         return [list(names) for names in found]
+
+    @cached_property
+    def near(self) -> list[set[int]]:
+        """Per layer, the others that make, take or save one of its storages."""
+        users: dict[str, set[int]] = {}
+        for k, names in enumerate(self.of_layer):
+            for name in names:
+                users.setdefault(name, set()).add(k)
+        return [
+            set().union(*(users[name] for name in names)) - {k}
+            for k, names in enumerate(self.of_layer)
+        ]
 
     def is_recomputed(self, name: str, recomputed: AbstractSet[int]) -> bool:
         """Whether a storage is made anew before the backward, where these are computed again."""
@@ -315,57 +328,76 @@ _MOST_REPLACED, _MOST_LATER = 3, 6
 """The last steps that are replaced by at most three of so many from there on."""
 
 
+class _Gain(NamedTuple):
+    """What computing some layers again frees for a micro-batch in flight, less what is made anew at
+    once.
+
+    Attributes:
+        rate: bytes for each second of their forwards.
+        seconds: of these.
+        freed: bytes.
+    """
+
+    rate: float
+    seconds: float
+    freed: float
+    layers: list[int]
+
+
+class _Gains:
+    """What computing more layers again frees, beside those that are already."""
+
+    def __init__(self, kept: KeptStorages, micro_batch: int, at_once: float) -> None:
+        layers = kept.profile.layers
+        self._kept, self._at_once, self.recomputed = kept, at_once, set[int]()
+        self._sizes, self._private = (
+            _sizes(kept.profile, micro_batch),
+            _private_bytes(kept, micro_batch),
+        )
+        self._forward_s = [_forward_s(kept.profile, k, micro_batch) for k in range(len(layers))]
+        self._least_s = 1e-9 * sum(self._forward_s) or 1.0
+
+    def of(self, k: int) -> _Gain:
+        """Of layer k: alone, or with those that make what would have to be kept for it, such as
+        both of a sum's."""
+        kept = self._kept
+        added = kept.along_with(self.recomputed, k)
+        alone, fed = self._of_layers(added)
+        for maker in dict.fromkeys(kept.maker[name] for name in fed):
+            if maker not in added:
+                added = [*added, *kept.along_with(self.recomputed | set(added), maker)]
+        return max(alone, self._of_layers(added)[0], key=lambda found: found.rate) if fed else alone
+
+    def _of_layers(self, added: list[int]) -> tuple[_Gain, list[str]]:
+        """Of these layers, and the storages that are kept for them and weren't."""
+        kept, recomputed, at_once = self._kept, self.recomputed, self._at_once
+        after, fed = recomputed | set(added), []
+        freed = sum(self._private[j] for j in added) * (1 - at_once)
+        for name in sorted({name for j in added for name in kept.of_layer[j]}):
+            before, then = kept.kept(name, recomputed), kept.kept(name, after)
+            freed += self._sizes[name] * (before - then)
+            if at_once and name in kept.savers and kept.is_recomputed(name, after):
+                freed -= self._sizes[name] * at_once * (not kept.is_recomputed(name, recomputed))
+            if then > before == 0 and kept.maker.get(name) not in {None, *after}:
+                fed.append(name)
+        seconds = sum(self._forward_s[j] for j in added)
+        return _Gain(freed / max(seconds, self._least_s), seconds, freed, added), fed
+
+    def turn(self, k: int) -> tuple[float, float, int]:
+        """Where its turn is; of layers with the same rate, layers that are alike one after another:
+        then each stage has its share of them."""
+        found = self.of(k)
+        return -float(f"{found.rate:.9g}"), -found.freed, k
+
+
 def _steps(
     kept: KeptStorages, micro_batch: int, at_once: float
 ) -> Iterator[tuple[list[int], float, float]]:
     """Layers to compute again, with the seconds of their forwards and the bytes that are freed for
     a micro-batch in flight, less those made anew at once; the most bytes for each second first."""
-    profile = kept.profile
-    sizes = _sizes(profile, micro_batch)
-    private = _private_bytes(kept, micro_batch)
-    recomputed: set[int] = set()
-    forward_s = [_forward_s(profile, k, micro_batch) for k in range(len(profile.layers))]
-    least_s = 1e-9 * sum(forward_s) or 1.0
-
-    def gain(k: int) -> tuple[float, float, float, list[int]]:
-        """Bytes freed for each second, seconds, bytes, and the layers, by computing k again: alone,
-        or with those that make what would have to be kept for it, such as both of a sum's."""
-        added = kept.along_with(recomputed, k)
-        alone, fed = gain_of(added)
-        for maker in dict.fromkeys(kept.maker[name] for name in fed):
-            if maker not in added:
-                added = [*added, *kept.along_with(recomputed | set(added), maker)]
-        return max(alone, gain_of(added)[0], key=lambda found: found[0]) if fed else alone
-
-    def gain_of(added: list[int]) -> tuple[tuple[float, float, float, list[int]], list[str]]:
-        """The same of these layers, and the storages that are kept for them and weren't."""
-        after, fed = recomputed | set(added), []
-        freed = sum(private[j] for j in added) * (1 - at_once)
-        for name in sorted({name for j in added for name in kept.of_layer[j]}):
-            before, then = kept.kept(name, recomputed), kept.kept(name, after)
-            freed += sizes[name] * (before - then)
-            if at_once and name in kept.savers and kept.is_recomputed(name, after):
-                freed -= sizes[name] * at_once * (not kept.is_recomputed(name, recomputed))
-            if then > before == 0 and kept.maker.get(name) not in {None, *after}:
-                fed.append(name)
-        step_s = sum(forward_s[j] for j in added)
-        return (freed / max(step_s, least_s), step_s, freed, added), fed
-
-    near: list[set[int]] = [set() for _ in profile.layers]
-    users: dict[str, set[int]] = {}
-    for k, names in enumerate(kept.of_layer):
-        for name in names:
-            users.setdefault(name, set()).add(k)
-    for k, names in enumerate(kept.of_layer):
-        near[k] = set().union(*(users[name] for name in names)) - {k}
-
-    def turn(k: int) -> tuple[float, float, int]:
-        """Where its turn is; of layers with the same rate, layers that are alike one after another:
-        then each stage has its share of them."""
-        rate, _, freed, _ = gain(k)
-        return -float(f"{rate:.9g}"), -freed, k
-
-    known = [turn(k) for k in range(len(profile.layers))]
+    gains, near = _Gains(kept, micro_batch, at_once), kept.near
+    recomputed = gains.recomputed
+    known = [gains.turn(k) for k in range(len(near))]
     waiting = [each for k, each in enumerate(known) if k not in kept.views]
     heapq.heapify(waiting)
     while waiting:
@@ -375,14 +407,14 @@ def _steps(
             continue
         if found[0] >= 0:
             return
-        _, step_s, freed, added = gain(k)
+        _, step_s, freed, added = gains.of(k)
         recomputed.update(added)
         yield added, step_s, freed
         touched = set().union(*(near[j] for j in added))
         # What makes a neighbour's storages counts there, too.
         touched = touched.union(*(near[j] for j in touched))
         for j in touched.union(*(kept.groups.get(j, ()) for j in touched)) - recomputed:
-            new = turn(j)
+            new = gains.turn(j)
             if j not in kept.views and new != known[j]:
                 known[j] = new
                 heapq.heappush(waiting, new)
