@@ -2,146 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import takewhile
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from ..profiles.files import ratio
-from ..profiles.profile import Profile, ProfileReference
+from ..profiles.profile import ProfileReference
 from .cluster.cluster import Cluster
-from .costs.device_memory import device_peaks, tie_bytes, walks_of, without_ties
-from .costs.layout import StageTimes, copies_beside, copies_from_outside, make_pipeline
+from .costs.device_memory import without_ties
+from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import (
     Holdings,
     Moment,
     StageBytes,
-    boundary_buffers,
-    holdings,
-    stepping_bytes,
-    together,
     with_reserved,
 )
 from .costs.stage_costs import (
-    RECEIVES_AHEAD,
-    Costs,
     StageCost,
     Transfer,
-    as_run_by,
-    least_of,
-    slowest,
     weights_s_per_byte,
 )
-from .costs.tied_parameters import DeviceTie, Tied, bytes_elsewhere, device_ties, exchange_s
+from .costs.tied_parameters import DeviceTie, bytes_elsewhere, device_ties, exchange_s
 from .partition.problem import SAME
+from .peak_memory import holdings_of, predict_devices, stage_bytes
 from .plan import (
-    DevicePrediction,
     Plan,
     PlanEdge,
     PlanStage,
     Prediction,
     SolverReport,
     StagePrediction,
-    TiePrediction,
     check_plan,
     check_stages,
 )
-from .schedules.given import system_of
-from .schedules.schedules import is_patterned
+from .question import Question
 from .schedules.steady_state import Steady, sequence_distance, steady_state
-from .simulator.clock import SimulatedClock
 from .simulator.pipeline import Pipeline
-from .simulator.timeline import idle_shares, most_waiting
-from .systems.operations import FORWARD, FORWARDS, Op, numbered, numbered_schedule
-from .systems.variants import Variant
-from .systems.versions import entry_versions
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be planned: everything but the stages and the micro-batches."""
-
-    profile: Profile
-    cluster: Cluster
-    variant: str
-    mini_batch: int
-    optimizer_state_factor: float
-    update_every: int = 1
-    tied: Tied = "together"
-    matrix_state_factor: float | None = None
-    """Of matrices of hidden layers, where it is another."""
-    order: tuple[str, ...] = ()
-    """What devices run, where a user gives it (`Order.lines`)."""
-
-    @classmethod
-    def of(cls, profile: Profile, cluster: Cluster, *more: Any) -> Question:
-        """The question that a search is asked: where the cluster has devices of several kinds, the
-        profile's seconds are the least of these. Raises PlanError for a kind that it hasn't."""
-        return cls(least_of(profile, cluster.kinds), cluster, *more)
-
-    @property
-    def least_state_factor(self) -> float:
-        """Bytes of optimizer state per byte of any parameters, at the least."""
-        factor = self.optimizer_state_factor
-        return factor if self.matrix_state_factor is None else min(factor, self.matrix_state_factor)
-
-    def state_bytes(self, cost: StageCost) -> int:
-        """Of the optimizer, on a stage."""
-        factor, others = self.optimizer_state_factor, cost.parameter_bytes
-        if self.matrix_state_factor is None:
-            return round(others * factor)
-        others -= cost.matrix_bytes
-        return round(others * factor + cost.matrix_bytes * self.matrix_state_factor)
-
-    @cached_property
-    def system(self) -> Variant:
-        """The training system of this name. Raises PlanError where there is none."""
-        return system_of(self.variant, self.order)
-
-    @cached_property
-    def costs(self) -> Costs:
-        """The profile's costs; made once."""
-        return Costs(as_run_by(self.profile, self.system, self.update_every))
-
-    def stage_cost(
-        self, devices: Sequence[int], *stage: Any, **more: Any
-    ) -> tuple[StageCost, float]:
-        """What a stage costs on the slowest of its devices, and the speed that its seconds are for.
-
-        Args:
-            stage, more: as of `Costs.stage`.
-
-        Raises PlanError as that; for a kind of device that the profile has no seconds of.
-        """
-        listed = self.cluster.devices
-        if not self._of_kinds:
-            return self.costs.stage(*stage, **more), min(listed[d].speed for d in devices)
-        found = []
-        for device in {listed[d].alike: listed[d] for d in devices}.values():
-            costs = self.costs if device.kind is None else self.costs.on(device.kind)
-            factor = (device.kind_speed or 1.0) / device.speed
-            found.append((costs.stage(*stage, **more), factor))
-        return slowest(found), 1.0
-
-    @cached_property
-    def _of_kinds(self) -> bool:
-        return bool(self.cluster.kinds)
-
-    @cached_property
-    def one_device_s(self) -> float:
-        """A mini-batch on one device of speed 1, of the profile's first kind: whole, or in the
-        largest size measured."""
-        profile = self.profile
-        costs = self.costs.on(profile.kinds[0].name) if profile.kinds else self.costs
-        sizes = profile.micro_batch_sizes
-        size = min(max(self.mini_batch, sizes[0]), sizes[-1])
-        cost = costs.stage(tuple(layer.name for layer in profile.layers), size, True)
-        work_s = (cost.forward_s + cost.backward_s) * (self.mini_batch / size)
-        return work_s + cost.update_s / self.update_every
+from .simulator.timeline import idle_shares
 
 
 @dataclass(frozen=True)
@@ -268,11 +168,11 @@ def evaluate_within(
     if steady.period_s > most_s:
         return None
     recompute = [bool(stage.recompute) for stage in stages]
-    held = _holdings(pipeline, steady, recompute)
+    held = holdings_of(pipeline, steady, recompute)
     idle = idle_shares(pipeline, steady.period_s)
     sent = [question.costs.transfers(nodes, size // r) if r > 1 else transfers for r in shares]
     needs = [
-        _bytes(question, pipeline, steady.clock, s, stages, found, mine)
+        stage_bytes(question, pipeline, steady.clock, s, stages, found, mine)
         for s, mine in enumerate(sent)
     ]
     predicted = [
@@ -294,9 +194,7 @@ def evaluate_within(
         stages=tuple(with_reserved(stage, question.profile) for stage in predicted),
         devices=tuple(
             with_reserved(device, question.profile)
-            for device in _predict_devices(
-                pipeline, needs, held, predicted, steady, recompute, ties
-            )
+            for device in predict_devices(pipeline, needs, held, predicted, steady, recompute, ties)
         ),
     )
     moments = tuple(each.moments for each in held)
@@ -343,148 +241,6 @@ def _times(
     return found
 
 
-# Memory --------------------------------------------------------------------------------------
-
-
-def _holdings(
-    pipeline: Pipeline, steady: Steady, recompute: Sequence[bool]
-) -> tuple[Holdings, ...]:
-    """What each stage's schedule makes it hold. `recompute`: per stage."""
-    variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
-    entries = _entries(pipeline, steady)
-    found = tuple(
-        (_kept_holdings if len(kinds) <= MOST_KEPT else holdings)(
-            variant,
-            n,
-            pipeline.replicas(s),
-            _entered(kinds, len(entries)) if variant.synchronises else kinds,
-            entries,
-            recompute=recompute[s],
-            update_every=every,
-        )
-        for s, kinds in enumerate(steady.kinds)
-    )
-    if _all_seen(pipeline, steady):
-        return found
-    # The simulation may have ended before all was in flight that may be.
-    return tuple(
-        held.filled(pipeline.limits[s] * pipeline.micro_batches_per_replica(s))
-        for s, held in enumerate(found)
-    )
-
-
-def _entries(pipeline: Pipeline, steady: Steady) -> tuple[int, ...]:
-    """The versions that micro-batches enter with, in systems with vertical synchronisation."""
-    variant, n = pipeline.variant, pipeline.micro_batches
-    if not variant.synchronises:
-        return ()
-    micro = variant.backward_unit == "micro"
-    ops = numbered(steady.kinds[0], n, micro=micro, update_every=pipeline.update_every)
-    return entry_versions(variant, n, ops)
-
-
-def _all_seen(pipeline: Pipeline, steady: Steady) -> bool:
-    """Whether all that may be in flight at once has been.
-
-    Patterns are walked until then, whatever was simulated of them.
-    """
-    if steady.cycle or is_patterned(pipeline):
-        return True
-    return steady.mini_batches >= 2 * max(pipeline.limits)
-
-
-def _entered(kinds: bytes, forwards: int) -> bytes:
-    """What a stage runs until so many forwards, those that stage 0 has begun.
-
-    It may be ahead of stage 0 where nothing comes to it from there.
-    """
-    position = -1
-    for _ in range(forwards + 1):
-        position = kinds.find(FORWARDS, position + 1)
-        if position < 0:
-            return kinds
-    return kinds[:position]
-
-
-MOST_KEPT = 4096
-"""What longer schedules hold isn't kept for the next time."""
-
-# Different cuts and limits often have the same schedules.
-_kept_holdings = lru_cache(maxsize=4096)(holdings)
-
-
-def _bytes(
-    question: Question,
-    pipeline: Pipeline,
-    clock: SimulatedClock,
-    s: int,
-    stages: Sequence[PlanStage],
-    costs: Sequence[StageCost],
-    transfers: Sequence[Transfer],
-) -> StageBytes:
-    """What there is to hold on a replica. `transfers`: tensors, as large as its part of them."""
-    unit = pipeline.micro_batches_per_share(s)
-    stage, cost = stages[s], costs[s]
-    beside = [t for t in pipeline.beside(s) if t != s]
-    # What is computed again isn't kept; what is received is, whether a layer keeps it or not.
-    whole = stage.recompute is True
-    kept_storages = frozenset[str]() if whole else cost.kept_storages
-    wait = {c.target for c in transfers if c.source == s and c.storage not in kept_storages}
-    waiting = {
-        link.target: most_waiting(
-            clock, link, 0 if link.target in beside else RECEIVES_AHEAD[FORWARD]
-        )
-        for link in pipeline.links
-        if link.source == s and link.target in wait
-    }
-    messages, gradients = boundary_buffers(s, transfers, unit, kept_storages, waiting, beside)
-    received = sum(c.nbytes for c in transfers if c.target == s)
-    kept = received if whole else cost.kept_bytes
-    if beside:
-        kept -= _kept_by_makers(s, stages, costs, transfers, beside)
-    return StageBytes(
-        parameters=cost.parameter_bytes,
-        buffers=cost.buffer_bytes,
-        optimizer=question.state_bytes(cost),
-        stepping=stepping_bytes(question.profile, cost.parameter_bytes),
-        scratch=cost.parameter_bytes * copies_beside(pipeline, s),
-        kept=kept,
-        rebuilt=unit * (cost.kept_bytes if whole else cost.rebuilt_bytes),
-        messages=messages,
-        gradients=gradients,
-        workspace=cost.workspace_bytes,
-        postponed=_postponed_bytes(s, cost, transfers) if pipeline.weight_s else 0,
-    )
-
-
-def _kept_by_makers(
-    s: int,
-    stages: Sequence[PlanStage],
-    costs: Sequence[StageCost],
-    transfers: Sequence[Transfer],
-    beside: Collection[int],
-) -> int:
-    """Of what a stage keeps of each micro-batch, bytes that it was handed over without a copy, and
-    that their maker on the same device keeps for longer."""
-    handed = {
-        c.storage: c.nbytes
-        for c in transfers
-        if c.target == s and c.source in beside and stages[c.source].recompute is not True
-        if c.storage in costs[c.source].kept_storages
-    }
-    whole = stages[s].recompute is True
-    mine = handed.keys() if whole else costs[s].kept_storages & handed.keys()
-    return sum(handed[storage] for storage in mine)
-
-
-def _postponed_bytes(s: int, cost: StageCost, transfers: Sequence[Transfer]) -> int:
-    """Gradients that wait with a micro-batch for its weight part."""
-    if any(c.target == s and c.needs_grad for c in transfers):
-        return cost.postponed_bytes
-    # Nothing goes back, so all of the backward waits, with the gradients that came, one a tensor.
-    return sum({c.tensor: c.nbytes for c in transfers if c.source == s and c.needs_grad}.values())
-
-
 # The prediction ------------------------------------------------------------------------------
 
 
@@ -520,53 +276,6 @@ def _predict_stage(
         holds=needs,
         accounted=needs.accounted_peak(held),
     )
-
-
-def _predict_devices(
-    pipeline: Pipeline,
-    needs: Sequence[StageBytes],
-    held: Sequence[Holdings],
-    predicted: Sequence[StagePrediction],
-    steady: Steady,
-    recompute: Sequence[bool],
-    ties: Sequence[DeviceTie],
-) -> Iterator[DevicePrediction]:
-    """Of devices with several stages; none where there are no such."""
-    if not pipeline.placement:
-        return
-    variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
-    entries = _entries(pipeline, steady)
-    micro = variant.backward_unit == "micro"
-    schedule = numbered_schedule(steady.kinds, steady.turns, n, micro=micro, update_every=every)
-
-    def entered(at: tuple[int, Op]) -> bool:
-        """Whether it isn't ahead of the forwards that stage 0 has begun."""
-        _, (kind, b, i) = at
-        return kind != FORWARD or b * n + (i or 0) < len(entries)
-
-    for stages, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
-        tied = [
-            (tie.stages, tie_bytes(variant, tie, copies_from_outside(pipeline, tie.owner)))
-            for tie in ties
-            if tie.owner in stages
-        ]
-        walks, of_ties = walks_of(pipeline, stages, tied, entries, recompute)
-        known = list(takewhile(entered, ops)) if variant.synchronises else ops
-        memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known, of_ties)
-        if not _all_seen(pipeline, steady):
-            # More may be in flight at once than was seen.
-            memory = together([*(needs[s].peak(held[s]) for s in stages), *of_ties.most()])
-            accounted = together(
-                [*(needs[s].accounted_peak(held[s]) for s in stages), *of_ties.most()]
-            )
-        yield DevicePrediction(
-            stages=stages,
-            memory_bytes=memory.total,
-            memory=memory,
-            accounted=accounted,
-            idle_share=predicted[stages[0]].idle_share,
-            ties=tuple(TiePrediction(stages=of, holds=nbytes) for of, nbytes in tied),
-        )
 
 
 def _steady_delay(pipeline: Pipeline, held: Holdings, cycle: int) -> int:

@@ -13,8 +13,8 @@ from ..cluster.cluster import Cluster
 from ..cluster.contention import contention_on, with_contention
 from ..evaluate import Evaluation
 from ..plan import Plan
+from ..search.parts import INTERRUPTED
 from ..search.planning import Planning
-from ..search.solve import INTERRUPTED
 from ..search.state import Progress
 from ..systems.variants import variant_named
 from .pareto import ParetoFront, ParetoPoint, unbeaten

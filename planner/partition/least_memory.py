@@ -13,8 +13,7 @@ import numpy as np
 
 from .dp.cost_tables import PairCosts, Places
 from .dp.lattice import Flags, Lattice, Positions, joined
-from .dp.sweep import OutOfTime, check_time
-from .problem import Cut, StageProblem, Step, Vector, cut_of, members
+from .problem import Cut, OutOfTime, StageProblem, Step, Vector, check_time, cut_of, members
 
 MOST_NUMBERS = 60_000_000
 """Stages × options × places that are gone through; of more there is no table."""

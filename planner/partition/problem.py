@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -412,3 +413,13 @@ def _total(values: Vector | None, inside: Iterable[int]) -> float:
     if values is None:
         return 0.0
     return float(np.sum(values[list(inside)]))
+
+
+class OutOfTime(Exception):  # noqa: N818 - it ends a search, nothing went wrong
+    """The deadline has passed."""
+
+
+def check_time(deadline: float | None) -> None:
+    """Raises OutOfTime when a deadline, by `time.monotonic`, passed; None never does."""
+    if deadline is not None and monotonic() > deadline:
+        raise OutOfTime

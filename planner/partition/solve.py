@@ -12,9 +12,8 @@ from .dp.identical_devices import FEW, identical_minimax
 from .dp.identical_devices_by_target import identical_by_targets
 from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import minimax_with_bound
-from .dp.sweep import OutOfTime
 from .ilp.search import solve_ilp
-from .problem import Answer, Cut, StageProblem
+from .problem import Answer, Cut, OutOfTime, StageProblem
 from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000

@@ -14,8 +14,9 @@ from ..cluster.cluster import Cluster
 from ..cluster.headroom import Headroom, usual_headroom
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
-from ..evaluate import Evaluation, Question
+from ..evaluate import Evaluation
 from ..partition.solve import SOLVERS, source_for
+from ..question import Question
 from ..schedules.schedules import StalenessBounds
 from ..systems.variants import variant_named
 from .choices import (
@@ -87,10 +88,19 @@ class SearchRequest:
 def read_asked(
     profile: Profile, cluster: Cluster, variant: str, asked: Mapping[str, Any]
 ) -> tuple[Question, SearchRequest]:
-    """What `solve` plans, and what it may choose. Raises as `question_for`."""
+    """What `solve` plans, and what it may choose. Raises as `question_for`; UserError for a
+    headroom that is all of a device's memory.
+
+    Args:
+        asked: fields of `SearchRequest`, what `question_for` takes besides, and `headroom`: what
+            plans leave free of each device's memory, where the cluster doesn't say it; None: what
+            is usual of the profile's device. The plan's cluster has it.
+    """
     own = {field.name for field in fields(SearchRequest)}
     rest = {name: value for name, value in asked.items() if name not in own}
     request = SearchRequest(**{name: asked[name] for name in own & asked.keys()})
+    headroom: Headroom | None = rest.pop("headroom", None)
+    cluster = cluster.with_headroom(usual_headroom(profile) if headroom is None else headroom)
     return question_for(profile, cluster, variant, **rest), request
 
 
@@ -104,9 +114,8 @@ def question_for(
     matrix_state_factor: float | None = None,
     update_every: int = 1,
     tied: Tied = "together",
-    headroom: Headroom | None = None,
 ) -> Question:
-    """The question that `solve` answers. Raises PlanError and UserError as that.
+    """The question that `solve` answers. Raises PlanError as that.
 
     Args:
         mini_batch: samples per update; the profile's by default.
@@ -116,8 +125,6 @@ def question_for(
         update_every: mini-batches per update.
         tied: "split": layers that share parameters may be on several devices, each with a copy;
             for systems that flush.
-        headroom: what plans leave free of each device's memory, where the cluster doesn't say it;
-            None: what is usual of the profile's device. The plan's cluster has it.
     """
     factor = (
         profile.optimizer.state_bytes_per_parameter_byte
@@ -135,7 +142,7 @@ def question_for(
         )
     return Question.of(
         profile,
-        cluster.with_headroom(usual_headroom(profile) if headroom is None else headroom),
+        cluster,
         variant,
         mini_batch,
         factor,

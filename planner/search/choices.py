@@ -10,9 +10,9 @@ import numpy as np
 from ...profiles.errors import PlanError
 from ..costs.recomputation import Recompute, of_stage
 from ..costs.tied_parameters import gradient_links, not_behind
-from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
 from ..plan import MAX_MICRO_BATCHES, PlanStage
+from ..question import Question
 from ..schedules.schedules import PAPER_STALENESS, RUN_AHEAD, StalenessBounds, limit_ranges
 from ..systems.placement import Pattern, numbered_devices
 from ..systems.variants import Variant

@@ -28,9 +28,8 @@ from ..partition.dp.critical_cycles import (
     thinned,
 )
 from ..partition.dp.cycle_stages import CycleProblem, StageTable
-from ..partition.dp.sweep import OutOfTime
 from ..partition.dp.turns import Turn, least_turning, turnings
-from ..partition.problem import SAME, members
+from ..partition.problem import SAME, OutOfTime, members
 from ..partition.solve import DpSource
 from ..simulator.timeline import filled_and_drained_s, least_period_s, round_trip_s
 from .choices import MOST_VECTORS, Branch, Choice, caps

@@ -15,8 +15,8 @@ from itertools import groupby, pairwise, permutations
 import msgspec
 
 from ..cluster.cluster import Cluster
-from ..evaluate import Question
 from ..partition.placings import pattern
+from ..question import Question
 
 SEQUENCES = ("best", "listed")
 """In which sequence devices are used: whichever is best, or as the cluster lists them."""

@@ -23,9 +23,8 @@ from math import sqrt
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
 from ..partition.dp.kinds import MOST_DOWNSETS, MOST_STATES, Kinds, least_load_s
 from ..partition.dp.program import just_below
-from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
-from ..partition.problem import SAME, Answer, Cut, StageProblem
+from ..partition.problem import SAME, Answer, Cut, OutOfTime, StageProblem
 from ..partition.solve import DpSource, StopRule
 from .choices import Branch, Choice, InFlight, choice_of
 from .critical_cycles import CycleSearch

@@ -8,16 +8,18 @@ Index letters: S stages; D devices; N micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...profiles.errors import PlanError
 from ..costs.layer_graph import held_together
-from ..evaluate import Evaluation, Question
+from ..evaluate import Evaluation
 from ..partition.solve import source_for
+from ..question import Question
 from ..schedules.given import in_rules_of
 from ..systems.orders import Order
-from .choices import Branch, Freedom, PlacedBranch, StagesAsked, micro_batch_counts
+from .branching import SearchRequest, check_request, deadline_of, pins_of
+from .choices import Branch, PlacedBranch, StagesAsked, micro_batch_counts
 from .relaxed.relaxation import Relaxation
 from .stages_per_device import PlacedSearch
 from .state import Budget, Progress, SearchState
@@ -32,21 +34,11 @@ def under(question: Question, order: Order) -> Question:
     return replace(question, order=order.lines())
 
 
-def check_asked(
-    order: Order,
-    devices: int,
-    *,
-    stages: int | None,
-    micro_batches: int | None,
-    per_device: int | None,
-    placement: str,
-    solver: str,
-) -> None:
+def check_asked(order: Order, devices: int, asked: SearchRequest) -> None:
     """Check that nothing else is asked for than the order has, and its search can.
 
     Args:
         devices: of the cluster.
-        per_device: stages of each; 1 and None: nothing is asked for.
 
     Raises PlanError.
     """
@@ -56,47 +48,47 @@ def check_asked(
             f"{where}: has {len(order.rows)} lines, one for each device; the cluster has {devices} "
             f"(--devices {len(order.rows)})"
         )
-    if stages not in (None, order.stages):
-        raise PlanError(f"--stages {stages}: {where} has {order.stages} stages; leave it out")
-    if micro_batches not in (None, order.micro_batches):
+    if asked.stages not in (None, order.stages):
+        raise PlanError(f"--stages {asked.stages}: {where} has {order.stages} stages; leave it out")
+    if asked.micro_batches not in (None, order.micro_batches):
         raise PlanError(
-            f"--micro-batches {micro_batches}: {where} has {order.micro_batches} in a mini-batch; "
-            "leave it out"
+            f"--micro-batches {asked.micro_batches}: {where} has {order.micro_batches} in a "
+            "mini-batch; leave it out"
         )
-    if per_device not in (None, 1, max(len(row.stages) for row in order.rows)):
+    if asked.stages_per_device not in (None, 1, max(len(row.stages) for row in order.rows)):
         raise PlanError(
-            f"--stages-per-device {per_device}: {where} says which device runs which stages; leave "
-            "it out"
+            f"--stages-per-device {asked.stages_per_device}: {where} says which device runs which "
+            "stages; leave it out"
         )
-    if placement != "auto":
+    if asked.placement != "auto":
         raise PlanError(
-            f"--placement {placement}: {where} says which device runs which stage; leave it out"
+            f"--placement {asked.placement}: {where} says which device runs which stage; leave it "
+            "out"
         )
-    if solver == "ilp":
+    if asked.solver == "ilp":
         raise PlanError(f"--solver ilp: cuts of {where} are found by their loads; leave it out")
 
 
 def search_of(
     question: Question,
     order: Order,
-    *,
-    freedom: Freedom,
-    solver: str,
-    pins: Callable[[Relaxation], Sequence[tuple[int, int]]],
-    budget: Budget,
+    request: SearchRequest,
     progress: Progress,
     seen: Callable[[Evaluation], None],
 ) -> tuple[SearchState, PlacedSearch]:
-    """The search, and its part for these devices.
+    """The search for the cut that suits an order, and its part for these devices.
 
     Args:
         question: with the order.
-        pins: of the layers' positions, with the stages.
 
-    Raises PlanError where the model can't be cut into so many stages.
+    Raises PlanError where something else is asked for, or the model can't be cut into so many
+    stages.
     """
+    check_request(question, request)
+    check_asked(order, len(question.cluster.devices), request)
+    budget = Budget(request.effort, deadline_of(request))
     (n,) = micro_batch_counts(question, order.micro_batches)
-    relaxation = Relaxation(question, freedom)
+    relaxation = Relaxation(question, replace(request.freedom, replicas=False))
     several = relaxation.with_several_stages() if order.placement else relaxation
     most = several.graph.most_stages
     if order.stages > most:
@@ -112,7 +104,7 @@ def search_of(
             f"{order.where}: has {n} micro-batches; {question.variant} needs one for each of the "
             f"{least} stages at least"
         )
-    source = source_for(relaxation.problem(Branch(n)), solver, budget.deadline)
+    source = source_for(relaxation.problem(Branch(n)), request.solver, budget.deadline)
     search = SearchState(
         relaxation=relaxation,
         source=source,
@@ -126,5 +118,5 @@ def search_of(
     branch = PlacedBranch(n, placement, tuple(row.device for row in order.rows))
     most = max(len(row.stages) for row in order.rows)
     asked = StagesAsked(False, False, (most,), (), False)
-    pinned = pins(relaxation)
+    pinned = pins_of(relaxation, request.pins, order.stages)
     return search, PlacedSearch(search, asked, [n], order.stages, pinned, [[branch]])

@@ -13,9 +13,10 @@ import msgspec
 from ..costs.memory import room_bytes
 from ..costs.recomputation import fewest, of_stage
 from ..costs.stage_costs import StageCost
-from ..evaluate import Evaluation, Question, evaluate
+from ..evaluate import Evaluation, evaluate
 from ..partition.problem import SAME, Cut, Mode, StageProblem, Vector, stage_bytes
 from ..plan import PlanStage
+from ..question import Question
 from .choices import Choice
 from .effort import operations_of
 from .state import SOON_S, SearchState

@@ -15,11 +15,10 @@ from typing import Literal, TypeAlias
 from ..partition.chains import PERIODS, Chains, Found
 from ..partition.dp.lattice import Lattice, joined
 from ..partition.dp.program import Program
-from ..partition.dp.sweep import OutOfTime
 from ..partition.least_memory import LeastMemory, several_each
-from ..partition.problem import SAME, StageProblem, members
+from ..partition.problem import SAME, OutOfTime, StageProblem, members
 from ..partition.solve import DpSource, source_for
-from .answer.diagnosis import proven
+from .answer.fitting import proven
 from .choices import Branch, PlacedBranch
 from .local_search.neighbours import Neighbours, Point, Standing
 from .relaxed.places import Assumptions
@@ -228,7 +227,7 @@ class PlacedBounds:
         return self._rows[key]
 
     def none_fits(self, counts: Sequence[int], each: int) -> bool:
-        """Whether it is soon proven that none does (`diagnosis.proven`).
+        """Whether it is soon proven that none does (`fitting.proven`).
 
         Args:
             counts: N that may be looked at.

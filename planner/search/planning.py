@@ -11,7 +11,8 @@ from ...profiles.profile import Profile, Together
 from ..cluster.cluster import Cluster
 from ..cluster.contention import contention_on, with_contention
 from ..plan import Plan
-from .defaults import best_plan, choosing
+from .default_recompute import choosing
+from .defaults import best_plan
 from .state import Progress
 
 

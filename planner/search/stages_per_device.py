@@ -18,10 +18,21 @@ from itertools import chain, pairwise
 
 from ..costs.recomputation import Selection, of_stage
 from ..costs.tied_parameters import misplaced
-from ..evaluate import Evaluation, Question
+from ..evaluate import Evaluation
 from ..partition.problem import SAME, members
 from ..partition.solve import source_for
-from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked, unforeseen
+from ..question import Question
+from .branching import SearchRequest, pins_of
+from .choices import (
+    Branch,
+    Choice,
+    Freedom,
+    PlacedBranch,
+    StagesAsked,
+    micro_batch_counts,
+    stages_asked,
+    unforeseen,
+)
 from .limits import try_placed
 from .local_search.improve import (
     LocalSearch,
@@ -33,7 +44,7 @@ from .local_search.improve import (
 )
 from .local_search.neighbours import Standing
 from .placed_bounds import PlacedBounds
-from .placed_branches import device_subsets, placed_branches
+from .placed_branches import device_subsets, no_branches, placed_branches
 from .relaxed.relaxation import Relaxation
 from .state import FAR, FAR_OFF, Budget, OutOfBudget, SearchState
 
@@ -462,3 +473,26 @@ def _prove_each(placed: PlacedSearch, branches: Sequence[PlacedBranch]) -> None:
         with suppress(OutOfBudget), search.budget.part(share):
             placed._prove([branch], _MANY_STEPS)
         search.budget.check()
+
+
+def placed_search(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
+    """The search for plans with several stages on each device; None where there can be none.
+
+    Raises PlanError where all that was asked for are such plans, and there can be none.
+    """
+    question, stages = search.question, request.stages
+    asked = stages_asked(
+        question.system, request.stages_per_device, request.placement, request.stages
+    )
+    alone = len(question.cluster.devices) == 1 and not search.relaxation.limited
+    if not asked.per_device or (search.branches and alone):
+        return None
+    counts = micro_batch_counts(question, request.micro_batches)
+    most = max(asked.per_device) * len(question.cluster.devices)
+    pins = pins_of(search.relaxation, request.pins, stages or most)
+    placed = PlacedSearch(search, asked, counts, stages, pins)
+    if any(placed.branches):
+        return placed
+    if search.branches:
+        return None
+    raise no_branches(placed.relaxation, asked, stages)

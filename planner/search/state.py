@@ -12,11 +12,12 @@ from math import inf
 from ...profiles.errors import ScheduleError
 from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
-from ..evaluate import Evaluation, Question, better, evaluate_within
+from ..evaluate import Evaluation, better, evaluate_within
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
 from ..partition.problem import SAME
 from ..partition.solve import Source
+from ..question import Question
 from ..systems.placement import numbered_devices
 from .choices import (
     Branch,

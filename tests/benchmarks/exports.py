@@ -27,9 +27,10 @@ from pathlib import Path
 import timeprest
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.cluster.contention import with_contention
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import evaluate, make_plan
 from timeprest.planner.exports.blocks import blocks_of, list_of
 from timeprest.planner.plan import Plan, PlanStage, SolverReport
+from timeprest.planner.question import Question
 from timeprest.profiles.profile import Profile
 
 VARIANT = "pipedream-flush"

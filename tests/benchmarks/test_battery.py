@@ -12,8 +12,9 @@ import pytest
 from helpers.by_hand.profiles import chain
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TimeprestError

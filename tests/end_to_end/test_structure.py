@@ -44,13 +44,8 @@ PARTICIPLES = {"Enough", "Foretold", "Given", "Reached", "Seen"}
 """Words that don't name a thing, in class names."""
 
 BROKEN = """
-attributes 24 planner/simulator/clock.py SimulatedClock
 imports 22 api.py
 imports 19 cli/notebook/views.py
-imports 19 planner/evaluate.py
-imports 18 planner/search/answer/diagnosis.py
-imports 17 planner/search/defaults.py
-imports 21 planner/search/solve.py
 imports 20 profiles/measuring/measure.py
 imports 16 runtime/calibration/link_worker.py
 imports 16 runtime/calibration/overhead.py
@@ -65,13 +60,8 @@ imports 20 runtime/study/trainings/training.py
 imports 27 runtime/training/loop.py
 imports 16 runtime/training/plain.py
 imports 20 runtime/training/worker.py
-lines 69 planner/costs/recomputation.py _steps
-lines 62 planner/simulator/clock.py SimulatedClock.__init__
-methods 24 planner/search/local_search/neighbours.py Neighbours
 parameters 9 api.py resume
 parameters 10 api.py run
-parameters 9 planner/partition/dp/cost_tables.py stage_loads
-parameters 9 planner/search/branching.py question_for
 parameters 9 runtime/run.py Trainer.__init__
 """
 """What breaks these rules by now: nothing may be added or get worse, and what got better goes."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from helpers.by_hand.profiles import chain
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import evaluate, make_plan
 from timeprest.planner.plan import PlanStage, SolverReport
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
 

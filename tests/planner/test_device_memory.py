@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.memory import HoldingsWalk
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.systems.variants import VARIANTS

@@ -20,8 +20,9 @@ from timeprest.planner.cluster.cluster import Device, uniform_cluster
 from timeprest.planner.costs import memory
 from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings
 from timeprest.planner.costs.stage_costs import Costs
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import evaluate, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.search.answer.recheck import recheck, signed

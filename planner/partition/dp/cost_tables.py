@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -394,28 +395,37 @@ class PairCosts:
         return self.summed(np.rint(values / step)) * step
 
 
+class LoadParts(NamedTuple):
+    """What makes the loads of stages, [p].
+
+    Attributes:
+        compute, serial: in s, summed over their layers; `stage_loads` changes `compute` in place.
+        holds: whether they have parameters.
+        parameters: bytes of them.
+        wires: in s, at lower and upper cuts.
+        others: in s, what loads below and above have besides.
+    """
+
+    compute: Vector
+    serial: Vector | None
+    holds: Flags
+    parameters: Callable[[], Vector]
+    wires: tuple[Vector, Vector] | None
+    others: Vector | None
+
+
 def stage_loads(
     problem: StageProblem,
     place: Callable[[str], Vector | float],
     replicas: Positions | int,
-    compute: Vector,
-    serial: Vector | None,
-    holds: Flags,
-    parameters: Callable[[], Vector],
-    wires: tuple[Vector, Vector] | None,
-    others: Vector | None,
+    parts: LoadParts,
 ) -> Vector:
     """Loads in s of stages, [p], as `StageProblem` defines them.
 
     Args:
         place: field of `Place` → its value for each stage, or for all.
-        compute, serial: summed over their layers; `compute` is changed in place.
-        holds: whether they have parameters.
-        parameters: bytes of them.
-        wires: at lower and upper cuts.
-        others: what loads below and above have besides.
     """
-    load = compute
+    load, serial, holds, parameters, wires, others = parts
     load /= replicas
     if serial is not None:
         load += serial
@@ -455,12 +465,14 @@ class Stages:
             problem,
             lambda field: places.get(field, option, k),
             places.replicas[option],
-            costs.compute[mode, above] - costs.compute[mode, below],
-            None if serial is None else serial[above] - serial[below],
-            costs.holders[above] > costs.holders[below],
-            lambda: costs.parameters[above] - costs.parameters[below],
-            None if costs.wires is None else (self._lower[which], self._upper[which]),
-            None if costs.nothing_beside else costs.before[below] + costs.after[above],
+            LoadParts(
+                costs.compute[mode, above] - costs.compute[mode, below],
+                None if serial is None else serial[above] - serial[below],
+                costs.holders[above] > costs.holders[below],
+                lambda: costs.parameters[above] - costs.parameters[below],
+                None if costs.wires is None else (self._lower[which], self._upper[which]),
+                None if costs.nothing_beside else costs.before[below] + costs.after[above],
+            ),
         )
 
     def fit(self, which: Positions, option: Positions, k: Positions) -> Flags:

@@ -59,7 +59,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..problem import FITS, Vector
+from ..problem import FITS, OutOfTime, Vector, check_time
 from .cycle_devices import CyclePlace, CycleStage, Flight
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .cycle_tables import (
@@ -77,7 +77,6 @@ from .cycle_tables import (
 )
 from .lattice import Lattice, Positions
 from .program import Program
-from .sweep import OutOfTime, check_time
 from .turns import Turn, least_turning
 
 _MOST_PAIRS = 8_000_000

@@ -20,11 +20,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import FITS, StageProblem, Vector, closures, members
+from ..problem import FITS, StageProblem, Vector, check_time, closures, members
 from .cost_tables import PairCosts
 from .cycle_devices import CycleDevices, CycleStage
 from .lattice import Flags, Lattice, Positions
-from .sweep import check_time
 
 CycleRule = Literal["turns", "room", "flush", "forwards-first"]
 """Which cycles of operations count (`critical_cycles`)."""

@@ -17,12 +17,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..problem import FITS, Vector
+from ..problem import FITS, OutOfTime, Vector, check_time
 from .cycle_devices import CyclePlace, CycleStage, Wires
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .halves import halves_of
 from .lattice import Flags, Lattice, Positions
-from .sweep import OutOfTime, check_time
 
 ROUNDING = 1e-12
 """Of a period."""

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, Place, StageProblem
+from ..problem import ChosenStage, Cut, Place, StageProblem, check_time
 from .lattice import Lattice
 from .program import Program, just_below
-from .sweep import Sweep, check_time
+from .sweep import Sweep
 
 REMEMBERED = 1 << 14
 """States whose stages are kept for when the search comes there again."""

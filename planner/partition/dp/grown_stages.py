@@ -28,11 +28,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Cut, Step, Vector, cut_of
+from ..problem import Cut, Step, Vector, check_time, cut_of
 from .cost_tables import Stages, merged_tensors
 from .lattice import Positions
 from .program import SLACK, Program
-from .sweep import check_time
 
 MOST_STEPS = 40_000_000
 """States × chains of layers: 4 bytes each, and 16 for each state."""

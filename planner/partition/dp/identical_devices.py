@@ -28,7 +28,7 @@ from ..problem import (
     cut_on_last_devices,
 )
 from ..waits import Waits
-from .cost_tables import FIELDS, PairCosts, stage_loads
+from .cost_tables import FIELDS, LoadParts, PairCosts, stage_loads
 from .lattice import Flags, Lattice, Positions
 
 # Places of identical devices, where only what is in flight depends on the place -------------------
@@ -266,12 +266,14 @@ class ModeCosts(NamedTuple):
             problem,
             lambda field: float(getattr(place, field)),
             replicas,
-            self.compute[mode].copy(),
-            self.serial,
-            self.parameters > 0,
-            lambda: self.parameters,
-            (self.lower_s, self.upper_s),
-            None,
+            LoadParts(
+                self.compute[mode].copy(),
+                self.serial,
+                self.parameters > 0,
+                lambda: self.parameters,
+                (self.lower_s, self.upper_s),
+                None,
+            ),
         )
 
 
@@ -335,12 +337,14 @@ class StageTable:
             self._problem,
             lambda field: self._place[field][at],
             self._replicas[at],
-            mine.compute[mode, stage],
-            mine.serial,
-            mine.parameters > 0,
-            lambda: mine.parameters,
-            (mine.lower_s, mine.upper_s),
-            mine.beside,
+            LoadParts(
+                mine.compute[mode, stage],
+                mine.serial,
+                mine.parameters > 0,
+                lambda: mine.parameters,
+                (mine.lower_s, mine.upper_s),
+                mine.beside,
+            ),
         )
         units = self._units(at, mine.once[mode, stage], mine.flight[mode, stage], mine.parameters)
         good = units > 0

@@ -12,13 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import FITS, Answer, Cut, StageProblem, Vector, cut_on_last_devices
+from ..problem import (
+    FITS,
+    Answer,
+    Cut,
+    OutOfTime,
+    StageProblem,
+    Vector,
+    check_time,
+    cut_on_last_devices,
+)
 from ..waits import Waits
-from .cost_tables import stage_loads
+from .cost_tables import LoadParts, stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Flags, Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
-from .sweep import CLOCK, OutOfTime, check_time
+from .sweep import CLOCK
 
 MOST_PAIRS = 4_500_000
 """Stages whose costs are kept, whatever their options: some 50 bytes each."""
@@ -237,12 +246,14 @@ class IdenticalByTargets:
             problem,
             lambda field: getattr(place, field),
             r,
-            compute[above] - compute[below],
-            None if serial is None else serial[above] - serial[below],
-            costs.holders[above] > costs.holders[below],
-            lambda: costs.parameters[above] - costs.parameters[below],
-            (found.lower_s[at], found.upper_s[at]),
-            costs.before[below] + costs.after[above],
+            LoadParts(
+                compute[above] - compute[below],
+                None if serial is None else serial[above] - serial[below],
+                costs.holders[above] > costs.holders[below],
+                lambda: costs.parameters[above] - costs.parameters[below],
+                (found.lower_s[at], found.upper_s[at]),
+                costs.before[below] + costs.after[above],
+            ),
         )
         within: Positions = at[load <= target]
         return within

@@ -13,11 +13,21 @@ from time import monotonic
 
 import numpy as np
 
-from ..problem import Answer, Cut, StageProblem, Step, Vector, cut_load, cut_of
+from ..problem import (
+    Answer,
+    Cut,
+    OutOfTime,
+    StageProblem,
+    Step,
+    Vector,
+    check_time,
+    cut_load,
+    cut_of,
+)
 from .grown_stages import grown_stages
 from .lattice import Lattice, Positions
 from .program import Program, just_below
-from .sweep import CLOCK, OutOfTime, Sweep, check_time
+from .sweep import CLOCK, Sweep
 
 # From what a sweep knows to a chain: the one with the fewest devices, then the fewest stages ----
 

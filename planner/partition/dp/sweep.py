@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
-from ..problem import Vector
+from ..problem import Vector, check_time
 from .cost_tables import Stages
 from .lattice import Flags, Positions
 from .program import SLACK, Program
@@ -108,16 +107,6 @@ class Targets:
 
 CLOCK = 32
 """Sources between two looks at the clock."""
-
-
-class OutOfTime(Exception):  # noqa: N818 - it ends a sweep, nothing went wrong
-    """The deadline has passed."""
-
-
-def check_time(deadline: float | None) -> None:
-    """Raises OutOfTime when a deadline, by `time.monotonic`, passed; None never does."""
-    if deadline is not None and monotonic() > deadline:
-        raise OutOfTime
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,15 @@ from statistics import fmean, pstdev
 import msgspec
 
 from ...cluster.cluster import Cluster
-from ...evaluate import Evaluation
+from ...evaluate import Evaluation, evaluate
 from ...partition.problem import SAME, members
 from ...plan import FastestPlan
+from ...question import Question
 from ...simulator.pipeline import Pipeline
 from ...simulator.timeline import busy_s
 from ..choices import Branch, Choice
-from ..device_sequences import follows_list
+from ..device_sequences import follows_list, on_first_devices
+from ..keep_more import keep_more
 from ..local_search.improve import LocalSearch, start
 from ..local_search.neighbours import Point
 from ..relaxed.relaxation import Relaxation
@@ -195,13 +197,16 @@ Moves = Callable[[SearchState], LocalSearch]
 """The moves that there are among a search's plans."""
 
 
-def signed_plan(search: SearchState, met: Candidates, moves: Moves) -> Evaluation:
+def signed_plan(search: SearchState, met: Candidates, moves: Moves | None) -> Evaluation:
     """The plan to sign: the preferred one, after looking around it. The search's best plan, the
     fastest, may get better by that.
 
     Args:
         met: plans that the search met; it goes on telling it (`SearchState.seen`).
+        moves: makes the local search of plans; None: with a stage for each device.
     """
+    keep_more(search)
+    moves = moves or LocalSearch
     assert search.best is not None
     met.add(search.best)
     budget = search.budget
@@ -366,7 +371,10 @@ def _other_borders(
 
 def _work(local: LocalSearch, point: Point) -> list[float]:
     """Per device, the seconds of its layers."""
-    seconds, devices = local.near.seconds(point.micro_batches), local.question.cluster.devices
+    seconds, devices = (
+        local.near.layers.seconds(point.micro_batches),
+        local.question.cluster.devices,
+    )
     found = dict.fromkeys(point.devices, 0.0)
     for (a, b), mine in zip(pairwise(point.downsets), point.devices, strict=True):
         speed = len(mine) * min(devices[d].speed for d in mine)
@@ -376,3 +384,19 @@ def _work(local: LocalSearch, point: Point) -> list[float]:
 
 def _layers(point: Point, stage: int) -> int:
     return (point.downsets[stage + 1] & ~point.downsets[stage]).bit_count()
+
+
+def placed_first(question: Question, found: Evaluation) -> Evaluation:
+    """The same plan on the first of devices that are alike, where it is as fast there: replicas
+    change places, and which of them exchange messages with which."""
+    lying = tuple(stage.devices for stage in found.stages)
+    first = lying if question.order else on_first_devices(question.cluster, lying)
+    if first == lying:
+        return found
+    stages = [
+        msgspec.structs.replace(x, devices=mine)
+        for x, mine in zip(found.stages, first, strict=True)
+    ]
+    there = evaluate(question, stages, found.micro_batches)
+    longest_s = found.prediction.period_s * SAME
+    return there if there.prediction.period_s <= longest_s else found

@@ -11,9 +11,10 @@ import msgspec
 
 from ....profiles.profile import Profile
 from ....profiles.units import format_bytes, format_seconds
-from ...evaluate import Question, evaluate, gap_between, make_plan
+from ...evaluate import evaluate, gap_between, make_plan
 from ...partition.problem import SAME
 from ...plan import Plan, PlanEdge, PlanStage, SolverReport, check_against_profile
+from ...question import Question
 from ...recordings.recording import stages_text
 
 

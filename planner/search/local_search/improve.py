@@ -274,7 +274,7 @@ class LocalSearch:
         for (a, b), mine in zip(pairwise(point.downsets), point.devices, strict=True):
             key = n, b & ~a
             if key not in self._layers_s:
-                seconds = self.near.seconds(n)
+                seconds = self.near.layers.seconds(n)
                 self._layers_s[key] = sum(seconds[j] for j in members(b & ~a))
             work[mine] = work.get(mine, 0.0) + self._layers_s[key]
         if self.relaxation.variant.whole_mini_batches and max(map(len, point.devices)) > 1:
@@ -885,7 +885,7 @@ def _any_moves(local: LocalSearch, here: Standing) -> list[Point]:
     if here.found.pipeline.placement and here.found.pipeline.weight_s and not here.over:
         # A stage of one group may be best where weight parts of others fill its device; it also
         # takes little memory, but seldom leads to a fast plan that fits.
-        far = [(k, by * len(near.groups)) for k in range(1, last + 1) for by in (-1, 1)]
+        far = [(k, by * len(near.layers.groups)) for k in range(1, last + 1) for by in (-1, 1)]
         ends = (near.shifted(point, k, k, by, at_most=True) for k, by in far)
         found += [moved for moved in ends if moved is not None]
     kinds = (near.limit_moves, near.recompute_moves, partial(replica_moves, near), near.count_moves)

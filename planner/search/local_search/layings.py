@@ -54,7 +54,7 @@ def mixed_layings(near: Neighbours, branch: Branch | PlacedBranch) -> Iterator[L
     counts = near.relaxation.replica_counts(branch.micro_batches)
     if isinstance(branch, PlacedBranch) or counts == [1]:
         return
-    cluster, work_s = near.question.cluster, near.work_s(branch.micro_batches)
+    cluster, work_s = near.question.cluster, near.layers.work_s(branch.micro_batches)
     most = min(len(cluster.devices), len(work_s), _MOST_COUNTED)
     # Within machines, gradients are summed over links that are faster.
     alone = (False,) if cluster.flat else (False, True)
@@ -71,25 +71,25 @@ def mixed_layings(near: Neighbours, branch: Branch | PlacedBranch) -> Iterator[L
 
 def even_cut(near: Neighbours, micro_batches: int, lying: Lying) -> tuple[int, ...] | None:
     """Downsets of the cut whose busiest stage has the least to do; None: too many stages."""
-    work_s, speeds = near.work_s(micro_batches), speeds_of(near.question.cluster, lying)
+    work_s, speeds = near.layers.work_s(micro_batches), speeds_of(near.question.cluster, lying)
     nothing, room = np.zeros((len(speeds), len(work_s))), [inf] * len(speeds)
     ends = even_within(work_s, speeds, nothing, room)
-    return None if ends is None else near.downsets(ends)
+    return None if ends is None else near.layers.downsets(ends)
 
 
 def even_cuts(near: Neighbours, micro_batches: int, lying: Lying) -> list[tuple[int, ...]]:
     """The first of `first_cuts`, even by time and by layers, which take no time to find."""
-    work_s, speeds = near.work_s(micro_batches), speeds_of(near.question.cluster, lying)
+    work_s, speeds = near.layers.work_s(micro_batches), speeds_of(near.question.cluster, lying)
     if len(speeds) > len(work_s):
         return []
     ends = (even(weights, speeds) for weights in (work_s, [1.0] * len(work_s)))
-    return [near.downsets(each) for each in ends]
+    return [near.layers.downsets(each) for each in ends]
 
 
 def _stage_counts(near: Neighbours, branch: Branch) -> list[int]:
     if branch.stages is not None:
         return [branch.stages]
-    most = min(near.search.most_stages, len(near.groups))
+    most = min(near.search.most_stages, len(near.layers.groups))
     halves = {most >> k for k in range(most.bit_length())} | {most}
     return sorted(halves - {0}, reverse=True)
 

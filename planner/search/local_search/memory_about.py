@@ -17,8 +17,9 @@ import numpy as np
 
 from ...costs.memory import Moment, StageBytes, stepping_bytes
 from ...costs.recomputation import Selection
-from ...evaluate import LaidOut, Question
+from ...evaluate import LaidOut
 from ...partition.problem import Vector
+from ...question import Question
 from ..choices import in_flight_under
 from .first_cuts import even_within
 from .neighbours import Neighbours, Point, Standing, speeds_of
@@ -130,10 +131,10 @@ def cut_that_fits(
         held.append(always + versions * parameters + units * kept)
         room = None if smallest is None else smallest.usable_bytes
         rooms.append(inf if room is None else share * room)
-    work_s, speeds = near.work_s(micro_batches), speeds_of(question.cluster, devices)
-    of_groups = np.array([np.bincount(near.group_of, each) for each in held])
+    work_s, speeds = near.layers.work_s(micro_batches), speeds_of(question.cluster, devices)
+    of_groups = np.array([np.bincount(near.layers.number_of, each) for each in held])
     ends = even_within(work_s, speeds, of_groups, rooms)
-    return None if ends is None else near.downsets(ends)
+    return None if ends is None else near.layers.downsets(ends)
 
 
 def _most_held(

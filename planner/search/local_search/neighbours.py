@@ -9,25 +9,17 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...cluster.cluster import Cluster
-from ...cluster.links import Network
 from ...costs.recomputation import Selection, of_stage, selection_of
-from ...costs.stage_costs import sized
 from ...costs.tied_parameters import misplaced
 from ...evaluate import Evaluation
-from ...partition.dp.lattice import joined
 from ...partition.placings import pattern
 from ...partition.problem import SAME, members
 from ...systems.placement import numbered_devices
 from ..choices import (
-    Branch,
     Choice,
     capped,
     caps,
@@ -36,6 +28,7 @@ from ..choices import (
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .first_cuts import first_cuts
+from .layer_groups import LayerGroups
 
 STEPS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 """Groups of layers that borders are moved by, in the sequence in which they are tried."""
@@ -128,24 +121,11 @@ class Neighbours:
         moves_devices: bool,
     ) -> None:
         self.search, self.relaxation, self.question = search, relaxation, search.question
+        self.layers = LayerGroups(search.question, relaxation)
         self._pins, self.moves_devices = tuple(pins), moves_devices
         self._nodes: dict[int, tuple[str, ...]] = {}
-        self._ways: dict[int, list[float]] = {}
         self._first_cuts: dict[Hashable, list[tuple[int, ...]]] = {}
         self.random = random.Random(0)
-
-    @cached_property
-    def groups(self) -> list[int]:
-        """Layers that share a stage, as bit masks, in topological order."""
-        # For any micro-batches that were measured they are the same.
-        fewest = -(-self.question.mini_batch // self.question.profile.micro_batch_sizes[-1])
-        return joined(self.relaxation.problem(Branch(fewest)))
-
-    @cached_property
-    def group_of(self) -> NDArray[np.intp]:
-        """Of each layer, the number of its group, [n]."""
-        numbers = {layer: g for g, mask in enumerate(self.groups) for layer in members(mask)}
-        return np.array([numbers[layer] for layer in range(len(numbers))], dtype=np.intp)
 
     # Points ------------------------------------------------------------------------------------
 
@@ -197,28 +177,20 @@ class Neighbours:
         links = tuple(cluster.link(a[-1], b[0]) for a, b in pairwise(devices))
         key = micro_batches, speeds, links
         if key not in self._first_cuts:
-            work_s, drops = self.work_s(micro_batches), self._drops(devices)
-            over = {link: self._messages_s(micro_batches, link) for link in dict.fromkeys(links)}
+            work_s, drops = self.layers.work_s(micro_batches), self._drops(devices)
+            over = {
+                link: self.layers.messages_s(micro_batches, link) for link in dict.fromkeys(links)
+            }
             # A single stage sends nothing.
             sent = [*zip(*(over[link] for link in links), strict=True)] or [()]
             self._first_cuts[key] = list(
                 dict.fromkeys(
-                    self.downsets(ends)
+                    self.layers.downsets(ends)
                     for sent_s in sent
                     for ends in first_cuts(work_s, sent_s, speeds, drops)
                 )
             )
         return self._first_cuts[key]
-
-    def downsets(self, ends: Iterable[int]) -> tuple[int, ...]:
-        """Of stages that end after so many groups."""
-        masks = [0, *accumulate(self.groups, int.__or__)]
-        return (0, *(masks[g] for g in ends))
-
-    def work_s(self, micro_batches: int) -> list[float]:
-        """Per group of layers, the forward and the backward of a micro-batch."""
-        found: list[float] = np.bincount(self.group_of, self.seconds(micro_batches)).tolist()
-        return found
 
     def _drops(self, devices: Sequence[tuple[int, ...]]) -> list[int]:
         """How many fewer are in flight at each next stage, mini-batches or, where a backward takes
@@ -227,32 +199,6 @@ class Neighbours:
             return [1] * (len(devices) - 1)
         limits = next(self.usual_limits(len(devices), devices))
         return [a - b for a, b in pairwise(limits)]
-
-    def _messages_s(self, micro_batches: int, network: Network) -> tuple[list[float], list[float]]:
-        """What the messages of a micro-batch take, and their gradients, where a stage ends before
-        each group, [n], over such a link: the longest one, as others may go to other stages, over
-        wires of their own; and all together."""
-        size = -(-self.question.mini_batch // micro_batches)
-        there = self.group_of.tolist()
-        longest, together = ([0.0] * len(self.groups) for _ in range(2))
-        for tensor in self.relaxation.graph.tensors:
-            ends = [there[layer] for layer in members(tensor.ends) if layer < len(there)]
-            edge = tensor.edge
-            sent_s = network.wire_s(sized(edge.fixed_bytes, edge.bytes_per_sample, size))
-            seconds = (sent_s + network.latency_s) * (1 + edge.needs_grad)
-            for g in range(min(ends) + 1, max(ends) + 1):
-                longest[g] = max(longest[g], seconds)
-                together[g] += seconds
-        return longest, together
-
-    def seconds(self, micro_batches: int) -> list[float]:
-        """Per layer, the forward and the backward of a micro-batch, at speed 1."""
-        if micro_batches not in self._ways:
-            # Those are what the fastest devices take.
-            fastest = max(device.speed for device in self.question.cluster.devices)
-            fast_s = self.relaxation.seconds.way_s(micro_batches)
-            self._ways[micro_batches] = (fast_s * fastest).tolist()
-        return self._ways[micro_batches]
 
     def usual_limits(
         self, stages: int, devices: Sequence[tuple[int, ...]]
@@ -370,13 +316,13 @@ class Neighbours:
         for border in order:
             low, mine, high = sets[border - 1], sets[border], sets[border + 1]
             inside = high & ~mine if by > 0 else mine & ~low
-            groups = sorted({self.group_of[layer] for layer in members(inside)})
+            groups = sorted({self.layers.number_of[layer] for layer in members(inside)})
             if at_most:
                 by = max(1 - len(groups), min(by, len(groups) - 1))
             if len(groups) <= abs(by) or not by:
                 return None
             for g in groups[:by] if by > 0 else groups[by:]:
-                mine = mine | self.groups[g] if by > 0 else mine & ~self.groups[g]
+                mine = mine | self.layers.groups[g] if by > 0 else mine & ~self.layers.groups[g]
             sets[border] = mine
         return replace(point, downsets=tuple(sets))
 

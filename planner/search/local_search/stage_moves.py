@@ -63,7 +63,7 @@ def _with_replicas(
 
 def _work_s(near: Neighbours, point: Point) -> list[float]:
     """Per stage, the forwards and backwards of its layers for a micro-batch."""
-    seconds = near.seconds(point.micro_batches)
+    seconds = near.layers.seconds(point.micro_batches)
     return [sum(seconds[j] for j in members(b & ~a)) for a, b in pairwise(point.downsets)]
 
 
@@ -71,8 +71,11 @@ def _in_proportion(near: Neighbours, point: Point, wanted_s: Sequence[float]) ->
     """Downsets of stages whose work is about in this proportion, layers in the sequence in
     which the point's stages have them."""
     inside = [members(b & ~a) for a, b in pairwise(point.downsets)]
-    sequence = [g for mine in inside for g in sorted({near.group_of[j] for j in mine})]
-    groups, seconds = [near.groups[g] for g in sequence], near.seconds(point.micro_batches)
+    sequence = [g for mine in inside for g in sorted({near.layers.number_of[j] for j in mine})]
+    groups, seconds = (
+        [near.layers.groups[g] for g in sequence],
+        near.layers.seconds(point.micro_batches),
+    )
     work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
     masks = [0, *accumulate(groups, int.__or__)]
     # Where nothing takes any time, any would do.
@@ -94,10 +97,10 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
         for mine in _idle(near, point)
         if r == 1 or r <= len(mine) < 2 * r
     }
-    groups, sets = near.groups, point.downsets
+    groups, sets = near.layers.groups, point.downsets
     for s in range(point.stages if point.stages < most else 0):
         inside = sets[s + 1] & ~sets[s]
-        within = sorted({near.group_of[layer] for layer in members(inside)})
+        within = sorted({near.layers.number_of[layer] for layer in members(inside)})
         if len(within) < 2:
             continue
         ways = (*point.recompute[: s + 1], *point.recompute[s:])

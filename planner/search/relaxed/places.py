@@ -18,9 +18,9 @@ from ...cluster.contention import AllReduceTimes
 from ...cluster.links import Network
 from ...costs.memory import room_bytes
 from ...costs.stage_costs import weights_s_per_byte
-from ...evaluate import Question
 from ...partition.dp.identical_devices import IdenticalPlaces
 from ...partition.problem import Option, Place
+from ...question import Question
 from ...systems.variants import Variant
 from ..choices import Freedom, InFlight, least_in_flight
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from ...costs.layer_graph import LayerGraph
 from ...costs.recomputation import Selection
 from ...costs.stage_costs import as_run_by
-from ...evaluate import Question
 from ...partition.dp.identical_devices import IdenticalPlaces
 from ...partition.problem import Option, StageProblem
+from ...question import Question
 from ..choices import Branch, Freedom
 from . import messages
 from .costs import LeastSeconds, Work

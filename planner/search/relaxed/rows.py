@@ -29,11 +29,12 @@ from math import ceil, inf
 import numpy as np
 
 from ...costs.memory import room_bytes
-from ...evaluate import Evaluation, Question
+from ...evaluate import Evaluation
 from ...partition.chains import Chains, Links, Paths, Term
 from ...partition.dp.cycle_stages import StageTable
 from ...partition.dp.lattice import Flags, Lattice, Positions
 from ...partition.problem import StageProblem, Vector, closures, members
+from ...question import Question
 from ...systems.operations import BACKWARDS, FORWARDS
 from ..choices import Branch
 from .at_once import AtOnce, moments, nothing, order_of

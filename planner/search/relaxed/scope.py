@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...costs.layer_graph import LayerGraph, LayerVectors
-from ...evaluate import Question
+from ...question import Question
 from ...schedules.check import deadlocks
 from ...schedules.schedules import Ranges, has_pattern, has_row, limit_ranges
 from ...systems.variants import Variant

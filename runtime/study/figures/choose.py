@@ -21,8 +21,8 @@ from ....planner.comparison.plans import NOT_TRIED, naming_system
 from ....planner.evaluate import Evaluation, evaluate, gap_between, make_plan
 from ....planner.plan import Plan, Prediction, TargetPrediction
 from ....planner.search.answer.recheck import question_of, signed
+from ....planner.search.parts import INTERRUPTED
 from ....planner.search.planning import Planning
-from ....planner.search.solve import INTERRUPTED
 from ....planner.search.state import Progress
 from ....planner.systems.variants import variant_named
 from ....profiles.errors import InfeasibleError, PlanError, UserError

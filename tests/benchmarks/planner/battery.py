@@ -34,8 +34,8 @@ from timeprest.planner.cluster.catalogue import cluster_of_kinds
 from timeprest.planner.cluster.cluster import Cluster, Device, EqualDevices, LinkBetween
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Question
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges
 from timeprest.planner.search.choices import micro_batch_counts
 from timeprest.planner.search.device_sequences import cluster_in_sequence

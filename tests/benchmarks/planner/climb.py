@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
 from timeprest.planner.costs.tied_parameters import bound_groups, misplaced, on_one_stage
-from timeprest.planner.evaluate import Evaluation, Question, evaluate
+from timeprest.planner.evaluate import Evaluation, evaluate
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import Ranges, StalenessBounds, limit_ranges
 from timeprest.profiles.errors import TimeprestError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.lattice import find_downsets
+from timeprest.planner.question import Question
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 

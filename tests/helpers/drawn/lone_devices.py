@@ -21,11 +21,12 @@ from helpers.drawn.questions import (
     with_memory,
 )
 from hypothesis import assume
-from timeprest.planner.evaluate import Evaluation, Question, evaluate
+from timeprest.planner.evaluate import Evaluation, evaluate
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import StageProblem
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import StalenessBounds
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed.cycles import cycle_problem, kinds_of

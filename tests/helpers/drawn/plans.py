@@ -5,8 +5,9 @@ from __future__ import annotations
 from helpers.by_hand.profiles import drawn_profiles
 from helpers.drawn.pipelines import ALL, clusters
 from hypothesis import strategies as st
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
 

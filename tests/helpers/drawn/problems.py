@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp.minimax import minimax_with_bound
-from timeprest.planner.partition.dp.sweep import OutOfTime
 from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
     CutTensor,
     Mode,
     Option,
+    OutOfTime,
     Place,
     Shared,
     StageProblem,

@@ -21,8 +21,9 @@ from timeprest.planner.cluster.cluster import ANY, Cluster, Device, LinkBetween
 from timeprest.planner.cluster.links import AllReduce, Network
 from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.costs.stage_costs import least_of
-from timeprest.planner.evaluate import Evaluation, Question, evaluate
+from timeprest.planner.evaluate import Evaluation, evaluate
 from timeprest.planner.plan import Plan, PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import StalenessBounds, limit_ranges, make_schedule
 from timeprest.planner.search.choices import Freedom

@@ -9,8 +9,9 @@ from helpers.by_hand.profiles import chain
 from timeprest.planner.cluster.catalogue import with_speeds
 from timeprest.planner.cluster.cluster import Cluster, Device, read_cluster
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.profiles.errors import FileError, PlanError, UserError
 from timeprest.profiles.profile import KindTimes, Profile, check_profile

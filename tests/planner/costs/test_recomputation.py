@@ -18,9 +18,9 @@ from timeprest.planner.costs.recomputation import (
     selections,
 )
 from timeprest.planner.costs.stage_costs import Costs
-from timeprest.planner.evaluate import Question
+from timeprest.planner.question import Question
 from timeprest.planner.search import first_plans, state
-from timeprest.planner.search import solve as solving
+from timeprest.planner.search.answer import preference
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.solve import solve
@@ -254,7 +254,7 @@ def test_stages_keep_what_their_memory_has_room_for(variant, way, shares, monkey
         assert all(stage.memory_bytes <= limit for stage in kept.predicted.stages)
         assert kept.solver.bound_s <= kept.predicted.period_s
         with monkeypatch.context() as patch:
-            for module in (solving, first_plans):
+            for module in (preference, first_plans):
                 patch.setattr(module, "keep_more", lambda _search: None)
             before = solve(profile, cluster, variant, **asked)
         assert kept.predicted.period_s <= before.predicted.period_s

@@ -8,8 +8,9 @@ from helpers.plans import lone_stages
 from msgspec.structs import replace
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.memory import Moment
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import Plan
+from timeprest.planner.question import Question
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile

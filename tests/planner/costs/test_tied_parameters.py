@@ -13,8 +13,9 @@ from helpers.plans import REPORT, lone_stages
 from timeprest.cli.plan import main
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.tied_parameters import bound_groups, copied_bytes, exchange_s
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import evaluate, make_plan
 from timeprest.planner.plan import check_against_profile, check_plan, pipeline_of
+from timeprest.planner.question import Question
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS

@@ -26,9 +26,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles
 from timeprest.planner.partition.problem import SAME
+from timeprest.planner.question import Question
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.systems.variants import VARIANTS
 

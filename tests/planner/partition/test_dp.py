@@ -27,9 +27,8 @@ from timeprest.planner.partition.dp import lattice as dp_lattice
 from timeprest.planner.partition.dp.enumerate import chains_below
 from timeprest.planner.partition.dp.lattice import Containment, find_downsets, joined, lattice_of
 from timeprest.planner.partition.dp.minimax import minimax_with_bound
-from timeprest.planner.partition.dp.sweep import OutOfTime
 from timeprest.planner.partition.problem import CutTensor as Edge
-from timeprest.planner.partition.problem import Option, Place, cut_load, members
+from timeprest.planner.partition.problem import Option, OutOfTime, Place, cut_load, members
 from timeprest.planner.partition.warm_start import (
     around,
     cheapest,

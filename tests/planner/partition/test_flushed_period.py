@@ -8,9 +8,10 @@ import pytest
 from helpers.by_hand.profiles import row_of_layers
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.partition.flushed_period import period_of
 from timeprest.planner.partition.problem import ChosenStage, Cut
+from timeprest.planner.question import Question
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation

@@ -9,10 +9,11 @@ import pytest
 from helpers.by_hand.profiles import chain, row_of_layers
 from helpers.plans import even_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.one_by_one.any_replicas import least_kept_period
 from timeprest.planner.partition.one_by_one.equal_replicas import _rounded_up, least_period
+from timeprest.planner.question import Question
 from timeprest.planner.search import first_plans
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import Branch, Freedom, choice_of, in_flight_under

@@ -12,10 +12,11 @@ from helpers.plans import even_stages, lone_stages
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.partition.dp.identical_devices_by_target import targets_of
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed.places import Assumptions
 from timeprest.planner.search.relaxed.relaxation import Relaxation

@@ -14,8 +14,9 @@ from helpers.drawn.plans import evaluated
 from helpers.plans import ALL, REPORT, chain_plan, lone_stages
 from hypothesis import given, settings
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import evaluate, make_plan
 from timeprest.planner.plan import pipeline_of
+from timeprest.planner.question import Question
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.recordings.recording import stages_text, window
 from timeprest.planner.schedules.schedules import is_patterned, make_schedule

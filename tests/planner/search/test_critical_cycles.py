@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Evaluation, Question
+from timeprest.planner.evaluate import Evaluation
 from timeprest.planner.partition.dp import critical_cycles as dp
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
 from timeprest.planner.partition.dp.turns import least_turning, turnings
 from timeprest.planner.partition.problem import SAME
+from timeprest.planner.question import Question
 from timeprest.planner.search import critical_cycles, exploration
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import Freedom

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.search import defaults
+from timeprest.planner.search import default_recompute, defaults
 from timeprest.planner.search.answer.recheck import recheck, was_edited
 from timeprest.planner.search.defaults import best_plan
-from timeprest.planner.search.solve import LEAST_GAIN, solve
+from timeprest.planner.search.parts import LEAST_GAIN
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.profiles.profile import SharedParameters
 
@@ -88,7 +89,7 @@ def test_one_stage_on_each_device_is_no_choice_of_systems_that_have_several(syst
 def test_a_model_without_shared_parameters_is_planned_once(monkeypatch):
     given = []
     monkeypatch.setattr(
-        defaults,
+        default_recompute,
         "solve",
         lambda *asked, **more: given.append(more["tied"]) or solve(*asked, **more),
     )
@@ -115,7 +116,7 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
     # Where it fits without, none is; and nothing is searched twice.
     given = []
     monkeypatch.setattr(
-        defaults,
+        default_recompute,
         "solve",
         lambda *asked, **more: given.append(more["recompute"]) or solve(*asked, **more),
     )
@@ -166,10 +167,10 @@ def test_ctrl_c_leaves_what_was_found_before(monkeypatch, system):
             raise KeyboardInterrupt
         return solve(*asked, **more)
 
-    monkeypatch.setattr(defaults, "solve", stopped)
+    monkeypatch.setattr(default_recompute, "solve", stopped)
     plan = best_plan(profile, cluster, system)
     assert plan.tied == begun[0]
     assert len(begun) == 2
-    monkeypatch.setattr(defaults, "solve", lambda *asked, **more: stopped(*asked, **more))
+    monkeypatch.setattr(default_recompute, "solve", lambda *asked, **more: stopped(*asked, **more))
     with pytest.raises(KeyboardInterrupt):
         best_plan(profile, cluster, system)

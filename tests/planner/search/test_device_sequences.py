@@ -11,10 +11,11 @@ from helpers.by_hand.profiles import profile_by_hand, row_of_layers
 from helpers.drawn.questions import with_links
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.search import exploration
-from timeprest.planner.search import solve as solving
+from timeprest.planner.question import Question
+from timeprest.planner.search import exploration, parts
+from timeprest.planner.search.answer.preference import placed_first
 from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.critical_cycles import CycleSearch
@@ -140,9 +141,9 @@ def test_no_sequence_is_begun_once_the_time_is_over(monkeypatch):
         search.budget.deadline = 0.0
         return explore(question, request, progress)
 
-    monkeypatch.setattr(solving, "explore", noted)
-    monkeypatch.setattr(solving, "run", lambda own: own.forget_bounds())
-    assert solving._run_each_sequence(search, request) == "time limit"
+    monkeypatch.setattr(parts, "explore", noted)
+    monkeypatch.setattr(parts, "run", lambda own: own.forget_bounds())
+    assert parts._run_each_sequence(search, request) == "time limit"
     # The first had what was left, and the five others weren't looked at.
     assert len(begun) == 1
     assert begun[0] <= 60.0
@@ -258,7 +259,7 @@ def test_devices_in_each_others_places_are_tried(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(CycleSearch, "bound", lambda _: [])
             patch.setattr(CycleSearch, "prove", lambda _: None)
-            patch.setattr(solving, "few_sequences", lambda *_: [])
+            patch.setattr(parts, "few_sequences", lambda *_: [])
             plan = solve(profile, cluster, **asked)
             again = recheck(plan, profile).plan
             assert again.predicted == plan.predicted
@@ -315,13 +316,13 @@ def test_as_listed_where_no_sequence_is_better():
 def test_devices_as_listed_come_first_each_time(monkeypatch):
     """A search begins once more where the time was over before there was a plan."""
     asked = []
-    monkeypatch.setattr(solving, "run", lambda search: asked.append(search.any_sequence))
+    monkeypatch.setattr(parts, "run", lambda search: asked.append(search.any_sequence))
     cluster = Cluster(devices=devices(1.0, 3.0), network=LINK)
     request = SearchRequest(sequence="best")
     question = Question(layers_of([3, 1]), cluster, "pipedream", 4, 0.0)
     search = explore(question, request, lambda *_: None)
     for _ in range(2):
-        solving._run_straight(search, request)
+        parts._run_straight(search, request)
     assert asked == [False, True] * 2
 
 
@@ -422,9 +423,9 @@ def test_replicas_stay_where_others_would_exchange_messages_between_machines():
     beside, first = found((0,), (2, 1), (3, 4)), found((0,), (1, 2), (3, 4))
     assert beside.prediction.period_s < first.prediction.period_s
     assert on_first_devices(cluster, [(0,), (2, 1), (3, 4)]) == ((0,), (1, 2), (3, 4))
-    assert solving._on_first_devices(question, beside) is beside
+    assert placed_first(question, beside) is beside
     alike = found((1,), (0,), (2,))
-    moved = solving._on_first_devices(question, alike)
+    moved = placed_first(question, alike)
     assert [stage.devices for stage in moved.stages] == [(0,), (1,), (2,)]
 
 

@@ -9,7 +9,7 @@ from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search import state
-from timeprest.planner.search.answer import diagnosis
+from timeprest.planner.search.answer import fitting
 from timeprest.planner.search.branching import SearchRequest, explore, question_for
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
@@ -34,7 +34,7 @@ def test_micro_batch_counts_that_fit_nowhere_are_left_out(memory, left):
     profile, cluster = chain(8, parameters=1, saved=1000), uniform_cluster(2, memory)
     question = question_for(profile, cluster, "pipedream-flush")
     search = explore(question, SearchRequest(stages=2), lambda *_: None)
-    assert [b.micro_batches for b in diagnosis.Fitting(search).branches()] == left
+    assert [b.micro_batches for b in fitting.Fitting(search).branches()] == left
     plan = solve(profile, cluster, "pipedream-flush", stages=2)
     assert plan.solver.optimal
     assert plan.micro_batches in left
@@ -90,7 +90,7 @@ def test_that_nothing_fits_is_known_before_anything_is_searched(monkeypatch, sys
     # Of several stages less is known to be there at one time.
     profile, cluster = chain(8, parameters=1000, saved=100), uniform_cluster(4, memory)
     with monkeypatch.context() as patched:
-        patched.setattr(solving, "_run", never)
+        patched.setattr(solving, "run_parts", never)
         with pytest.raises(InfeasibleError, match=r"no plan fits.*: .* What would do: \d+ bytes"):
             solve(profile, cluster, system, **asked)
     # Where it isn't so, the search is what says it.
@@ -115,9 +115,9 @@ def test_more_devices_are_ruled_out_by_proof_alone(monkeypatch):
     assert "more such devices alone would not" in says("2kB")
     assert "or 4 such devices" in says("5kB")
     # That none is found proves nothing.
-    least = diagnosis.Fitting.least
+    least = fitting.Fitting.least
     monkeypatch.setattr(
-        diagnosis.Fitting,
+        fitting.Fitting,
         "least",
         lambda self, *asked, room=None, **more: None if room else least(self, *asked, **more),
     )
@@ -131,7 +131,7 @@ def test_a_search_ends_where_nothing_comes_near_to_fitting(monkeypatch):
     def never(*_, **__):
         raise AssertionError("gone through")
 
-    monkeypatch.setattr(solving, "_run", never)
+    monkeypatch.setattr(solving, "run_parts", never)
     profile = chain(8, parameters=10, saved=1000)
     with pytest.raises(InfeasibleError, match="nothing comes near to fitting"):
         solve(profile, uniform_cluster(4, "3kB"), "zb-h1")

@@ -9,8 +9,9 @@ import pytest
 from helpers.by_hand.profiles import chain, row_of_layers
 from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import Plan
+from timeprest.planner.question import Question
 from timeprest.planner.search.answer.preference import Candidates, fastest_of, prefer, regard
 from timeprest.planner.search.answer.recheck import recheck, was_edited
 from timeprest.planner.search.choices import all_limits

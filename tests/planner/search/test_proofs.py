@@ -27,11 +27,12 @@ from timeprest.cli.tables.plan import piling_up
 from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.links import Network
 from timeprest.planner.costs import layer_graph
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.dp import identical_devices as rising
+from timeprest.planner.question import Question
 from timeprest.planner.search import first_plans, state
-from timeprest.planner.search import solve as solving
+from timeprest.planner.search.answer import preference
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import memory as kept_bytes
 from timeprest.planner.search.relaxed.places import Assumptions
@@ -74,7 +75,7 @@ def check_solved(drawn: Drawn, solver: str, *, proven: bool = True) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
-        for module in (solving, first_plans):
+        for module in (preference, first_plans):
             patch.setattr(module, "keep_more", lambda _search: None)
         plan = solved(drawn.question, **asked)
     assert plan.solver.bound_s <= drawn.best_s * (1 + 1e-9)

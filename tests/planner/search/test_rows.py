@@ -16,11 +16,12 @@ from helpers.drawn.questions import drawn_placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.partition.chains import Chains, Links, Paths, Term
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import rows as rows_of_stages
 from timeprest.planner.search.relaxed.relaxation import Relaxation

@@ -25,12 +25,13 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.evaluate import Question, evaluate, evaluate_within
+from timeprest.planner.evaluate import evaluate, evaluate_within
 from timeprest.planner.partition.problem import Answer, stage_bytes, stage_load
+from timeprest.planner.question import Question
 from timeprest.planner.schedules.schedules import RUN_AHEAD, StalenessBounds, limit_ranges
 from timeprest.planner.search import exploration, first_plans, state
 from timeprest.planner.search import solve as solving
-from timeprest.planner.search.answer import diagnosis
+from timeprest.planner.search.answer import fitting, preference
 from timeprest.planner.search.answer.preference import Candidates, signed_plan
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import (
@@ -143,7 +144,7 @@ def check_best(question, freedom, asked, solver):
     best = best_of_all(question, freedom, asked)
     with pytest.MonkeyPatch.context() as patch:
         # Of the sets of layers that it tries.
-        for module in (solving, first_plans):
+        for module in (preference, first_plans):
             patch.setattr(module, "keep_more", lambda _search: None)
         plan = found_plan(question, freedom, asked, solver)
     assert (plan is None) == (best is None)
@@ -260,7 +261,7 @@ def test_without_memory_limits_there_is_a_plan_however_little_time(monkeypatch):
     def never(fitting):
         raise AssertionError("looked for the memory that would do")
 
-    monkeypatch.setattr(diagnosis.Fitting, "smallest_memory", never)
+    monkeypatch.setattr(fitting.Fitting, "smallest_memory", never)
     asked = (chain(6), uniform_cluster(3, bandwidth="1TB/s", latency="0s"))
     best = solve(*asked, time_limit_s=None)
     assert solve(*asked, time_limit_s=0.0).predicted.period_s > 0
@@ -270,7 +271,7 @@ def test_without_memory_limits_there_is_a_plan_however_little_time(monkeypatch):
         search.budget.deadline = 0.0
         return "time limit"
 
-    monkeypatch.setattr(solving, "_run", in_vain)
+    monkeypatch.setattr(solving, "run_parts", in_vain)
     plan = solve(*asked, time_limit_s=0.0)
     assert plan.predicted.period_s < 1.1 * best.predicted.period_s
     assert plan.solver.stopped == "time limit" or plan.solver.optimal

@@ -12,8 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.costs.stage_costs import at
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import check_plan, read_plan
+from timeprest.planner.question import Question
 from timeprest.planner.search.answer.recheck import recheck, was_edited
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.solve import solve

@@ -17,12 +17,11 @@ from timeprest.planner.partition.placings import pattern
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.prediction import prediction_distances
 from timeprest.planner.schedules.schedules import make_schedule
-from timeprest.planner.search import placed_bounds, placed_branches, stages_per_device
-from timeprest.planner.search import solve as solve_module
+from timeprest.planner.search import parts, placed_bounds, placed_branches, stages_per_device
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.placed_branches import device_subsets
 from timeprest.planner.search.solve import solve
-from timeprest.planner.search.stages_per_device import _leave_out
+from timeprest.planner.search.stages_per_device import _leave_out, placed_search
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
@@ -122,7 +121,7 @@ def with_rooms(drawn, held, share):
         placement=drawn.placement,
     )
     search = explore(question, request, lambda *_: None)
-    return solve_module._placed(search, request)
+    return placed_search(search, request)
 
 
 def test_the_cut_with_the_least_memory_is_looked_at_where_nothing_fits():
@@ -428,13 +427,13 @@ def test_ctrl_c_before_several_stages_are_looked_at_leaves_a_true_bound(monkeypa
     asked = {"micro_batches": 1, "stages_per_device": None}
     fast = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
     best = solve(of_times(2, 3, 1), fast, **asked)
-    straight = solve_module._run_straight
+    straight = parts._run_straight
 
     def interrupted(search, request):
         straight(search, request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solve_module, "_run_straight", interrupted)
+    monkeypatch.setattr(parts, "_run_straight", interrupted)
     plan = solve(of_times(2, 3, 1), fast, **asked)
     assert plan.solver.stopped == "interrupted"
     assert plan.predicted.period_s > best.predicted.period_s * 1.01

@@ -13,8 +13,9 @@ from helpers.plans import lone_stages
 from timeprest.cli.plan import main
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.stage_costs import at, unmeasured_weight_parts
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.question import Question
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.files import read_file, write_file

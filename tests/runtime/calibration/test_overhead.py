@@ -8,7 +8,8 @@ from helpers.plans import lone_stages, with_times
 from helpers.stage_costs import stage_cost
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.stage_costs import as_run_by
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import evaluate
+from timeprest.planner.question import Question
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import OperationCost

@@ -14,7 +14,8 @@ from graph_task import GraphTask
 from helpers.alike import assert_same_training, assert_same_weights
 from helpers.drawn.pipelines import ALL
 from helpers.plans import REPORT, plan_by_hand, profiled, with_times
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import evaluate, make_plan
+from timeprest.planner.question import Question
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
 from timeprest.profiles.tracing.call import Call

@@ -1,0 +1,147 @@
+"""Recomputation by default: none, unless nothing fits without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...profiles.errors import InfeasibleError, PlanError
+from ...profiles.profile import Profile
+from ..cluster.cluster import Cluster
+from ..costs.tied_parameters import Tied
+from ..plan import Plan
+from ..question import Question
+from ..systems.orders import Order
+from ..systems.variants import Variant
+from .answer.fitting import Fitting
+from .branching import SearchRequest, explore, read_asked
+from .parts import INTERRUPTED
+from .solve import solve
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What was asked for.
+
+    Attributes:
+        end: by `time.monotonic`; None: there is no limit.
+        asked: what else `solve` takes.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    system: Variant
+    order: Order | None
+    recompute: str | None
+    end: float | None
+    asked: Mapping[str, Any]
+
+    @property
+    def leaves_placement(self) -> bool:
+        """Whether nothing was said of how stages lie on devices."""
+        said = self.order is not None or "stages_per_device" in self.asked
+        said = said or self.asked.get("placement", "auto") != "auto"
+        said = said or bool(self.asked.get("stages") or self.asked.get("pins"))
+        return not said and self.system.placement == "any" and len(self.cluster.devices) > 1
+
+    def plan(self, tied: Tied, share: float = 1.0, **others: Any) -> Plan:
+        """The best plan with these settings.
+
+        Args:
+            share: of the time left.
+
+        Raises as `solve`.
+        """
+        asked = {**self.asked, **others}
+        if self.recompute is not None:
+            return self._solved(tied, share, asked, self.recompute)
+        fits = self._fits_without(tied, asked)
+        if fits is not None:
+            found = self._solved if fits else self._with_recompute
+            return found(tied, share, asked)
+        # Why nothing fits without is of no interest where something may with it.
+        last = bool(self.system.recompute_refusal)
+        try:
+            return self._solved(tied, share / 2, {**asked, "explains": last})
+        except InfeasibleError:
+            if last:
+                raise
+            return self._with_recompute(tied, share, asked)
+
+    def _with_recompute(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
+        plan = self._solved(tied, share, asked, "auto")
+        if not any(stage.recompute for stage in plan.stages):
+            return plan
+        return choosing(
+            plan,
+            "--recompute auto, as no plan was found that fits without; --recompute off asks for "
+            "none",
+        )
+
+    def _solved(
+        self, tied: Tied, share: float, asked: Mapping[str, Any], recompute: str = "off"
+    ) -> Plan:
+        left = None if self.end is None else max(self.end - time.monotonic(), 0.0) * share
+        return solve(
+            self.profile,
+            self.cluster,
+            self.system.name,
+            tied=tied,
+            order=self.order,
+            recompute=recompute,
+            time_limit_s=left,
+            **asked,
+        )
+
+    def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
+        """What a search for it begins with. Raises as `solve`."""
+        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen")}
+        return read_asked(self.profile, self.cluster, self.system.name, {**asked, "tied": tied})
+
+    def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:
+        """Whether a plan that computes nothing again is soon found; None where that isn't known
+        before there was a search."""
+        limited = any(device.memory_bytes is not None for device in self.cluster.devices)
+        if not limited or self.system.recompute_refusal:
+            return True
+        if self.order is not None:
+            return None
+        question, request = self.question(tied, asked)
+        search = explore(question, request, lambda *_: None)
+        if not search.branches:
+            return None
+        found = Fitting(search, request.micro_batches).least(question, fits=True)
+        return found is not None and search.counts(found)
+
+
+Tried = Plan | InfeasibleError | PlanError
+
+
+def tried(
+    ask: Ask, tied: Tied, share: float, *, before: Tried | None = None, **others: Any
+) -> Tried:
+    """A plan, or why there is none. Ctrl-C leaves the one that was found `before`."""
+    if isinstance(before, Plan) and before.solver.stopped == INTERRUPTED:
+        return PlanError(INTERRUPTED)
+    try:
+        # Of two errors the first one is raised.
+        return ask.plan(tied, share, **{"explains": before is None, **others})
+    except (InfeasibleError, PlanError) as error:
+        return error
+    except KeyboardInterrupt:
+        if not isinstance(before, Plan):
+            raise
+        return PlanError(INTERRUPTED)
+
+
+def choosing(plan: Plan, *lines: str) -> Plan:
+    """The plan, which says so."""
+    if not lines:
+        return plan
+    known = () if plan.solver.chosen is msgspec.UNSET else plan.solver.chosen
+    report = msgspec.structs.replace(plan.solver, chosen=(*known, *lines))
+    return msgspec.structs.replace(plan, solver=report)
