@@ -24,7 +24,18 @@ import torch
 from click.testing import CliRunner
 from helpers.drawn import cases
 from helpers.output.commands import commands_below
-from helpers.output.doc_pages import ROOT, Text, blocks, commands, pages, section, spans, tables
+from helpers.output.doc_pages import (
+    ROOT,
+    Text,
+    blocks,
+    commands,
+    names_beside_files,
+    names_defined,
+    pages,
+    section,
+    spans,
+    tables,
+)
 from helpers.paths import SHIPPED_DEVICES
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from rich.console import Console
@@ -288,6 +299,15 @@ def test_names_of_the_code_are_in_it(name):
         if re.fullmatch(r"\w+(\.py|\(.*\))?", span.text):
             missing = set(re.findall(r"[A-Za-z_][\w.]*", span.text)) - known
             assert not missing, f"{span.where}: {span.text}: nothing is called {missing}"
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/plugins.md"])
+def test_names_beside_a_file_are_defined_in_it(name):
+    found = set(names_beside_files(PAGES[name]))
+    assert found
+    for path, defined in found:
+        names = set(names_defined(ast.parse((ROOT / path).read_text("utf-8"))))
+        assert defined in names, f"{name}: {path} has no {defined}"
 
 
 def check_name(span):

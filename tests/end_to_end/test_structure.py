@@ -10,7 +10,7 @@ import sys
 
 import networkx as nx
 import pytest
-from helpers.output.doc_pages import tables
+from helpers.output.doc_pages import names_defined, tables
 from helpers.paths import ROOT, SATELLITES
 
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "api": 3, "cli": 4}
@@ -261,19 +261,6 @@ def test_architecture_has_a_line_for_each_folder():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for folder in folders():
         assert f"{folder[-1]}/" in text, f"docs/architecture.md: nothing of {'/'.join(folder)}"
-
-
-def names_defined(tree):
-    """Classes, functions and variables of a module, and what classes have: ``Plan.mini_batch``."""
-    for node in ast.iter_child_nodes(tree):
-        match node:
-            case ast.ClassDef():
-                yield node.name
-                yield from (f"{node.name}.{name}" for name in names_defined(node))
-            case ast.FunctionDef():
-                yield node.name
-            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
-                yield name
 
 
 def test_every_term_of_the_glossary_is_defined_where_it_says(trees):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,3 +155,28 @@ def section(page: Path, heading: str) -> str:
     rest = lines[begin + 1 :]
     end = next((k for k, line in enumerate(rest) if re.match(rf"#{{1,{len(rank)}}} ", line)), None)
     return "\n".join(rest[:end])
+
+
+def names_defined(tree):
+    """Classes, functions and variables of a module, and what classes have: ``Plan.mini_batch``."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.ClassDef():
+                yield node.name
+                yield from (f"{node.name}.{name}" for name in names_defined(node))
+            case ast.FunctionDef():
+                yield node.name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                yield name
+
+
+def names_beside_files(page: Path) -> Iterator[tuple[str, str]]:
+    """Files of ours in running text, and the names that it says they have: `name` (`file.py`), of
+    it or in it; and `file.py`: `name`, `name`."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    file, name = r"`([\w/]+/\w+\.py)`", r"`([A-Za-z_][\w.]*)`"
+    before = rf"{name},? (?:of |in |\(){file}"
+    joined = re.sub(r"\s+", " ", text)
+    yield from ((path, each) for each, path in re.findall(before, joined))
+    for match in re.finditer(rf"{file}: ((?:[^`|;.]*(?!{before}){name})+)", text):
+        yield from ((match[1], each) for each in re.findall(name, match[2]))
