@@ -51,8 +51,8 @@ def mine(tmp_path):
 
 
 def settings_of(target, **more):
-    chosen = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
-    return RunSettings(task=target, steps=STEPS, optimizer=chosen, evaluate=False, **more)
+    asked = {"optimizer": OptimizerChoice(name="sgd", lr=0.05, momentum=0.9), "evaluate": False}
+    return RunSettings(task=target, steps=STEPS, **{**asked, **more})
 
 
 def same(a, b):
@@ -578,6 +578,47 @@ def test_rules_may_keep_what_forwards_ran_on(mlp_profile, mlp_target, tmp_path):
         plan = plan_by_hand(with_times(mlp_profile), name, 4, 1)
         run(plan, settings_of(mlp_target), tmp_path / run_dir, inline=True)
     same(tmp_path / "a", tmp_path / "b")
+
+
+SWAPPING = """
+from contextlib import contextmanager
+
+class Rules(StageRules):
+    \"\"\"Every forward runs on the weights that the run began with.\"\"\"
+
+    def __init__(self, context, parameters):
+        super().__init__(context, parameters)
+        self.kept = {"first": {p: p.detach().clone() for p in parameters}}
+
+    @contextmanager
+    def forward(self, run):
+        before = [p.detach().clone() for p in self.parameters]
+        try:
+            for p, first in self.kept["first"].items():
+                p.data.copy_(first)
+            yield
+        finally:
+            for p, own in zip(self.parameters, before):
+                p.data.copy_(own)
+"""
+
+
+@pytest.mark.parametrize("system", ["pipedream-unstashed", "gpipe"])
+def test_forwards_run_on_what_their_context_swaps_in(system, mlp_profile, mlp_target, tmp_path):
+    """At every stage; evaluation runs on the weights as they are."""
+    row = f"replace(VARIANTS[{system!r}], name='a', forward_weights='latest', outside=outside)"
+    code = f"{SWAPPING}\noutside = Outside(rules=Rules, copies=lambda context: 2)"
+    path = tmp_path / "a.py"
+    swapped = run_of_row(row, code, mlp_profile, mlp_target, path, evaluate=True)
+    n = read_plan(tmp_path / "run/plan.json").micro_batches
+    plan = plan_by_hand(with_times(mlp_profile), system, 2, n)
+    settings = settings_of(
+        mlp_target, evaluate=True, optimizer=OptimizerChoice(name="sgd", lr=1e-300)
+    )
+    still = run(plan, settings, tmp_path / "still", inline=True)
+    losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("run", "still")]
+    assert losses[0] == losses[1]
+    assert swapped.epochs[-1].test != still.epochs[-1].test
 
 
 def test_a_hook_of_a_pass_that_fails_is_named(mlp_profile, mlp_target, tmp_path):
