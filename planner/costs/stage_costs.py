@@ -373,13 +373,17 @@ def weights_s_per_byte(
     On the last stage no update comes between a mini-batch's forward and its backward: nothing is
     kept there or made, but where forwards use the version that stage 0 had; that one is the latest
     on the first stage, which keeps none for it. Elsewhere it's counted as if there always were
-    one. What is made counts once for each mini-batch.
+    one. What is made counts once for each mini-batch; what a system from outside declares, on every
+    stage.
 
     Args:
         operation: what a version costs; None: not measured, 0.
     """
-    if operation is None or (last and (first or not variant.synchronises)):
+    if operation is None:
         return 0.0
+    declared = 0.0 if variant.outside is None else variant.outside.passes * operation.mix_s_per_byte
+    if last and (first or not variant.synchronises):
+        return declared
     keeps = variant.stashes or (variant.synchronises and not first)
     kept = operation.keep_s_per_byte if keeps else 0.0
     mixes = variant.backward_weights in ("intermediate", "corrected", "outside")
@@ -389,7 +393,7 @@ def weights_s_per_byte(
     # What weights are corrected by is mixed at each update.
     averages = variant.backward_weights in ("corrected", "outside")
     averaged = operation.mix_s_per_byte if averages else 0.0
-    return kept + averaged + update_every * (mixed + predicted)
+    return declared + kept + averaged + update_every * (mixed + predicted)
 
 
 # Devices of several kinds -----------------------------------------------------------------------

@@ -67,6 +67,9 @@ class Outside:
         update: the optimizer to step, from the user's.
         copies: of a stage's parameters that are held besides weight versions: what rules keep, and
             one that "outside" weights are written to.
+        passes: over a stage's parameters that each update takes besides the optimizer's step, what
+            makes "outside" weights, and one where those are of backwards; each takes as long as
+            mixing two versions into a third.
         plugin: where it is from; filled in.
         checksum: of that file's content, or of the package's module; filled in.
     """
@@ -74,6 +77,7 @@ class Outside:
     rules: Callable[[StageContext, Sequence[nn.Parameter]], StageRules] | None = None
     update: Callable[[StageContext, Optimizer], Optimizer] | None = None
     copies: Callable[[StageContext], int] = lambda _: 0
+    passes: float = 0.0
     plugin: str = field(default="", compare=False)
     checksum: str = field(default="", compare=False)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...profiles import plugins
 from ...profiles.errors import OrderError, PlanError, PluginError
+from ...profiles.units import real_number
 from .orders import Order
 from .outside import Outside
 
@@ -486,7 +488,10 @@ def _checked_outside(where: str, outside: object) -> Outside:
         part = getattr(outside, name)
         if not callable(part) and (part is not None or name == "copies"):
             raise PluginError(f"{where}.outside.{name}: {part!r} can't be called; give a function")
-    return outside
+    passes = real_number(outside.passes)
+    if passes is None or not 0 <= passes < inf:
+        raise PluginError(f"{where}.outside.passes: {outside.passes!r}: give a number from 0")
+    return replace(outside, passes=float(passes))
 
 
 def _check_weights(where: str, row: Variant, outside: Outside) -> None:

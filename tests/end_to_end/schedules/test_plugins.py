@@ -27,6 +27,7 @@ from timeprest.profiles import plugins
 from timeprest.profiles.errors import PlanError, PluginError, TaskWarning
 from timeprest.profiles.files import write_file
 from timeprest.profiles.plugins import VARIABLE, plugins_given
+from timeprest.profiles.profile import OperationCost
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import Trainer, run
@@ -281,6 +282,12 @@ from dataclasses import replace
                 ("gpipe", "outside=5", "outside: is a int; give an Outside"),
                 ("gpipe", "outside=Outside(rules=5)", "outside.rules: 5 can't be called; give a"),
                 ("gpipe", "outside=Outside(copies=None)", "outside.copies: None can't be called"),
+                ("gpipe", "outside=Outside(passes=-1)", "outside.passes: -1: give a number from 0"),
+                (
+                    "gpipe",
+                    "outside=Outside(passes=[])",
+                    r"outside.passes: \[\]: give a number from",
+                ),
                 ("gpipe", "summary=5", "summary: 5: give one line"),
                 ("gpipe", "scratch_copies='x'", "scratch_copies: 'x': give a whole number from 0"),
                 ("gpipe", "scratch_copies=-1", "scratch_copies: -1: give a whole number from 0"),
@@ -344,6 +351,20 @@ def test_copies_that_fail_name_plugin_and_line(mistake, mlp_profile, tmp_path):
     why = r"bad\.py: line 7: copies for stage 0: (ZeroDivisionError: div|SystemExit: none$)"
     with pytest.raises(PluginError, match=why):
         plan_by_hand(with_times(mlp_profile), "a", 3, 1, limits=[3, 2, 1])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_declared_passes_make_updates_longer(stages, mlp_profile, tmp_path):
+    """On the last stage too, where no other rule takes time."""
+    path = tmp_path / "passes.py"
+    rows = [f"replace(VARIANTS['gpipe'], name='p{k}', outside=Outside(passes={k}))" for k in (0, 3)]
+    path.write_text(f"{ROW}SYSTEMS = [{', '.join(rows)}]")
+    load_plugin(str(path))
+    cost = OperationCost(forward_s=0.0, mini_batch_s=0.0, mix_s_per_byte=1e-6)
+    profile = msgspec.structs.replace(with_times(mlp_profile), operation=cost)
+    without, declared = (plan_by_hand(profile, f"p{k}", stages, 4).predicted for k in (0, 3))
+    most = max(stage.parameter_bytes for stage in declared.stages)
+    assert declared.period_s - without.period_s == pytest.approx(3e-6 * most)
 
 
 RULES = """
