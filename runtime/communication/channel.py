@@ -99,7 +99,10 @@ class Channels(Protocol):
         self.throttle(0)
 
     def end(self) -> None:
-        """End their threads and close their sockets, after the last `close`."""
+        """End their threads and close their sockets, after the last `close`.
+
+        Not where a run fails: processes end at once then, so that none waits for another.
+        """
         return
 
     @property

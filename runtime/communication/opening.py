@@ -104,8 +104,9 @@ def open_transport(
     sums = ProcessAllReduce(
         groups, names, rank, timeout_s, status, copier=copier, nccl=device if own_gpus else None
     )
-    made = Connection(rank, names, routes, device, timeout_s, status, prepared.varies)
-    channels = _channels(transport, made, near, store, copier, settings.transport)
+    own = store.below("transport")
+    made = Connection(rank, names, routes, device, timeout_s, status, prepared.varies, own)
+    channels = _channels(transport, made, near, copier, settings.transport)
     if len(worker.replicas) == 1:
         return WorkerTransport(transport, channels, sums, (sums,), why_not)
     here = [replica.number for replica in worker.replicas]
@@ -124,6 +125,7 @@ class Connection(NamedTuple):
         names: of all workers, by rank.
         routes: of messages between workers.
         varying: mini-batches differ in shape.
+        store: of all workers, for the transport alone: what one sets, others get, and wait for.
     """
 
     rank: int
@@ -133,18 +135,18 @@ class Connection(NamedTuple):
     timeout_s: float
     status: Status
     varying: bool
+    store: SignedStore
 
 
 def _channels(
     transport: str,
     made: Connection,
     near: Sequence[MessageRoute],
-    store: SignedStore,
     copier: CudaCopier | None,
     asked: str,
 ) -> Channels:
     """A worker's channels. `near`: routes on its host; `asked`: the setting."""
-    rank, names, routes, device, timeout_s, status, varying = made
+    rank, names, routes, device, timeout_s, status, varying, store = made
     connected = partial(connect, rank, names, store=store, timeout_s=timeout_s, status=status)
     if asked not in TRANSPORTS:
         own: Channels = plugins.load("transports", asked)(made)

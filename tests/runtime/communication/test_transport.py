@@ -365,12 +365,19 @@ def test_a_run_through_pinned_memory_is_the_inline_run(
 
 
 MINE = """
+import tempfile
+from pathlib import Path
+
 from timeprest.runtime.communication.gloo import GlooChannels
 
 
 class Mine(GlooChannels):
     def __init__(self, made):
         super().__init__(made.names, made.timeout_s, made.status, varying=made.varying)
+        if made.rank == 0:
+            made.store.set("folder", tempfile.mkdtemp(dir=Path(__file__).parent))
+        folder = Path(made.store.get("folder").decode())
+        (folder / made.names[made.rank]).touch()
 
 
 TRANSPORTS = {"mine": Mine}
@@ -390,5 +397,8 @@ def test_plugins_have_other_transports(mlp_profile, mlp_target, tmp_path):
     running.run(plan, RunSettings(task=mlp_target, steps=3), tmp_path / "inline", inline=True)
     summary = running.run(plan, settings, tmp_path / "run")
     assert {report.transport for report in summary.stages} == {"mine"}
+    # They have agreed on a folder.
+    (folder,) = (path for path in tmp_path.iterdir() if path.name.startswith("tmp"))
+    assert len([*folder.iterdir()]) == 2
     found, wanted = load_weights(tmp_path / "run"), load_weights(tmp_path / "inline")
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
