@@ -64,7 +64,11 @@ class Option:
         several: it may be given several times.
         read: makes what is meant of what is given and of what messages call it. A lambda knows no
             names of its module: annotations are evaluated in their class.
-        marks: what else holds of it, for those who ask (`marked`).
+        marks: what else holds of it, for those who ask (`marked`). Of a run's settings: "free": it
+            changes nothing of what is trained, so checkpoints go on with any value; "adjustable":
+            a resumed run takes another one; "later": checkpoints of before don't know it, whose
+            checksum is without it while it is the default; "delay": it says what a stage makes of
+            its version difference.
         help: instead of that text, where it has to be made.
     """
 
