@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -443,22 +443,27 @@ def worker_epochs(stages: Sequence[Sequence[StageEpoch]]) -> tuple[StageEpoch, .
     return tuple(map(_of_worker, zip(*stages, strict=False)))
 
 
+_OF_STAGES: Mapping[str, Callable[[list[Any]], Any]] = {
+    "epoch": max,
+    "compute_s": sum,
+    "communication_s": sum,
+    "idle_s": max,
+    "loading_s": sum,
+    "versions_held": max,
+    "version_differences": summed_counts,
+    "largest_weight_distance": max,
+}
+"""What a worker's epoch has of its stages', each of which says how long the worker was idle."""
+
+
 def _of_worker(stages: Sequence[StageEpoch]) -> StageEpoch:
-    """An epoch on all stages of a worker, each of which says how long that was idle."""
+    """An epoch on all stages of a worker. Mean distances are weighted by backwards."""
     backwards = [sum(epoch.version_differences.values()) for epoch in stages]
     pairs = zip(stages, backwards, strict=True)
     distance = sum(epoch.weight_distance * count for epoch, count in pairs)
-    return StageEpoch(
-        epoch=stages[0].epoch,
-        compute_s=sum(epoch.compute_s for epoch in stages),
-        communication_s=sum(epoch.communication_s for epoch in stages),
-        idle_s=max(epoch.idle_s for epoch in stages),
-        loading_s=sum(epoch.loading_s for epoch in stages),
-        versions_held=max(epoch.versions_held for epoch in stages),
-        version_differences=summed_counts(epoch.version_differences for epoch in stages),
-        weight_distance=distance / max(sum(backwards), 1),
-        largest_weight_distance=max(epoch.largest_weight_distance for epoch in stages),
-    )
+    names = [name for name in StageEpoch.__struct_fields__ if name != "weight_distance"]
+    merged = {name: _OF_STAGES[name]([getattr(e, name) for e in stages]) for name in names}
+    return StageEpoch(**merged, weight_distance=distance / max(sum(backwards), 1))
 
 
 def measured_times(
