@@ -388,7 +388,7 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
         save_file(path, self)
 
     def to_networkx(self) -> nx.DiGraph:
-        """The stages and what goes between them, as a `networkx.DiGraph` (docs/graphs.md).
+        """The stages and what goes between them, as a `networkx.DiGraph` (docs/networkx.md).
 
         Nodes are the stages' numbers; the fields of `PlanStage` and of `StagePrediction` are
         attributes. An edge has `tensors`, the `PlanEdge` of each tensor that goes there, and

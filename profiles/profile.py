@@ -326,7 +326,7 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
         save_file(path, self)
 
     def to_networkx(self) -> nx.DiGraph:
-        """The layers and what goes between them, as a `networkx.DiGraph` (docs/graphs.md).
+        """The layers and what goes between them, as a `networkx.DiGraph` (docs/networkx.md).
 
         Nodes are the layers' names in their order, and behind them "output", the model's result,
         where a layer gives it; edges lead from a producer to a consumer. Of a layer, the fields of

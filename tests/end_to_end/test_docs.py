@@ -555,7 +555,7 @@ def test_python_runs(name, place, monkeypatch):
 
 def test_every_public_name_has_an_example():
     """In Python that the test above runs."""
-    names = ("python", "graphs", "callbacks", "plugins")
+    names = ("python", "networkx", "callbacks", "plugins")
     found = [b for name in names for b in blocks(PAGES[f"docs/{name}.md"])]
     code = "\n".join(b.text for b in found if b.language == "python")
     used = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
