@@ -31,7 +31,8 @@ LOSS_WEIGHTS = "all stages with gradients"
 """The group that sums up the weights of losses, which are for gradients alone."""
 
 BUCKET_BYTES = 2**20
-"""Tensors that are smaller go together, up to this size; larger ones go as they are."""
+"""Tensors that are smaller go together, up to this size; larger ones go as they are. Of sums alone:
+messages between stages have slots (`slots.SLOT_BYTES`)."""
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """Replicas' numbers by the group's name: for each of its workers, of those that it runs."""

@@ -23,7 +23,8 @@ Key = tuple[int, str]
 """Number of a route, and the kind of message."""
 
 SLOT_BYTES = 2**20
-"""Memory of a route's slots, where those that stand for posted receives take less."""
+"""Memory of a route's slots, where those that stand for posted receives take less. It says how many
+there are: each has room for a whole message, and one is cut into parts where shapes vary alone."""
 
 MOST_SLOTS = 64
 """Of a route."""
