@@ -1,4 +1,4 @@
-"""What the period of a cut is about, where the pipeline runs empty after each mini-batch.
+"""Estimates the period of a cut where the pipeline runs empty after each mini-batch; no bound.
 
 In 1F1B that flushes, the period is about the largest load, of a stage that waits for one
 micro-batch's way through all others, and what stages compute again on that way. Stages with more
@@ -12,7 +12,7 @@ from .problem import Cut, StageProblem, Vector, members, stage_load
 
 
 def period_of(problem: StageProblem, forward_s: Vector, cut: Cut, each: int = 1) -> float:
-    """What a cut's period is about, in s.
+    """An estimate of a cut's period, in s; the schedule's may be shorter or longer.
 
     Args:
         forward_s: per layer, [n]: of one micro-batch.
