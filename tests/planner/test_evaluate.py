@@ -15,7 +15,7 @@ from helpers.plans import REPORT, lone_stages
 from helpers.stage_costs import stage_cost, transfers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from timeprest.planner import evaluate as evaluation
+from timeprest.planner import peak_memory
 from timeprest.planner.cluster.cluster import Device, uniform_cluster
 from timeprest.planner.costs import memory
 from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings
@@ -333,17 +333,17 @@ def test_long_mini_batches_hold_what_every_operation_says(variant, data):
         assume(False)
     steady, again = steady_state(pipeline), [data.draw(st.booleans()) for _ in stages]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "MOST_KEPT", 0)
-        found = evaluation._holdings(pipeline, steady, again)
+        patch.setattr(peak_memory, "MOST_KEPT", 0)
+        found = peak_memory.holdings_of(pipeline, steady, again)
         patch.setattr(memory, "_without_repeats", lambda kinds, n, _, entries: (kinds, n, entries))
-        assert found == evaluation._holdings(pipeline, steady, again)
+        assert found == peak_memory.holdings_of(pipeline, steady, again)
 
 
 @pytest.mark.parametrize("variant", ["pipedream-flush", "pipedream-2bw"])
 def test_of_long_mini_batches_few_operations_are_walked(variant):
     pipeline = unit_pipeline(variant, 6, 600)
     steady = steady_state(pipeline)
-    entries = evaluation._entries(pipeline, steady)
+    entries = peak_memory._entries(pipeline, steady)
     for kinds in steady.kinds:
         fewer, n, _ = memory._without_repeats(kinds, 600, 1, entries)
         assert n < 12
