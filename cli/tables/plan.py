@@ -84,6 +84,9 @@ def verdict(plan: Plan) -> Table:
         staleness = (
             f"version difference up to {stages[stalest].version_difference} (stage {stalest})"
         )
+    if predicted.delay > stages[stalest].version_difference:
+        # Of weights that are stashed, or doubly buffered: the same ones, and yet late.
+        staleness += f"; gradients up to {counted(predicted.delay, 'update')} late"
     return labelled(
         [
             ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),

@@ -83,6 +83,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("most of a limit", "memory_share", share_of_limit, _percent, -1),
     Figure("most versions", "versions_held", _most("versions_held"), str, -1),
     Figure("most d", "version_difference", _most("version_difference"), str, -1),
+    Figure("delay", "delay", lambda p: p.predicted.delay, str, -1),
     Figure("v", "sequence_distance", lambda p: p.predicted.sequence_distance, str, -1),
     Figure("mean idle", "idle_share", lambda p: fmean(_idle(p)), _percent, -1),
     Figure("solver", "method", lambda p: p.solver.method),
@@ -133,7 +134,6 @@ IN_ROWS = {
     for figure in (
         *FIGURES,
         Figure("L", "in_flight", lambda p: max(stage.in_flight for stage in p.stages)),
-        Figure("delay", "delay", lambda p: p.predicted.delay),
         Figure("idle", "least_idle_share", lambda p: min(_idle(p)), _percent),
     )
 }
@@ -223,7 +223,7 @@ def comparison(
         points: of the Pareto front; systems whose best plan is on it are marked.
     """
     found = list(plans.values())
-    prices = ("period_s", "memory_bytes", "version_difference")
+    prices = ("period_s", "memory_bytes", "delay")
     own = [tuple(IN_ROWS[key].value(plan) for key in prices) for plan in found]
     on_front = [not beaten(each, (point.prices for point in points)) for each in own]
     columns = [
@@ -232,16 +232,17 @@ def comparison(
             found,
             (
                 *("stages", "devices", "micro_batches", "period_s", "samples_per_s"),
-                *("memory_bytes", "versions_held", "version_difference", "sequence_distance"),
-                *("least_idle_share", "gap"),
+                *("memory_bytes", "versions_held", "version_difference", "delay"),
+                *("sequence_distance", "least_idle_share", "gap"),
             ),
             starred=(*prices, "versions_held"),
         ),
     ]
     note = (
-        "●: on the Pareto front of period, memory and d. *: the best. S: stages. N: micro-batches. "
-        "memory, ver, d: of the stage with most. v: mini-batches from one to the next of the same "
-        "sequence of updates. idle: of the busiest stage."
+        "●: on the Pareto front of period, memory and delay. *: the best. S: stages. N: "
+        "micro-batches. memory, ver, d, delay: of the stage with most. delay: updates that a "
+        "gradient is late by. v: mini-batches from one to the next of the same sequence of "
+        "updates. idle: of the busiest stage."
     )
     table = fitted("the best plan of each system", words("system", plans, 12), columns, width)
     return Group(table, _dim(note), *why_none(failed))
@@ -281,7 +282,7 @@ def _dim(text: str) -> Text:
 
 
 def pareto_table(points: Sequence[ParetoPoint], width: int) -> Group:
-    """Of the plans that none beats in period, memory and version difference at once: their prices
+    """Of the plans that none beats in period, memory and delay at once: their prices
     and sizes."""
     found = [point.evaluation for point in points]
     distances = [each.prediction.sequence_distance for each in found]
@@ -289,7 +290,7 @@ def pareto_table(points: Sequence[ParetoPoint], width: int) -> Group:
     columns = [
         fixed("period", [format_seconds(point.period_s) for point in points]),
         fixed("memory", [format_bytes(point.memory_bytes) for point in points]),
-        fixed("d", [str(point.version_difference) for point in points]),
+        fixed("delay", [str(point.delay) for point in points]),
         fixed("v", ["-" if v is None else str(v) for v in distances]),
         fixed("S", [str(len(each.stages)) for each in found]),
         fixed("devices", [str(len(each)) for each in devices]),
@@ -298,7 +299,7 @@ def pareto_table(points: Sequence[ParetoPoint], width: int) -> Group:
     ]
     systems = [point.variant for point in points]
     title = (
-        "Pareto front of period, memory per device and version difference, of all plans seen: "
+        "Pareto front of period, memory per device and delay, of all plans seen: "
         f"{counted(len(points), 'plan')} of {counted(len(set(systems)), 'system')}"
     )
     return fitted(title, words("system", systems, 12), columns, width)

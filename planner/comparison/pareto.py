@@ -1,4 +1,4 @@
-"""Plans that nothing beats in everything: period, memory per device and version difference."""
+"""Plans that nothing beats in everything: period, memory per device and delay."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ class ParetoPoint:
 
     Attributes:
         memory_bytes: of the device that holds most.
-        version_difference: largest of any stage, in the steady state.
+        delay: largest of any stage, in updates (`StagePrediction.delay`): a system that stashes
+            weights has no version difference, and is as late as another.
     """
 
     variant: str
     evaluation: Evaluation
     period_s: float
     memory_bytes: int
-    version_difference: int
+    delay: int
 
     @property
     def prices(self) -> Prices:
         """All three."""
-        return self.period_s, self.memory_bytes, self.version_difference
+        return self.period_s, self.memory_bytes, self.delay
 
 
 class ParetoFront:

@@ -95,7 +95,7 @@ def plans_of_systems(planning: Planning, progress: Progress | None = None) -> Sy
     def best_of(system: str) -> list[Plan]:
         def keep(found: Evaluation) -> None:
             predicted = found.prediction
-            prices = predicted.period_s, predicted.most_bytes, found.difference
+            prices = predicted.period_s, predicted.most_bytes, found.delay
             pareto.add(ParetoPoint(system, found, *prices))
 
         return [planning.best(naming_system(system, progress), variant=system, seen=keep)]

@@ -319,3 +319,19 @@ def test_several_stages_on_each_device(folder):
     assert "give --stages-per-device 2 or auto" in refused
     refused = call("solve", "profile.json", "--stages-per-device", "some", code=2)
     assert "--stages-per-device 'some': give auto or a whole number from 1" in refused
+
+
+@pytest.mark.parametrize(
+    ("system", "late"),
+    [("gpipe", ""), ("pipedream-2bw", "; gradients up to 1 update late"), ("timeprest", "")],
+)
+def test_gradients_may_be_late_without_a_version_difference(folder, system, late):
+    """As those of weights that are doubly buffered: they aren't as fresh as a flush's."""
+    words = ("solve", "profile.json", "--devices", 2, "--stages", 2, "--replicas", "off")
+    call(*words, "--variant", system, "-o", "p.json")
+    difference = read_plan(folder / "p.json").predicted.version_difference
+    shown = f"version difference up to {difference}" if difference else "no version difference"
+    line = next(x for x in call("show", "p.json").splitlines() if x.startswith("staleness"))
+    assert shown in line
+    assert f"{late}, v = " in line
+    assert late or "late" not in line
