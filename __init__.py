@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .runtime.records.callbacks import Callback, EarlyStopping
     from .runtime.records.events import Stop
     from .runtime.records.run import Run
-    from .runtime.run import Trainer
+    from .runtime.trainer import Trainer
 
 _HOME = {
     "profile": "api",
@@ -57,7 +57,7 @@ _HOME = {
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
     "Run": "runtime.records.run",
-    "Trainer": "runtime.run",
+    "Trainer": "runtime.trainer",
     "Callback": "runtime.records.callbacks",
     "EarlyStopping": "runtime.records.callbacks",
     "Stop": "runtime.records.events",

@@ -198,7 +198,7 @@ def run(
         TargetError, TraceError, PlanError, FileError: found before anything starts.
         RunError: training failed.
     """
-    from .runtime.run import Trainer
+    from .runtime.trainer import Trainer
 
     trainer = Trainer(
         loaded(plan, Plan, "plan"),
@@ -239,7 +239,7 @@ def resume(
 
     Raises as `run`, and UserError where the run has ended or its settings were changed.
     """
-    from .runtime.run import Trainer
+    from .runtime.trainer import Trainer
 
     trainer = Trainer(
         None,

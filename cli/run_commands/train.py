@@ -13,8 +13,8 @@ from ...profiles.measuring.process_settings import keep_freed_memory
 from ...runtime.prepare.workers import workers_of
 from ...runtime.processes.rendezvous import Rendezvous
 from ...runtime.records.metrics import RunSummary
-from ...runtime.run import Trainer
 from ...runtime.settings import RunSettings
+from ...runtime.trainer import Trainer
 from ..errors import Stopped, output, print_json
 from ..progress import Bar
 from ..tables.plan import operations

@@ -30,8 +30,9 @@ from timeprest.profiles.plugins import VARIABLE, plugins_given
 from timeprest.profiles.profile import OperationCost
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
-from timeprest.runtime.run import Trainer, run
+from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.trainer import Trainer
 
 (SHOWN,) = (
     block.text

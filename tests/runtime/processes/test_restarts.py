@@ -14,8 +14,9 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.chaos import drawn
 from timeprest.profiles.errors import RunError, StoppedError, UserError
 from timeprest.runtime.records.run_dir import RunDir, load_weights
-from timeprest.runtime.run import resume, run, with_restarts
+from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.trainer import with_restarts
 
 RUNS = int(os.environ.get("CHAOS_RUNS", "2"))
 MINI_BATCHES = 60
