@@ -1,8 +1,8 @@
-"""Opens a worker's channels and all-reduces for the transport that the workers agreed on."""
+"""Opens a worker's channels and all-reduces for the transport that the workers agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +33,9 @@ from .transport import (
     NCCL,
     PINNED,
     SHARED,
-    WorkerPlace,
+    all_places,
+    between_processes,
+    place_of,
     transport_of,
 )
 
@@ -63,35 +65,42 @@ class WorkerTransport(NamedTuple):
 
 
 def open_transport(
-    transport: str,
-    places: Sequence[WorkerPlace],
     prepared: Prepared,
     worker: Worker,
     device: torch.device,
     status: Status,
     store: SignedStore,
+    exchange: Callable[[bytes], Sequence[bytes]],
+    *,
+    one_host: bool,
     copier: CudaCopier | None = None,
 ) -> WorkerTransport:
-    """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.
+    """Agree on a transport and make a worker's channels and all-reduces: on all workers at once,
+    after gloo's group.
 
     Args:
-        transport: that was agreed on (`between_processes`).
-        places: of all workers, by rank.
         store: of all workers.
+        exchange: gives all workers' answers for one's own.
+        one_host: all workers were started on this host.
         copier: of this worker's device, where messages go through pinned memory; by default, a
             GPU's.
 
-    Raises PeerError.
+    Raises PeerError, and as `all_places` and `between_processes`.
     """
     settings, rank = prepared.settings, worker.rank
     timeout_s = settings.timeout_s
+    places = all_places(place_of(prepared.plan, worker, device), exchange)
+    torchs = transport_of((place.host, place.gpu) for place in places)
+    transport = between_processes(
+        torchs, settings.transport, one_host=one_host, varying=prepared.varies
+    )
     names = [other.name for other in prepared.workers]
     every = _groups(prepared)
     groups = rank_groups(prepared.replicas, every)
     every_route = (*prepared.distribution.routes, *prepared.distribution.evaluation_routes)
     routes = [route for route in every_route if not route.handed_over]
     near, why_not = routes, ""
-    own_gpus = transport_of((place.host, place.gpu) for place in places) == NCCL
+    own_gpus = torchs == NCCL
     if transport in (IPC, IPC_AND_NCCL):
         hosts = [place.host for place in places]
         near = [route for route in routes if hosts[route.source.rank] == hosts[route.target.rank]]

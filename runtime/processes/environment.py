@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from ...profiles.errors import UserError
+from ...profiles.errors import RunError, UserError
 
 DEFAULT_PORT = 29500
 """torchrun's own, where MASTER_PORT isn't set."""
@@ -227,6 +227,15 @@ def other_users(since: frozenset[str]) -> list[int]:
                         ours.append((here, there))
     found = {users.get((there, here), os.getuid()) for here, there in ours}
     return sorted(found - {os.getuid()})
+
+
+def check_users(name: str, since: frozenset[str]) -> None:
+    """Raise RunError, which names this worker, where there are `other_users`."""
+    if users := other_users(since):
+        raise RunError(
+            f"{name}: a process of another user (number {users[0]}) has connected to it as if it "
+            "were a worker; nothing has been trained"
+        )
 
 
 # Signals ----------------------------------------------------------------------------------------

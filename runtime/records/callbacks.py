@@ -134,7 +134,7 @@ class Callbacks(Observer):
                 )
         self.callbacks = tuple(callbacks)
         self.waited_for = any(callback.waited_for for callback in callbacks)
-        self.stop: Stop | None = None
+        self.stop = None
         self._done = self._evaluated = 0
 
     def starting(self, what: str) -> None:

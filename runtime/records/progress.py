@@ -15,7 +15,7 @@ from .growing_file import GrowingFile, new_lines
 from .metrics import EpochRecord, EvaluationRecord, as_float, with_nan
 
 if TYPE_CHECKING:
-    from .events import RunBegun
+    from .events import RunBegun, Stop
 
 
 class Observer:
@@ -23,9 +23,11 @@ class Observer:
 
     Attributes:
         waited_for: workers wait where the pipeline drains until `drained` says whether to go on.
+        stop: what ends the run early; None: nothing does.
     """
 
     waited_for: bool = False
+    stop: Stop | None = None
 
     def starting(self, what: str) -> None:
         """This is being done, in a word or two, before the first mini-batch."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from timeprest.runtime.communication import nccl, transport
+from timeprest.runtime.communication import nccl, opening, transport
 from timeprest.runtime.communication.transport import NCCL
 from timeprest.runtime.stage.piece import StagePiece
 from timeprest.runtime.stage.stage import Stage
@@ -89,7 +89,7 @@ def main(arguments):
     for name in ("forward", "backward", "backward_weight", "update"):
         setattr(Stage, name, waits(getattr(Stage, name)))
     StagePiece.evaluate = waits(StagePiece.evaluate)
-    worker.between_processes = lambda transport, wanted, **others: NCCL
+    opening.between_processes = lambda transport, wanted, **others: NCCL
     transport.NcclPoster = nccl.NcclPoster = GlooPoster
     worker.main(arguments)
 

@@ -11,8 +11,9 @@ import sys
 from functools import partial
 
 import torch
+from timeprest.runtime.communication import opening
 from timeprest.runtime.communication.transport import PINNED
-from timeprest.runtime.training import worker
+from timeprest.runtime.training import distributed, worker
 
 
 class LateCopier:
@@ -46,8 +47,8 @@ class Landing:
 
 
 def main(arguments):
-    worker.between_processes = lambda transport, wanted, **others: PINNED
-    worker.open_transport = partial(worker.open_transport, copier=LateCopier())
+    opening.between_processes = lambda transport, wanted, **others: PINNED
+    distributed.open_transport = partial(opening.open_transport, copier=LateCopier())
     worker.main(arguments)
 
 
