@@ -22,7 +22,8 @@ from ..records.metrics import StageReport
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from ..records.status import StatusFile
-from .loop import load_samples, stage_runner, train
+from .runners import load_samples, stage_runner
+from .train import train
 from .warm_up import warm_up
 
 

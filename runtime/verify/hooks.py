@@ -20,14 +20,13 @@ from ...profiles.tasks.hooks import (
 from ...profiles.tasks.samples import few, some_samples
 from ...profiles.tasks.task import Split, Task
 from ..checkpoint.trial import try_checkpoint
-from ..communication.opening import local_transport
 from ..communication.transport import free_bytes
 from ..prepare.devices import CPU, device_kind, own_device
-from ..prepare.prepare import Prepared, with_own_weights
+from ..prepare.prepare import Prepared
 from ..records.progress import Observer
 from ..stage.optimizer import StageUpdates, step_optimizer
-from ..stage.runner import StageRunner
-from ..training.loop import Course, introduce
+from ..training.loop import Course
+from ..training.runners import introduce, local_runners
 
 _HELD = 4
 """Times its parameters that a stage holds in an update: weights, gradients and two moments."""
@@ -57,12 +56,7 @@ def try_training(prepared: Prepared) -> list[str]:
     few = replace(prepared, task=cast(Task, trial), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        runners = [
-            StageRunner(own, replica.number, *local, device=device)
-            for replica, own, local in zip(
-                few.replicas, with_own_weights(few), local_transport(few), strict=True
-            )
-        ]
+        runners = local_runners(few, device)
         introduce(runners)
         Course(runners, Observer()).run()
         if settings.checkpoint_every != 0:

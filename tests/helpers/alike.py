@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.runtime.records.progress import read_epochs, read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.training import loop
+from timeprest.runtime.training import operation_loop
 
 
 def assert_same_weights(one, other, atol=0.0):
@@ -52,7 +53,8 @@ def run_replicated(plan, alone, settings, where):
     found = run(plan, settings, where / "replicated", inline=True)
     pipeline = pipeline_of(plan)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "make_schedule", lambda _, count: make_schedule(pipeline, count))
+        made = partial(make_schedule, pipeline)
+        patched.setattr(operation_loop, "make_schedule", lambda _, count: made(count))
         wanted = run(alone, settings, where / "alone", inline=True)
     assert_same_training(where / "replicated", where / "alone", 1e-10)
     return found, wanted

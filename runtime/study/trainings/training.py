@@ -23,18 +23,18 @@ from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
 from ....profiles.tasks.hooks import RunLength, before_training
 from ....profiles.tasks.task import Task
-from ...communication.opening import local_transport
 from ...prepare.data import NO_EVALUATION, Segment, real_part
 from ...prepare.devices import forward_context, move, own_device, put, random_kept
-from ...prepare.prepare import Prepared, prepare, with_own_weights
+from ...prepare.prepare import Prepared, prepare
 from ...prepare.samples import Samples
 from ...records.metrics import EvaluationMetrics
 from ...records.progress import Observer
 from ...settings import RunSettings
 from ...stage.optimizer import check_updates, make_optimizer, make_scheduler
 from ...stage.runner import StageRunner
-from ...training.loop import Course, load_samples
+from ...training.loop import Course
 from ...training.plain import PlainTraining
+from ...training.runners import load_samples, local_runners
 from ..figures.study import Curve, EvaluationPoint, short
 from .delayed import DelayedTraining
 from .work import ArmSpec, Asked, StudyWork
@@ -91,12 +91,7 @@ def train_one(
 
 def _train_plan(prepared: Prepared, recorder: _CurveRecorder, evaluator: _Evaluator | None) -> None:
     device = own_device(prepared.plan, prepared.settings, 0)
-    runners = [
-        StageRunner(own, replica.number, channels, all_reduce, device=device)
-        for replica, own, (channels, all_reduce) in zip(
-            prepared.replicas, with_own_weights(prepared), local_transport(prepared), strict=True
-        )
-    ]
+    runners = local_runners(prepared, device)
     load_samples(runners)
     if evaluator is not None:
         for runner in runners:

@@ -25,7 +25,7 @@ from timeprest.runtime.stage.compiled import StageForward
 from timeprest.runtime.stage.optimizer import StageUpdates
 from timeprest.runtime.stage.piece import StagePiece
 from timeprest.runtime.stage.stage import Stage
-from timeprest.runtime.training.loop import Course
+from timeprest.runtime.training.operation_loop import OperationLoop
 from timeprest.tests.benchmarks.shared import command, markdown
 from timeprest.tests.benchmarks.speed.tasks import RACES
 
@@ -59,17 +59,17 @@ def count(seconds: dict[str, float]) -> None:
     for part, functions in PARTS.items():
         for owner, name in functions:
             timed(owner, name, part)
-    timed(Course, "_train", TOTAL)
-    train = Course._train
+    timed(OperationLoop, "train", TOTAL)
+    train = OperationLoop.train
 
-    def written(course: Course, segment: Any) -> None:
+    def written(loop: OperationLoop, segment: Any, sums: Any) -> None:
         seconds.clear()
-        train(course, segment)
-        with Path(f"{os.environ[OUT]}.{course.runners[0].replica.rank}").open("a") as file:
+        train(loop, segment, sums)
+        with Path(f"{os.environ[OUT]}.{loop.runners[0].replica.rank}").open("a") as file:
             each = {part: took / segment.mini_batches for part, took in seconds.items()}
             print(json.dumps(each), file=file)
 
-    Course._train = written  # type: ignore[method-assign,assignment]
+    OperationLoop.train = written  # type: ignore[method-assign,assignment]
 
 
 TASKS: Mapping[str, Any] = {"digits": Digits(), **RACES}

@@ -88,14 +88,18 @@ def test_a_resumed_run_compares_from_where_it_goes_on(mlp_profile, tmp_path):
 
 def test_comparing_draws_nothing(mlp_profile, mlp_target, tmp_path, monkeypatch):
     """Random numbers of workers are where they were without it."""
-    from timeprest.runtime.training import loop as training
+    from timeprest.runtime.training import loop, operation_loop
 
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
     seen = []
     for name in ("compared", "not"):
         if name == "not":
-            for check in ("compare_lengths", "compare_training", "compare_evaluation"):
-                monkeypatch.setattr(training, check, lambda *_: None)
+            for module, check in (
+                (loop, "compare_lengths"),
+                (loop, "compare_training"),
+                (operation_loop, "compare_evaluation"),
+            ):
+                monkeypatch.setattr(module, check, lambda *_: None)
         run(plan, settings_for("Augmented", steps=2), tmp_path / name, inline=True)
         seen.append(torch.get_rng_state())
     assert torch.equal(*seen)
