@@ -7,14 +7,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from ..planner.plan import Plan
-from .checkpoint.start import (
-    check_logs,
-    check_rates,
-    check_start,
-    check_unfinished,
-    left_out,
-    noted_sizes,
-)
+from .checkpoint.initial_weights import check_start
+from .checkpoint.logs import check_logs, noted_sizes
+from .checkpoint.start import check_rates, check_unfinished, left_out
 from .checkpoint.trial import try_kept
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import Replica

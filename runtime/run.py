@@ -13,7 +13,8 @@ import msgspec
 from ..planner.plan import Plan
 from ..profiles.errors import TaskWarning
 from .before_training import begun, cautions, checked, lost
-from .checkpoint.start import check_settings, settings_to_resume, source
+from .checkpoint.initial_weights import source
+from .checkpoint.start import check_settings, settings_to_resume
 from .prepare.devices import devices_here
 from .processes.locks import alone
 from .processes.rendezvous import Rendezvous

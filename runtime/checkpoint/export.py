@@ -14,16 +14,10 @@ from torch import Tensor
 from ...planner.plan import read_plan
 from ...profiles import plugins
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import (
-    MADE_BY,
-    Kind,
-    check_output,
-    new_folder,
-    write_bytes,
-)
+from ...profiles.files import MADE_BY, Kind, check_output, new_folder, write_bytes
 from ...profiles.tasks.hooks import in_one_line
 from ..records.run_dir import load_tied_names, load_weights, save_tensors, why_not_whole
-from .start import source
+from .initial_weights import source
 
 SHARD_BYTES = 5 * 10**9
 """Of files with an index, where the user doesn't say: as Hugging Face has it."""

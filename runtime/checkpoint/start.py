@@ -1,47 +1,29 @@
-"""How a run starts: checks before it begins, and the weights: new, or from a checkpoint."""
+"""How a run starts: checks before it begins, and each worker put where it was at a checkpoint."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import msgspec
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...planner.plan import Plan, read_plan
+from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import check_regular, file_errors
 from ...profiles.tracing.call import mark_of
 from ..prepare.prepare import Prepared
-from ..prepare.tied_parameters import state_of, write
-from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
-from ..records.operation_log import read_stage_epochs, record_named
-from ..records.progress import read_progress
-from ..records.run_dir import RunDir, load_weights, read_tensors
+from ..records.operation_log import record_named
+from ..records.run_dir import RunDir
 from ..settings import RunSettings
 from ..stage.optimizer import StageUpdates, check_choice, looked_at
 from ..stage.runner import StageRunner
-from ..stage.stage import Stage
-from .checkpoint import (
-    Saved,
-    find_whole,
-    plan_checksum,
-    settings_checksum,
-)
+from .checkpoint import Saved, find_whole, plan_checksum, settings_checksum
+from .initial_weights import give_weights, start_from
 from .learning_rate import go_on
-from .worker_state import (
-    WorkerState,
-    frozen_parameters,
-    give_kept,
-    known_parameters,
-    restore,
-    unpack,
-)
+from .worker_state import WorkerState, frozen_parameters, restore, unpack
 
 
 def check_settings(settings: RunSettings) -> RunSettings:
@@ -179,47 +161,6 @@ def settings_to_resume(
     return msgspec.structs.replace(settings, resume_at=done, grown_at=grown_at)
 
 
-def check_logs(where: RunDir, settings: RunSettings, replicas: Sequence[Replica]) -> None:
-    """Refuse to go on with a run whose figures so far are damaged, before anything is changed.
-
-    Args:
-        replicas: whose logs are looked at.
-
-    Raises FileError that names the line.
-    """
-    for replica in replicas:
-        noted = noted_sizes(where, settings, replica)
-        _check_log(where, where.stage_metrics(replica), noted, read_stage_epochs)
-        if replica.is_reporter:
-            _check_log(where, where.metrics, noted, read_progress)
-
-
-def _check_log(
-    where: RunDir, path: Path, noted: Mapping[str, int], read: Callable[..., Iterable[object]]
-) -> None:
-    """What a log had at the checkpoint must be there still; what came later is cut off."""
-    size = noted.get(str(path.relative_to(where.path)), 0)
-    if not size:
-        return
-    have = path.stat().st_size if path.exists() else 0
-    if have < size:
-        raise FileError(f"{path}: has {have} bytes, and had {size} at the checkpoint; {_GONE}")
-    try:
-        list(read(path, size))
-    except FileError as error:
-        raise FileError(f"{error}; {_GONE}") from None
-
-
-_GONE = "put the file back as it was, or start another run from the weights: tp-run PLAN --from RUN"
-
-
-def noted_sizes(where: RunDir, settings: RunSettings, replica: Replica) -> Mapping[str, int]:
-    """Bytes of a replica's logs at the checkpoint that a run is resumed from, by their paths."""
-    if not settings.resume_at:
-        return {}
-    return Saved(where.checkpoints.folder(settings.resume_at)).worker_state(replica.file).logs
-
-
 def left_out(where: RunDir, settings: RunSettings) -> list[str]:
     """What a run that is resumed doesn't get back of what changed in plain attributes: what the
     workers here said of it in the checkpoint."""
@@ -229,26 +170,6 @@ def left_out(where: RunDir, settings: RunSettings) -> list[str]:
     states = [name for name in saved.info.files if Path(name).match("state/*.json")]
     here = [Path(name).stem for name in states if (saved.path / name).exists()]
     return sorted({name for stem in here for name in saved.worker_state(stem).left_out})
-
-
-def rewind_logs(where: RunDir, settings: RunSettings, replica: Replica) -> None:
-    """Cut a replica's own logs to what they were at the checkpoint that a run is resumed from.
-
-    Raises FileError.
-    """
-    if settings.resume_at is None:
-        return
-    noted = noted_sizes(where, settings, replica)
-    logs = [where.operations(replica), where.recorded(replica), where.stage_metrics(replica)]
-    if replica.is_reporter:
-        logs.append(where.metrics)
-    for path in logs:
-        size = noted.get(str(path.relative_to(where.path)), 0)
-        if os.path.lexists(path):
-            check_regular(path, _GONE)
-        with file_errors(path, "written"):
-            if path.exists() and path.stat().st_size > size:
-                os.truncate(path, size)
 
 
 def restore_worker(
@@ -295,8 +216,7 @@ def put_back(
     Raises FileError as `give_weights`, KeyError, ValueError or RuntimeError as `restore`.
     """
     weights = runner.prepared.model.as_named(written)
-    give_weights(runner.stage, weights, where)
-    _give_unused(runner, weights)
+    give_weights(runner, weights, where)
     _remember_frozen(runner)
     return restore(runner.stage, state, tensors)
 
@@ -307,152 +227,3 @@ def _remember_frozen(runner: StageRunner) -> None:
     if not runner.replica.leads:
         frozen = frozen_parameters(runner.stage).items()
         runner.stage.weights.given = {name: mark_of(p) for name, p in frozen}
-
-
-def start_from(runner: StageRunner, path: Path) -> None:
-    """Give a worker the weights of another run and, parameter by parameter, what its optimizer
-    kept, where that was of the same class.
-
-    Args:
-        path: a run directory (its newest checkpoint counts, or its final weights), a
-            checkpoint's, or a safetensors file with weights alone.
-
-    Raises FileError when it isn't one of these, or the weights are another model's.
-    """
-    stage = runner.stage
-    weights, named, saved = _weights_of(runner.prepared, path)
-    give_weights(stage, weights, named)
-    _give_unused(runner, weights)
-    optimizer = stage.updates.optimizer
-    if saved is not None and optimizer is not None:
-        own = type(optimizer).__name__
-        kept = saved.kept()
-        mine = {name: state for name, (kind, state) in kept.items() if kind == own}
-        give_kept(optimizer, known_parameters(stage), mine)
-
-
-def source(path: Path, at: int | None = None, option: str = "--from {path}") -> Saved | None:
-    """The checkpoint that a path means, whole; None: there are weights alone.
-
-    Args:
-        at: one of a run's checkpoints instead of the newest, by its mini-batches.
-        option: how the user names an older one, with {path} and {at} in it.
-
-    Raises FileError: there is nothing at all, or what there is is broken.
-    """
-    if path.is_file():
-        return None
-    if (path / "checkpoint.json").exists():
-        saved = Saved(path)
-        saved.verify()
-        return saved
-    where = RunDir(path)
-    if not path.is_dir():
-        raise FileError(f"{path}: no such run directory, checkpoint or safetensors file")
-    found = find_whole(
-        where, at, lambda place: option.format(path=where.checkpoints.folder(place), at=place)
-    )
-    if found is None and not list(path.glob("weights/*.safetensors")):
-        raise FileError(f"{path}: holds no checkpoint and no weights")
-    plan = path / "plan.json"
-    if found is not None and plan.exists() and plan_checksum(read_plan(plan)) != found.info.plan:
-        raise FileError(
-            f"{found.path}: was written by another plan than {plan}: it isn't this run's; name the "
-            "run that it is of"
-        )
-    return found
-
-
-def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> None:
-    """Write weights by the model's names into a stage's parameters and buffers.
-
-    Parameters that another stage of the worker updates are left to that one.
-
-    Args:
-        where: names their file in messages.
-
-    Raises FileError when one is missing or has another shape.
-    """
-    elsewhere = stage.names_elsewhere
-    for mine, found in _matched(stage.piece.module, stage.names, weights, where, elsewhere):
-        write(mine, found)
-
-
-def check_start(prepared: Prepared, path: Path) -> list[str]:
-    """Refuse weights that the run can't start from, before it has a directory. Raises FileError.
-
-    Args:
-        path: as for `start_from`.
-
-    Returns:
-        Warnings: of weights that the model has no use for, and of what an optimizer kept that
-        doesn't go along.
-    """
-    weights, named, saved = _weights_of(prepared, path)
-    model = prepared.model
-    known = {*model.names, *model.names.values(), *model.unused}
-    for piece in model.pieces:
-        known |= state_of(piece.module).keys()
-        _matched(piece.module, model.names, weights, named)
-    lines = []
-    if left := [name for name in weights if name not in known]:
-        some = shorten(", ".join(left), 120, placeholder=" …")
-        lines.append(f"--from {path}: the model has no weights of these names: {some}")
-    if saved is not None and (own := saved.with_own_state()):
-        lines.append(
-            f"--from {path}: what its optimizer, a {own}, keeps in a state_dict of its own stays "
-            "behind: the new run's begins anew on the weights"
-        )
-    return lines
-
-
-def _weights_of(prepared: Prepared, path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
-    """Weights of all stages by the model's names, their place, and the checkpoint, if they are from
-    one."""
-    saved = source(path)
-    if saved is not None:
-        found, where = saved.weights(), str(saved.path)
-    else:
-        found, where = read_tensors(path) if path.is_file() else load_weights(path), str(path)
-    return prepared.model.as_named(found), where, saved
-
-
-def _matched(
-    module: nn.Module,
-    names: Mapping[str, str],
-    weights: Mapping[str, Tensor],
-    where: str,
-    elsewhere: Collection[str] = (),
-) -> list[tuple[Tensor, Tensor]]:
-    """Each of a module's parameters and buffers, but for those with names `elsewhere`, with what is
-    to be written into it."""
-    known = {names.get(name, name): tensor for name, tensor in weights.items()}
-    matched = []
-    for name, mine in state_of(module).items():
-        if name in elsewhere:
-            continue
-        found = weights.get(name, known.get(names.get(name, name)))
-        if found is None:
-            raise FileError(f"{where}: has no {name!r}: are these weights of another model?")
-        if found.shape != mine.shape:
-            raise FileError(
-                f"{where}: {name!r} has shape {list(found.shape)}, and {list(mine.shape)} in this "
-                "model"
-            )
-        if (found.is_floating_point(), found.is_complex()) != (
-            mine.is_floating_point(),
-            mine.is_complex(),
-        ):
-            raise FileError(
-                f"{where}: {name!r} is of {str(found.dtype)[6:]}, and of {str(mine.dtype)[6:]} in "
-                "this model"
-            )
-        matched.append((mine, found))
-    return matched
-
-
-def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
-    """The same for what no stage uses, so that it is written again as it was."""
-    for name, mine in runner.prepared.model.unused.items():
-        if name in weights and weights[name].shape == mine.shape:
-            write(mine, weights[name])

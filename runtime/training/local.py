@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from ...planner.plan import Plan
 from ...profiles.tasks.objects import as_bytes
-from ..checkpoint.start import rewind_logs
+from ..checkpoint.logs import rewind_logs
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
 from ..prepare.workers import workers_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...profiles.errors import RunError
-from ..checkpoint.start import rewind_logs
+from ..checkpoint.logs import rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..communication.opening import local_transport

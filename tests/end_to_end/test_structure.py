@@ -49,7 +49,6 @@ imports 19 cli/notebook/views.py
 imports 20 profiles/measuring/measure.py
 imports 16 runtime/calibration/link_worker.py
 imports 16 runtime/calibration/overhead.py
-imports 18 runtime/checkpoint/start.py
 imports 20 runtime/prepare/prepare.py
 imports 19 runtime/prepare/tracing.py
 imports 26 runtime/run.py
