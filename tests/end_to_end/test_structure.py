@@ -55,7 +55,6 @@ imports 26 runtime/run.py
 imports 19 runtime/stage/runner.py
 imports 21 runtime/stage/stage.py
 imports 17 runtime/study/command/command.py
-imports 20 runtime/study/trainings/training.py
 imports 16 runtime/training/plain.py
 imports 20 runtime/training/worker.py
 parameters 9 api.py resume

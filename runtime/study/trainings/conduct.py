@@ -26,7 +26,7 @@ from ...settings import DELAYS, RunSettings
 from ..figures.study import BUSY, Curve, StudiedPlan, Study, StudyQuestion, plan_names, studied
 from .choosing import Choosing
 from .pool import Processes, ThisProcess
-from .training import check_tunable
+from .rates import check_tunable
 from .work import Asked, Finished, FinishedTraining, StudyWork, arms_of, cured, settings_of_all
 
 if TYPE_CHECKING:
