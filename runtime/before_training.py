@@ -11,7 +11,8 @@ from .checkpoint.initial_weights import check_start
 from .checkpoint.logs import check_logs, noted_sizes
 from .checkpoint.start import check_rates, check_unfinished, left_out
 from .checkpoint.trial import try_kept
-from .prepare.prepare import Prepared, prepare
+from .prepare.prepare import prepare
+from .prepare.prepared import Prepared
 from .prepare.workers import Replica
 from .records.callbacks import ToldBefore
 from .records.events import EvaluationDone, RunBegun

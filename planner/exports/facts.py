@@ -13,8 +13,8 @@ from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, shared_state, values
 from ...profiles.tracing.shapes import specs_and_result
 from ...runtime.prepare.devices import modes_of_profile
+from ...runtime.prepare.distribution import laid_on
 from ...runtime.prepare.loss import kind_of_loss
-from ...runtime.prepare.prepare import laid_on
 from ...runtime.prepare.tracing import trace_for_run
 from ..plan import Plan
 from .torch_pipelining import RESULT, ModelFacts

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...planner.plan import read_plan
 from ...profiles.errors import FileError
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import state_of, write
 from ..records.run_dir import RunDir, load_weights, read_tensors
 from ..stage.runner import StageRunner

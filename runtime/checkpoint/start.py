@@ -13,7 +13,7 @@ from torch import Tensor
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.tracing.call import mark_of
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..records.metrics import EpochSums
 from ..records.operation_log import record_named
 from ..records.run_dir import RunDir

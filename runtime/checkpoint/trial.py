@@ -16,7 +16,7 @@ from ...profiles.tasks.hooks import describe_error, in_one_line
 from ...profiles.tasks.optimizers import Named, for_use, is_librarys
 from ...profiles.tracing.call import unchanged
 from ..prepare.devices import device_kind, random_state
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import expanded, state_of, treat_alike, write
 from ..records.metrics import EpochSums
 from ..records.run_dir import tensor_bytes

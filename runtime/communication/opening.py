@@ -41,7 +41,7 @@ from .transport import (
 
 if TYPE_CHECKING:
     from ..prepare.messages import MessageRoute
-    from ..prepare.prepare import Prepared
+    from ..prepare.prepared import Prepared
     from ..prepare.workers import Worker
     from ..records.status import Status
     from .signed_store import SignedStore

@@ -16,7 +16,7 @@ from ...profiles.tasks.samples import check_batches, comes_in_batches, dataset_s
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
-from .tracing import ForwardLook, TracedTask
+from .traced_task import ForwardLook, TracedTask
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Replicas: the share of each mini-batch that each has, and the messages between them."""
+"""The cut and the replicas: what goes between stages, each replica's share of a mini-batch, and the
+messages between them."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...planner.plan import Plan, check_cut
 from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
+from ...profiles.tracing.graph import shared_state, values
 from ...profiles.tracing.shapes import ValueSpec
 from .messages import MessageRoute, Rows
+from .traced_task import TracedTask
 from .workers import Replica, Share
 
 Specs = Mapping[str, ValueSpec]
@@ -25,6 +29,61 @@ class SentValue(NamedTuple):
     name: str
     source: int
     target: int
+
+
+def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]], list[SentValue]]:
+    """The plan's cut on the model: the layers of each stage, and what goes from stage to stage.
+
+    Args:
+        samples: at which the model was traced.
+
+    Raises PlanError where the plan says otherwise, or separates layers that share parameters more
+    than it may.
+    """
+    traced = task.training[samples]
+    names = [layer.name for layer in traced.layers]
+    made = [
+        (value.node.name, value.producer, value.consumers)
+        for value in values(traced)
+        if value.producer is not None
+    ]
+    edges = [
+        (names[producer], names[k])
+        for _, producer, consumers in made
+        for k in consumers
+        if k < len(names)
+    ]
+    check_cut([stage.nodes for stage in plan.stages], names, edges)
+    position = {name: k for k, name in enumerate(names)}
+    groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
+    stage_of = {k: s for s, group in enumerate(groups) for k in group}
+    shared_by = shared_state(traced)
+    apart = any(len({stage_of[k] for k in layers}) > 1 for layers in shared_by.frozen)
+    rewritten = task.rewritten(samples) if apart else ()
+    free = shared_by.copyable
+    for layers in shared_state(traced, rewritten).tied:
+        of = {stage_of[k] for k in layers}
+        may_copy = plan.tied == "split" or len({plan.stages[s].devices for s in of}) == 1
+        if len(of) > 1 and not (layers in free and may_copy):
+            shared = ", ".join(repr(names[k]) for k in layers)
+            where = "one stage, or on stages of one device" if layers in free else "one stage"
+            raise PlanError(f"plan: layers {shared} share parameters and must be on {where}")
+    # The model's result.
+    stage_of[len(names)] = len(groups) - 1
+    sent = [
+        SentValue(name, stage_of[producer], target)
+        for name, producer, consumers in made
+        for target in sorted({stage_of[k] for k in consumers} - {stage_of[producer]})
+    ]
+    planned = {(e.tensor, e.source, e.target) for e in plan.edges}
+    if set(sent) != planned:
+        odd = sorted(set(sent) ^ planned)[0]
+        raise PlanError(
+            f"plan: edges: {odd[0]!r} from stage {odd[1]} to {odd[2]} "
+            f"{'is missing' if odd in sent else 'is not needed'} for these stages; after editing "
+            "stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
+        )
+    return groups, sent
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...profiles.tasks.loss_parts import (
 )
 from ...profiles.tasks.task import Loss, Task, read_loss, root_of
 from ...profiles.tracing.pieces import map_tensors
-from .tracing import TracedTask, tensors_in
+from .traced_task import TracedTask, tensors_in
 
 _MOST_NAMED = 3
 

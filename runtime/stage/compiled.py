@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...profiles.tasks.hooks import describe_error
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 
 OPTIONS: dict[str, Any] = {
     # Dropout draws what it draws without compiling.

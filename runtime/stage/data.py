@@ -14,7 +14,7 @@ from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
 from ...profiles.tasks.task import Split
 from ..prepare.data import MicroBatchPart, Segment, part_of, real_samples
 from ..prepare.devices import put
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.samples import Samples
 from ..prepare.workers import Replica
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...profiles.errors import RunError
 from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduce, stage_group
 from ..prepare.clock import Mark, number
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Replica
 from .optimizer import clip, own_part, squared_norm, total_norm, trained

@@ -41,7 +41,7 @@ from ...profiles.tracing.call import numbers_unchanged, unchanged
 from ...profiles.tracing.pieces import fill, take_apart
 from ...profiles.units import format_bytes
 from ..prepare.data import MicroBatchPart
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.workers import Replica
 from ..weights.stash import WeightVersions, let_go, memory_for
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs

@@ -23,7 +23,7 @@ from ..prepare.messages import (
     message_series,
     missing_gradients,
 )
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.workers import Replica
 from ..records.operation_log import OperationLog
 from ..weights.in_place import ChangedInPlace

@@ -18,7 +18,7 @@ from ...profiles.tasks.samples import first_batch, may_vary, read_batch, some_sa
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.data import MicroBatchPart
 from ..prepare.messages import BY_VALUES, PROFILE_AGAIN, mark_missing
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from .recompute import ForwardInputs, Remade
 
 InputShapes = tuple[tuple[str, torch.Size, tuple[int, ...]], ...]

@@ -14,7 +14,7 @@ from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
 from ..communication.channel import Channels
 from ..prepare.clock import Spans, UnderWay, clock_of
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import SegmentMetrics
 from ..records.operation_log import OperationLog

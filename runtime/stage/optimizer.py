@@ -38,7 +38,7 @@ from ...profiles.tasks.optimizers import (
 )
 from ...profiles.tasks.task import Task
 from ..prepare.devices import device_kind
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..settings import OptimizerChoice, RunSettings
 from ..weights.delays import delay_of, raise_momentum
 from ..weights.muon import MuonWithAdamW, has_muon

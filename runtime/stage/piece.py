@@ -21,7 +21,7 @@ from ...profiles.tracing.pieces import decode, encode
 from ..prepare.data import DIVIDE, DROP, MicroBatchPart, real_part
 from ..prepare.devices import forward_context, put
 from ..prepare.messages import check_agreed
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..weights.stash import WeightVersions
 from .compiled import forward_of
 from .messages import HandedOver

@@ -16,7 +16,7 @@ from ..communication.channel import Channels
 from ..prepare.clock import Spans
 from ..prepare.data import NO_EVALUATION, Segment, real_part
 from ..prepare.devices import CPU, forward_context
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import same_tensors
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, Updated
 from ..records.operation_log import OperationLog, StageEpochFile

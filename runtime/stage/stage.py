@@ -22,7 +22,7 @@ from ...profiles.autograd.boundary import give_gradients_own_memory
 from ...profiles.tasks.task import Loss
 from ..prepare.data import Segment
 from ..prepare.devices import CPU, move
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import state_of
 from ..prepare.workers import Replica
 from ..weights.hooked import HookedStage

@@ -24,7 +24,7 @@ from ..communication.all_reduce import LOSS_WEIGHTS, AllReducer, Pending
 from ..prepare.clock import number
 from ..prepare.data import Segment, mean_over
 from ..prepare.devices import dense_bytes
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from .gradients import NotFinite
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..communication.all_reduce import ALL_WORKERS, stage_group
 from ..communication.channel import START_S, PeerError
 from ..communication.opening import WorkerTransport, open_transport
 from ..prepare.devices import own_device
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.workers import Worker
 from ..processes.environment import check_users, own_sockets
 from ..processes.rendezvous import Rendezvous

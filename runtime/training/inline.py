@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..prepare.devices import own_device
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..records.metrics import StageReport
 from ..records.progress import Observer
 from ..records.run_dir import RunDir

@@ -13,7 +13,7 @@ import torch
 from ... import __version__
 from ...planner.plan import Plan
 from ...profiles.measuring.process_settings import keep_freed_memory
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.workers import workers_of
 from ..processes.environment import use_interface
 from ..processes.locks import alone, as_worker

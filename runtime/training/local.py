@@ -10,7 +10,7 @@ from ...planner.plan import Plan
 from ...profiles.tasks.objects import as_bytes
 from ..checkpoint.logs import rewind_logs
 from ..prepare.devices import device_kind
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.workers import workers_of
 from ..processes.launcher import launch
 from ..processes.locks import alone

@@ -27,7 +27,7 @@ from ...profiles.tracing.random_states import same_states, states
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import DROP, MicroBatchPart, Segment, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.samples import Samples
 from ..settings import RunSettings
 from ..stage.batch_norm import DeferredBatchNorm

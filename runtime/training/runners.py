@@ -11,7 +11,7 @@ from ..checkpoint.logs import rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..communication.opening import local_transport
-from ..prepare.prepare import Prepared, with_own_weights
+from ..prepare.prepared import Prepared, with_own_weights
 from ..prepare.workers import Replica
 from ..records.operation_log import StageEpochFile, operation_log
 from ..records.run_dir import RunDir

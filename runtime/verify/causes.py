@@ -27,8 +27,8 @@ from ...profiles.tasks.loss_parts import (
 )
 from ...profiles.tasks.task import Task
 from ..prepare.devices import Modes
-from ..prepare.prepare import Prepared
-from ..prepare.tracing import tensors_in
+from ..prepare.prepared import Prepared
+from ..prepare.traced_task import tensors_in
 from ..training.plain import PlainTraining
 
 _UNKNOWN = (

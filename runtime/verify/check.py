@@ -23,7 +23,8 @@ from ...profiles.errors import TaskWarning, UserError
 from ...profiles.measuring.process_settings import settings_put_back
 from ...profiles.tasks.optimizers import for_use
 from ..prepare.devices import device_kind
-from ..prepare.prepare import Prepared, prepare
+from ..prepare.prepare import prepare
+from ..prepare.prepared import Prepared
 from ..records.progress import Observer, read_losses
 from ..records.run_dir import RunDir, load_weights
 from ..run import run

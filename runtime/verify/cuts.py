@@ -18,7 +18,7 @@ from ...profiles.tracing.call import unchanged, without_data
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.devices import forward_context
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..prepare.tracing import is_small
 from ..processes.rendezvous import Rendezvous
 

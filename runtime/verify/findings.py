@@ -17,7 +17,7 @@ from ..communication.transport import (
     transport_of,
 )
 from ..prepare.devices import CPU, turns_warning, usable_cores
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..processes.environment import Launched
 from ..records.run_dir import RunDir
 from ..stage.optimizer import hook_warnings

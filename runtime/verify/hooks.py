@@ -22,7 +22,7 @@ from ...profiles.tasks.task import Split, Task
 from ..checkpoint.trial import try_checkpoint
 from ..communication.transport import free_bytes
 from ..prepare.devices import CPU, device_kind, own_device
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..records.progress import Observer
 from ..stage.optimizer import StageUpdates, step_optimizer
 from ..training.loop import Course

@@ -26,7 +26,8 @@ from ...profiles.tasks.hooks import describe_error, in_one_line
 from ...profiles.units import format_bytes
 from ..communication.transport import free_bytes
 from ..prepare.devices import forward_context, modes_of, move, own_device
-from ..prepare.prepare import Prepared, laid_on
+from ..prepare.distribution import laid_on
+from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import check_memory
 from ..prepare.tracing import trace_for_run
 from ..settings import RunSettings

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.systems.variants import Variant
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from ..settings import RunSettings
 from .stash import WeightVersions
 from .tied_weights import StageTies

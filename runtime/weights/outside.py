@@ -14,7 +14,7 @@ from ...planner.systems.outside import StageContext, StageRules
 from ...planner.systems.variants import Variant
 from ...profiles.errors import PluginError
 from ...profiles.plugins import call_plugin
-from ..prepare.prepare import Prepared
+from ..prepare.prepared import Prepared
 from .delays import delay_of
 from .hooked import HookedStage
 

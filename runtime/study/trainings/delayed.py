@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....profiles.tasks.task import Task
 from ...prepare.data import Segment
-from ...prepare.prepare import Prepared
+from ...prepare.prepared import Prepared
 from ...training.plain import PlainTraining
 
 

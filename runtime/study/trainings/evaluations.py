@@ -17,7 +17,7 @@ from ....planner.systems.hooks import StageHooks
 from ....profiles.target import resolve
 from ...prepare.data import NO_EVALUATION, real_part
 from ...prepare.devices import forward_context, move, own_device, put, random_kept
-from ...prepare.prepare import Prepared
+from ...prepare.prepared import Prepared
 from ...prepare.samples import Samples
 from ...records.metrics import EvaluationMetrics
 from ...stage.runner import StageRunner

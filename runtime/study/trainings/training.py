@@ -17,7 +17,8 @@ import torch
 from ....profiles.errors import RunError
 from ...prepare.data import Segment
 from ...prepare.devices import own_device
-from ...prepare.prepare import Prepared, prepare
+from ...prepare.prepare import prepare
+from ...prepare.prepared import Prepared
 from ...records.progress import Observer
 from ...stage.optimizer import check_updates
 from ...training.loop import Course
