@@ -27,11 +27,10 @@ from ...profiles.measuring.contention import measure_together, size_to_time
 from ...profiles.measuring.measure import measure
 from ...profiles.profile import OperationCost, Profile
 from ...profiles.target import Target, resolve
-from ..communication.opening import local_transport
 from ..prepare.prepare import prepare
 from ..settings import RunSettings
 from ..stage.gradients import finite_gradients
-from ..stage.runner import StageRunner
+from ..training.runners import local_runners
 from ..weights.prediction import Predictor
 from ..weights.stash import WeightVersions
 
@@ -193,8 +192,7 @@ def measure_operations(threads: int) -> OperationCost:
     plan = solve(profile, cluster, "timeprest", stages=2, micro_batches=MICRO_BATCHES)
     settings = RunSettings(task=target, steps=STEPS, threads=threads, evaluate=False)
     prepared = prepare(plan, settings)
-    transport = enumerate(local_transport(prepared))
-    runners = [StageRunner(prepared, number, *local) for number, local in transport]
+    runners = local_runners(prepared)
     segment = prepared.segments[0]
     schedule = make_schedule(prepared.pipeline, segment.mini_batches)
     for runner in runners:

@@ -283,7 +283,8 @@ def contents(
     }
     if runner.replica.leads:
         with for_use(runner.stage.updates.optimizer):
-            weights = tensor_bytes(runner.state(), runner.tied_names())
+            model, s = runner.prepared.model, runner.number
+            weights = tensor_bytes(model.state(s), model.tied_names(s))
         found[f"weights/{file}.safetensors"] = weights
     return found
 

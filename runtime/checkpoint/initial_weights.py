@@ -109,11 +109,11 @@ def give_weights(runner: StageRunner, weights: Mapping[str, Tensor], where: str)
 
     Raises FileError when one is missing or has another shape.
     """
-    stage, unused = runner.stage, runner.prepared.model.unused
-    elsewhere = stage.names_elsewhere
-    for mine, found in _matched(stage.piece.module, stage.names, weights, where, elsewhere):
+    model, module = runner.prepared.model, runner.stage.piece.module
+    elsewhere = model.names_elsewhere(runner.number)
+    for mine, found in _matched(module, model.names, weights, where, elsewhere):
         write(mine, found)
-    for name, mine in unused.items():
+    for name, mine in model.unused.items():
         if name in weights and weights[name].shape == mine.shape:
             write(mine, weights[name])
 

@@ -16,7 +16,7 @@ from ...profiles.tracing.pieces import Piece, cut
 from .devices import Modes
 from .distribution import Specs
 from .loss import LossKind
-from .tied_parameters import Ties, first_names, model_parameters, state_of
+from .tied_parameters import Ties, first_names, model_parameters, same_tensors, state_of
 from .traced_task import OtherModes, TracedTask
 
 T = TypeVar("T")
@@ -116,6 +116,37 @@ class PreparedModel:
         module, elsewhere = self.stages[stage].piece.module, self.owned_elsewhere(stage)
         return [(n, p) for n, p in model_parameters(module, self.names) if id(p) not in elsewhere]
 
+    def state(self, stage: int) -> dict[str, Tensor]:
+        """A stage's parameters and buffers under the names of the model's state_dict, tied ones
+        under each; the first stage's with those that no stage uses.
+
+        Without those that another stage of the worker updates, and has.
+        """
+        elsewhere = self.names_elsewhere(stage)
+        own = state_of(self.stages[stage].piece.module)
+        state = {name: tensor for name, tensor in own.items() if name not in elsewhere}
+        first = {self.names.get(name, name): tensor for name, tensor in state.items()}
+        for name, known_as in self.names.items():
+            if known_as in first:
+                state.setdefault(name, first[known_as])
+        state |= {} if stage else self.unused
+        return {self.saved.get(name, name): tensor for name, tensor in state.items()}
+
+    def tied_names(self, stage: int) -> dict[str, str]:
+        """Of the names in `state`, those that stand for what an earlier name of the model does, and
+        that name; none where hooks change names, since safetensors knows nothing of these."""
+        if self.first_written.keys() != self.names.keys():
+            return {}
+        return same_tensors(self.state(stage), self.names)
+
+    def names_elsewhere(self, stage: int) -> frozenset[str]:
+        """Of parameters that another stage of the worker owns, as the piece calls them."""
+        elsewhere = self.owned_elsewhere(stage)
+        if not elsewhere:
+            return frozenset()
+        named = self.stages[stage].piece.module.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, p in named if id(p) in elsewhere)
+
     def updated_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """Of those, the ones that are trained."""
         return [(name, p) for name, p in self.owned_by(stage) if p.requires_grad]
@@ -150,6 +181,7 @@ def model_of(
     loss: LossKind,
     modes: Modes,
 ) -> PreparedModel:
+    """The whole model, cut into these stages."""
     model, graph = traced.model, next(iter(traced.training.values()))
     names = first_names(model)
     used = {names.get(name, name) for s in stages for name in state_of(s.piece.module)}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...planner.systems.hooks import StageHooks
+from ...planner.systems.hooks import HookChain, StageHooks
 from ..weights.delays import rescheduling_of
 from ..weights.drift import drift_of
 from ..weights.hooked import HookedStage
 from ..weights.in_place import PaddingAlone
 from ..weights.outside import outside_rules
 from ..weights.prediction import predictor_of
+from ..weights.staleness import StalenessMeter, meter_of
 from .batch_norm import deferred_of
 
 FEATURES: tuple[Callable[[HookedStage], StageHooks | None], ...] = (
@@ -23,3 +24,9 @@ FEATURES: tuple[Callable[[HookedStage], StageHooks | None], ...] = (
 )
 """Each makes a stage's hooks, as its system and the run's settings say; None: it has no part in
 the stage. They are called in this order, behind those that every stage has."""
+
+
+def hooks_of(stage: HookedStage) -> tuple[StalenessMeter, HookChain]:
+    """What measures a stage's staleness, and all its hooks."""
+    meter, made = meter_of(stage), [make(stage) for make in FEATURES]
+    return meter, HookChain([meter, stage.ties, *(h for h in made if h is not None)])

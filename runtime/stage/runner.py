@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from ...planner.schedules.prediction import Distances, prediction_distances
 from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op, Schedule, op_text
-from ...planner.systems.versions import entry_versions
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..prepare.clock import Spans
 from ..prepare.data import NO_EVALUATION, Segment, real_part
 from ..prepare.devices import CPU, forward_context
 from ..prepare.prepared import Prepared
-from ..prepare.tied_parameters import same_tensors
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, Updated
 from ..records.operation_log import OperationLog, StageEpochFile
 from .data import StageData
@@ -98,15 +94,8 @@ class StageRunner:
 
         `schedule`: of all stages.
         """
-        variant, ops = self.prepared.pipeline.variant, schedule[self.number]
-        latest = self.stage.weights.latest
-        entries = entry_versions(variant, self.prepared.plan.micro_batches, schedule[0], latest)
-
-        def ahead(tied: Sequence[int]) -> Distances:
-            by = [tied[0] if s in tied else s for s in range(len(schedule))]
-            return prediction_distances(variant, schedule, by)[self.number]
-
-        self.stage.begin(segment, entries, ahead)
+        ops = schedule[self.number]
+        self.stage.begin(segment, schedule)
         self.segment = segment
         self.notes.metrics = SegmentMetrics()
         self.notes.clock.start()
@@ -259,20 +248,3 @@ class StageRunner:
                 with forward_context(self.prepared.model.autocast, self.device.type):
                     metrics.add(self.prepared.task, result, target, real)
             self.channels.advance()
-
-    # Weights -------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Tensor]:
-        """The stage's parameters and buffers under the names of the model's state_dict; the first
-        stage's with those that no stage uses."""
-        model = self.prepared.model
-        state = {**self.stage.state(), **({} if self.number else model.unused)}
-        return {model.saved.get(name, name): tensor for name, tensor in state.items()}
-
-    def tied_names(self) -> dict[str, str]:
-        """Of the names in `state`, those that stand for what an earlier name of the model does, and
-        that name; none where hooks change names, since safetensors knows nothing of these."""
-        model = self.prepared.model
-        if model.first_written.keys() != model.names.keys():
-            return {}
-        return same_tensors(self.state(), model.names)

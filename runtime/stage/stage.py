@@ -6,31 +6,24 @@ What a system or a setting adds to them are hooks (`planner.systems.hooks`), lis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from ...planner.schedules.prediction import Distances
-from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun, HookChain
-from ...planner.systems.operations import Op
-from ...planner.systems.versions import VersionWalk
+from ...planner.systems.hooks import NOTHING, BackwardRun, ForwardRun
+from ...planner.systems.operations import Op, Schedule
 from ...profiles.autograd.boundary import give_gradients_own_memory
 from ...profiles.tasks.task import Loss
 from ..prepare.data import Segment
 from ..prepare.devices import CPU, move
 from ..prepare.prepared import Prepared
-from ..prepare.tied_parameters import state_of
 from ..prepare.workers import Replica
 from ..weights.hooked import HookedStage
-from ..weights.policy import WeightPolicies, WeightPolicy
-from ..weights.staleness import meter_of
-from ..weights.stash import WeightVersions, advance, give_own_memory, keep_needed
-from ..weights.tied_weights import StageTies, TiedWeights
-from . import features
+from ..weights.stage_weights import StagePolicies, weights_of
+from .features import hooks_of
 from .graphs import Graphs
 from .memory import MemoryAccount
 from .micro_batch import MicroBatch, OutputGradients, PieceInputs, collect
@@ -61,27 +54,17 @@ class Stage:
         Args:
             device: what everything of the stage is moved to.
         """
-        plan, model = prepared.plan, prepared.model
+        model = prepared.model
         self.number = s = replica.stage
         own, module = model.stages[s], model.stages[s].piece.module
-        self.variant = variant = prepared.pipeline.variant
+        self.variant = prepared.pipeline.variant
         self.share = prepared.distribution.shares[replica.number]
         self.names = model.names
         # Before anything looks at the parameters, which moving may replace.
         move(own.modules, device)
-        self._borrowed = model.owned_elsewhere(s)
         owned = [p for _, p in model.owned_by(s)]
         self.updated = [p for p in owned if p.requires_grad]
-        if not variant.flushes:
-            give_own_memory(self.updated)
-        # Where losses have weights of their own, each mini-batch's gradients are divided by its.
-        together = 1 if model.loss.weighted else plan.update_every
-        shared = [one for one in model.ties.shared if one.owner == s]
-        ties = [TiedWeights(one.stages, one.of(s, module), together) for one in shared]
-        self.ties = StageTies(s, ties)
-        tied = set(map(id, self.ties.parameters))
-        frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.weights = WeightVersions([p for p in self.updated if id(p) not in tied], frozen)
+        self.weights, self.ties = weights_of(prepared, s)
         self.graphs = Graphs(prepared, replica, device, self.weights)
         self.piece = self.graphs.piece
         self.updates = StageUpdates(prepared, s)
@@ -95,56 +78,28 @@ class Stage:
             self.updates.optimizer,
             rate=lambda: self.hooks.rate(self.weights.latest),
         )
-        self.meter = meter_of(hooked)
-        made = [make(hooked) for make in features.FEATURES]
-        self.hooks = HookChain([self.meter, self.ties, *(h for h in made if h is not None)])
-        self._policy_of = partial(
-            WeightPolicy,
-            variant,
-            settings=prepared.settings,
-            micro_batches=plan.micro_batches,
-            recompute=bool(plan.stages[s].recompute),
-        )
-        self.policy = WeightPolicies(self._policy_of(self.weights, self.hooks.making))
-        self._use(self.ties.updated, self)
+        self.meter, self.hooks = hooks_of(hooked)
+        self.policy = StagePolicies(prepared, s, self.weights, self.ties, self.hooks.making)
         alike = [*module.buffers(), *(p for p in owned if not p.requires_grad)]
         self.account = MemoryAccount(self.weights, alike, self.hooks, self.updates.optimizer)
         self._flying: dict[tuple[int, int], MicroBatch] = {}
-
-    def _use(self, ties: Sequence[TiedWeights], owner: Stage) -> None:
-        """Run operations on these parameters too. `owner`: the stage that updates them."""
-        for tied in ties:
-            policy = self._policy_of(tied.versions, owner.hooks.making, stages=tied.stages)
-            self.ties.use(tied, policy)
-            self.policy.shared.append(policy)
-        self.weights.join([tied.versions for tied in self.ties.used])
 
     def stand_beside(self, others: Mapping[int, Stage]) -> None:
         """The worker has these stages, too, by number: what they hold counts, and the parameters
         that one of them updates may be used here."""
         for s in sorted(others):
             ties = [tied for tied in others[s].ties.updated if self.number in tied.stages]
-            self._use(ties, others[s])
+            self.policy.use(ties, others[s].hooks.making)
         every = [self, *others.values()]
         self.account.beside = [
             *(other.account.own for other in others.values()),
             *(tied.held for stage in every for tied in stage.ties.updated),
         ]
 
-    def begin(
-        self,
-        segment: Segment,
-        entries: Sequence[int],
-        ahead: Callable[[Sequence[int]], Distances],
-    ) -> None:
-        """Get ready for a segment (`WeightPolicies.begin`)."""
-        self.policy.begin(entries, ahead)
+    def begin(self, segment: Segment, schedule: Schedule) -> None:
+        """Get ready for a segment. `schedule`: of all stages."""
+        self.policy.begin(schedule, self.number)
         self.hooks.begin(segment.first, segment.mini_batches)
-
-    @property
-    def walk(self) -> VersionWalk:
-        """The walk over the segment at hand."""
-        return self.policy.own.walk
 
     # Operations --------------------------------------------------------------------------
 
@@ -163,7 +118,7 @@ class Stage:
         assert op.micro_batch is not None
         version, weights = self.policy.forward(op)
         part = given.part
-        run = ForwardRun(op, version, self.walk.latest, weights, part.real, part.size)
+        run = ForwardRun(op, version, self.policy.walk.latest, weights, part.real, part.size)
         given = PieceInputs(given.values, given.target, part, weights)
         context = self.hooks.forward(run)
         with context:
@@ -188,7 +143,7 @@ class Stage:
             ...]``.
         """
         version = self.policy.take_backward(op)
-        forward_version = self.walk.forward_version(op)
+        forward_version = self.policy.walk.forward_version(op)
         mine = self.share.of(op)
         micros = {i: self._ready(op, i) for i in mine}
         fresh = [p for p in self.weights.every if p.grad is None]
@@ -205,7 +160,7 @@ class Stage:
             difference = version - forward_version
             self.hooks.backward(
                 BackwardRun(
-                    op, difference, weights.version, self.walk.latest, weights.tensors, first
+                    op, difference, weights.version, self.policy.walk.latest, weights.tensors, first
                 )
             )
             first = False
@@ -236,7 +191,7 @@ class Stage:
         self.account.note(boundary_bytes)
         self.hooks.after_backward(op)
         self.account.activations_bytes -= micro.saved_bytes
-        return self.walk.latest
+        return self.policy.walk.latest
 
     def made_shape(self, op: Op, name: str) -> torch.Size:
         """Of an output that this replica made in the micro-batches of a backward to come."""
@@ -255,17 +210,17 @@ class Stage:
 
         Returns the new version; the old one is copied if it is needed.
         """
-        keep_needed(self.weights, self.walk)
+        self.policy.keep_needed()
         if not steps:
             self._let_gradients_go()
         # Graphs that hold the parameters are to run backward on what they are then.
         with _unsafe_preserve_version_counter(tuple(self.updated)):
             self.hooks.before_update()
-            self.updates.step(self.hooks.rate(self.walk.latest), steps=steps)
+            self.updates.step(self.hooks.rate(self.policy.walk.latest), steps=steps)
             self.account.note(boundary_bytes)
             self.hooks.after_update()
             self._let_gradients_go()
-            return advance(self.weights, self.walk)
+            return self.policy.advance()
 
     # Steps of an operation ---------------------------------------------------------------
 
@@ -311,7 +266,7 @@ class Stage:
     def _drop(self) -> None:
         """Let go of weight versions that no operation needs any more."""
         if self.weights.held > 1:
-            self.weights.drop(self.walk.needed())
+            self.weights.drop(self.policy.walk.needed())
         if self.ties.used:
             self.ties.drop()
 
@@ -320,26 +275,3 @@ class Stage:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.
             p.grad = None
         self.account.gradients_gone(self.graphs.sums_bytes)
-
-    # Its state ---------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the model's own names, tied ones under each.
-
-        Without those that another stage of the worker updates, and has.
-        """
-        elsewhere = self.names_elsewhere
-        state = {n: t for n, t in state_of(self.piece.module).items() if n not in elsewhere}
-        first = {self.names.get(name, name): tensor for name, tensor in state.items()}
-        for name, known_as in self.names.items():
-            if known_as in first:
-                state.setdefault(name, first[known_as])
-        return state
-
-    @property
-    def names_elsewhere(self) -> frozenset[str]:
-        """Of parameters that another stage of the worker owns, as the piece calls them."""
-        if not self._borrowed:
-            return frozenset()
-        named = self.piece.module.named_parameters(remove_duplicate=False)
-        return frozenset(name for name, p in named if id(p) in self._borrowed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..prepare.devices import own_device
 from ..prepare.prepared import Prepared
 from ..records.metrics import StageReport
 from ..records.progress import Observer
@@ -15,8 +14,7 @@ from .warm_up import capture_graphs
 def run_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
     """Train in this process. Returns the replicas' reports. Raises as `run`."""
     observer.starting("loading the data")
-    device = own_device(prepared.plan, prepared.settings, 0)
-    runners = local_runners(prepared, device, where)
+    runners = local_runners(prepared, where)
     load_samples(runners)
     for runner in runners:
         capture_graphs(runner)

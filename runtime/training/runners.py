@@ -11,6 +11,7 @@ from ..checkpoint.logs import rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..communication.opening import local_transport
+from ..prepare.devices import own_device
 from ..prepare.prepared import Prepared, with_own_weights
 from ..prepare.workers import Replica
 from ..records.operation_log import StageEpochFile, operation_log
@@ -44,9 +45,7 @@ def stage_runner(
         raise RunError(f"{replica.name}, at the start: {line}") from error
 
 
-def local_runners(
-    prepared: Prepared, device: torch.device, where: RunDir | None = None
-) -> list[StageRunner]:
+def local_runners(prepared: Prepared, where: RunDir | None = None) -> list[StageRunner]:
     """Runners of all replicas, for one process that does the work of all workers.
 
     Args:
@@ -54,7 +53,7 @@ def local_runners(
 
     Raises as `stage_runner`.
     """
-    found = []
+    found, device = [], own_device(prepared.plan, prepared.settings, 0)
     for replica, own, (channels, all_reduce) in zip(
         prepared.replicas, with_own_weights(prepared), local_transport(prepared), strict=True
     ):

@@ -70,8 +70,8 @@ def train(
     for runner, report in zip(runners, reports, strict=True):
         if runner.replica.leads:
             with for_use(runner.stage.updates.optimizer):
-                own = where.weights(runner.number)
-                save_tensors(own, runner.state(), runner.tied_names())
+                own, model = where.weights(runner.number), runner.prepared.model
+                save_tensors(own, model.state(runner.number), model.tied_names(runner.number))
         where.write_report(runner.replica, report)
     return reports
 

@@ -56,7 +56,7 @@ def try_training(prepared: Prepared) -> list[str]:
     few = replace(prepared, task=cast(Task, trial), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        runners = local_runners(few, device)
+        runners = local_runners(few)
         introduce(runners)
         Course(runners, Observer()).run()
         if settings.checkpoint_every != 0:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ...planner.schedules.prediction import Distances
+from ...planner.schedules.prediction import Distances, prediction_distances
 from ...planner.systems.hooks import StageHooks
-from ...planner.systems.operations import BACKWARD, FORWARD, Op
+from ...planner.systems.operations import BACKWARD, FORWARD, Op, Schedule
 from ...planner.systems.variants import Variant
-from ...planner.systems.versions import VersionWalk
+from ...planner.systems.versions import VersionWalk, entry_versions
 from ..settings import RunSettings
-from .stash import WeightVersions
+from .stash import WeightVersions, advance, keep_needed
 
 DECAYS: dict[str, Callable[[float, int], float]] = {
     "exponential": lambda rate, d: math.exp(-rate * d),
@@ -48,6 +48,7 @@ class WeightPolicy:
     """Gives a stage's operations their weights, or those of what it shares with other stages.
 
     Attributes:
+        variant: the training system.
         stages: those that use the weights; none: the one stage alone.
         walk: which version each operation uses; begun anew for each segment of the run.
         by_forward: which weights a backward runs on goes by its forward's.
@@ -80,7 +81,7 @@ class WeightPolicy:
         self._decay = partial(DECAYS[settings.decay], settings.decay_rate)
         self._ahead = making(variant.forward_weights)
         self._back = making(variant.backward_weights)
-        self._variant = variant
+        self.variant = variant
         makes = variant.backward_weights not in _BACKWARDS and self._back is not None
         self.by_forward = variant.stashes or makes
 
@@ -95,7 +96,7 @@ class WeightPolicy:
 
     def forward(self, op: Op, version: int) -> list[Tensor] | None:
         """Weights of a forward, which the walk has just taken."""
-        if self._variant.forward_weights in _VERSIONS:
+        if self.variant.forward_weights in _VERSIONS:
             return self.weights.at(version)
         return self._aimed(self._ahead, self.distances.of_forward(op, self.walk.micro_batches))
 
@@ -110,7 +111,7 @@ class WeightPolicy:
         Args:
             last: the forward's weights aren't asked for again.
         """
-        kind, latest = self._variant.backward_weights, self.walk.latest
+        kind, latest = self.variant.backward_weights, self.walk.latest
         if kind == "forward":
             return BackwardPass(mine, used, self.weights.at(used))
         if kind == "predicted":
@@ -223,21 +224,33 @@ class WeightPolicies:
 
     # Steps of their walks ----------------------------------------------------------------------
 
-    def begin(self, entries: Sequence[int], ahead: Callable[[Sequence[int]], Distances]) -> None:
-        """Get ready for a segment.
+    @property
+    def walk(self) -> VersionWalk:
+        """That of the stage's own weights over the segment at hand."""
+        return self.own.walk
 
-        Args:
-            entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
-            ahead: how far predictions aim, of weights that these stages use; none: of its own.
-        """
+    def begin(self, schedule: Schedule, stage: int) -> None:
+        """Get ready for a segment of this stage. `schedule`: of all stages."""
+        variant, micro_batches = self.own.variant, self.walk.micro_batches
+        entries = entry_versions(variant, micro_batches, schedule[0], self.own.weights.latest)
         for policy in self.every:
-            policy.begin(entries, ahead(policy.stages))
+            tied = policy.stages
+            by = [tied[0] if s in tied else s for s in range(len(schedule))]
+            policy.begin(entries, prediction_distances(variant, schedule, by)[stage])
 
     def take_backward(self, op: Op) -> int:
         """Take a backward. Returns the version that it uses of the stage's own weights."""
         for policy in self.shared:
             policy.walk.backward(op)
         return self.own.walk.backward(op)
+
+    def keep_needed(self) -> None:
+        """An update of the stage's own weights comes: copy the latest, where they are needed."""
+        keep_needed(self.own.weights, self.walk)
+
+    def advance(self) -> int:
+        """It has come. Returns the new version."""
+        return advance(self.own.weights, self.walk)
 
     def finish(self, op: Op) -> None:
         """The backward is done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,4 +107,5 @@ class FollowedStage(StageHooks):
 
     def after_update(self) -> None:
         """The weights have changed."""
-        self._evaluator.updated(self._runner.number, self._done, self._runner.state)
+        number, model = self._runner.number, self._runner.prepared.model
+        self._evaluator.updated(number, self._done, partial(model.state, number))

@@ -16,7 +16,6 @@ import torch
 
 from ....profiles.errors import RunError
 from ...prepare.data import Segment
-from ...prepare.devices import own_device
 from ...prepare.prepare import prepare
 from ...prepare.prepared import Prepared
 from ...records.progress import Observer
@@ -81,8 +80,7 @@ def train_one(
 
 
 def _train_plan(prepared: Prepared, recorder: _CurveRecorder, evaluator: Evaluator | None) -> None:
-    device = own_device(prepared.plan, prepared.settings, 0)
-    runners = local_runners(prepared, device)
+    runners = local_runners(prepared)
     load_samples(runners)
     if evaluator is not None:
         for runner in runners:

@@ -19,7 +19,7 @@ from timeprest.runtime.settings import RunSettings
 @pytest.fixture
 def elsewhere(monkeypatch):
     """All stages of inline runs are on the device that isn't there."""
-    monkeypatch.setattr("timeprest.runtime.training.inline.own_device", lambda *_: DEVICE)
+    monkeypatch.setattr("timeprest.runtime.training.runners.own_device", lambda *_: DEVICE)
     with Elsewhere() as mode:
         yield mode
 
