@@ -29,7 +29,7 @@ from ...profiles.tracing.remembered import dense
 from ..prepare.devices import forward_context, generators, set_generators
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
-from ..training.plain import mean_of, plain_optimizer, plain_scheduler, steps_by_epoch
+from ..training.plain_updates import mean_of, plain_optimizer, plain_scheduler, steps_by_epoch
 from ..weights.stash import WeightVersions, give_own_memory
 
 MINI_BATCHES = 2
