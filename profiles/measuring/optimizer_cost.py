@@ -16,13 +16,60 @@ from ..device_specs import DeviceSpec
 from ..errors import one_line
 from ..profile import OptimizerCost
 from ..tasks.hooks import call_hook, in_one_line
-from ..tasks.optimizers import state_bytes
+from ..tasks.optimizers import state_bytes, task_groups, task_optimizer
+from ..tracing.graph import state_of
+from .bench import Bench
+from .checks import try_scheduler, usual_length
 from .platforms import Clock
 
 _STEPS = 7
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 """A task's `optimizer`."""
+
+
+def optimizer_cost(bench: Bench) -> OptimizerCost:
+    """What a step of the task's optimizer costs, which is stepped here, and its scheduler once."""
+    task = bench.target.task
+    make = None
+    if not any(p.requires_grad for p in bench.model.parameters()):
+        return OptimizerCost(
+            name="none", state_bytes_per_parameter_byte=0, update_fixed_s=0, update_s_per_byte=0
+        )
+    if task is not None:
+        trained = [(n, p) for n, p in bench.model.named_parameters() if p.requires_grad]
+        known = {id(p): name for name, p in trained}
+
+        def make(given: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+            named = [(known.get(id(p), "a parameter"), p) for p in given]
+            groups = task_groups(task, trained, given)
+            if groups:
+                # A stand-in is of any group.
+                groups[0]["params"] += [p for p in given if id(p) not in known]
+            found = task_optimizer(task.optimizer, groups or given, named, "the model")
+            made.append(found)
+            return found
+
+    made: list[torch.optim.Optimizer] = []
+    spec = bench.platform.spec
+    if spec is not None:
+        cost = optimizer_roofline(make, spec, next(bench.model.parameters()).dtype)
+    else:
+        groups = [
+            [t for t in state_of(bench.traced, layer.nodes).values() if isinstance(t, nn.Parameter)]
+            for layer in bench.traced.layers
+        ]
+        held = list(bench.model.parameters())
+        before = [p.detach().clone() for p in held]
+        with bench.platform.clock() as clock:
+            cost = measure_optimizer(make, held, groups, clock)
+        # Its steps are on gradients of zeros, which not every optimizer takes for nothing.
+        with torch.no_grad():
+            for p, own in zip(held, before, strict=True):
+                p.copy_(own)
+    if task is not None:
+        try_scheduler(task, made[-1], usual_length(bench, task))
+    return cost
 
 
 def measure_optimizer(

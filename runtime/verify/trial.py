@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...profiles.errors import TargetError, TimeprestError
-from ...profiles.measuring.measure import TRIAL_MICRO_BATCHES, TrialCase, TrialReport, trial_samples
+from ...profiles.measuring.trial import TRIAL_MICRO_BATCHES, TrialCase, TrialReport, trial_samples
 from ...profiles.tasks.hooks import describe_error, in_one_line
 from ...profiles.units import format_bytes
 from ..communication.transport import free_bytes

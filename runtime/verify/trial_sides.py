@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...profiles.autograd.boundary import Inlet
-from ...profiles.measuring.measure import TrialCase
+from ...profiles.measuring.trial import TrialCase
 from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tasks.task import read_loss
 from ...profiles.tracing.call import unchanged

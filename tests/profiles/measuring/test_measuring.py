@@ -23,7 +23,8 @@ from timeprest.cli.tables.profile import layer_sum_ratios
 from timeprest.profiles.autograd.boundary import SavedBytes
 from timeprest.profiles.errors import TaskWarning, UserError
 from timeprest.profiles.measuring.bench import relative_error, worst_error
-from timeprest.profiles.measuring.measure import _placed, default_sizes, measure
+from timeprest.profiles.measuring.checks import place_call
+from timeprest.profiles.measuring.measure import default_sizes, measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import root_of
@@ -297,7 +298,7 @@ def test_targets_are_placed_whatever_container_they_are_in():
 
     here = torch.zeros(2)
     target = UserDict({"labels": here, "boxes": [Boxes(here, ("a", "b"))]})
-    call, placed = _placed(place, Call((here,), (None,)), target)
+    call, placed = place_call(place, Call((here,), (None,)), target)
     assert call.tensors[0].is_meta
     assert type(placed) is UserDict
     assert placed["labels"].is_meta

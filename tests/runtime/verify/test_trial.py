@@ -11,7 +11,8 @@ from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import PlanError, TargetError
-from timeprest.profiles.measuring.measure import TrialCase, measure, trial_samples
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.trial import TrialCase, trial_samples
 from timeprest.profiles.target import Target, resolve
 from timeprest.profiles.tasks.hooks import RunLength
 from timeprest.profiles.tasks.objects import name_of
