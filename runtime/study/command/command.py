@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from ....cli.errors import Stopped, errors_as_lines, naming, output, print_json
+from ....cli.errors import Stopped, errors_as_lines, naming
 from ....cli.options import (
     common_options,
     computing_options,
@@ -23,14 +23,12 @@ from ....cli.options.command import command, group, options
 from ....cli.options.values import FileName, FolderName, Number, Whole
 from ....cli.progress import Bar
 from ....planner.plan import read_plan
-from ....profiles.files import MAX_FACTOR, Kind, check_outputs
+from ....profiles.files import MAX_FACTOR
 from ....profiles.measuring.process_settings import folder_kept
 from ...processes.locks import check_system
 from ...settings import settings_of
 from ..choices import StudyChoices, choices_of
-from ..figures.results import results_of
-from ..figures.study import Study, write_study
-from .tables import dropped_table, level_table, study_lines, study_table
+from .outputs import StudyOutputs
 
 MOST_JOBS = 1024
 
@@ -104,9 +102,8 @@ def study(
     the same command goes on where it was.
     """
     check_system()
-    study_path, page_path = _outputs(path)
-    folder = Path(trainings) if trainings else study_path.with_suffix(".trainings")
-    check_outputs(("-o", study_path, Kind.STUDY), ("-o", page_path, Kind.PAGE))
+    outputs = StudyOutputs(path)
+    folder = Path(trainings) if trainings else outputs.study.with_suffix(".trainings")
     plans = [read_plan(each) for each in plan_paths]
     choices = choices_of(asked)
     asked["optimizer"] = optimizer_choice(asked)
@@ -132,37 +129,5 @@ def study(
             raise Stopped(
                 f"{done} trainings are done, in {folder}: the same command goes on"
             ) from None
-    write_study(study_path, found)
-    if page_path is not None:
-        from .page import study_page
-
-        study_page(found, page_path)
-    _show(found, as_json=as_json, quiet=quiet, verbose=verbose)
-    if not (as_json or quiet):
-        more = f" and {page_path}" if page_path is not None else ""
-        output().print(f"wrote {study_path}{more}")
-
-
-def _outputs(path: str) -> tuple[Path, Path | None]:
-    """Where the study goes, and the page if there is to be one."""
-    given = Path(path)
-    if given.suffix.lower() in (".html", ".htm"):
-        return given.with_suffix(".json"), given
-    return given, None
-
-
-def _show(found: Study, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    results = results_of(found)
-    if as_json:
-        print_json({"study": found, "results": results})
-        return
-    if quiet:
-        return
-    console = output()
-    console.print(study_table(found, results, console.width))
-    if found.dropped:
-        console.print(dropped_table(found, results, console.width))
-    if len(found.arms) > 1:
-        console.print(level_table(results, console.width))
-    for line in study_lines(found, results, verbose=verbose):
-        console.print(line)
+    outputs.write(found)
+    outputs.show(found, as_json=as_json, quiet=quiet, verbose=verbose)
