@@ -3,99 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from ...planner.plan import Plan
-from ...planner.recordings.recording import Recording
 from ...profiles.errors import ScheduleError, UserError
-from ...profiles.files import MAX_COUNT
 from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_seconds
 from ...runtime.records.run import Run
-from ..errors import output, printable
-from ..pictures.svg.frame import FigureSettings, window_of
+from ..errors import output
+from ..pictures.svg.frame import FigureSettings
 from ..pictures.svg.options import plans_svg
-from ..pictures.svg.timeline import timelines_svg
-from ..tables.layout import counted, devices_text, first_to_last, fitted, fixed, words
-from ..tables.names import names_of_paths, numbered
+from ..tables.layout import counted, devices_text, first_to_last
+from ..tables.names import numbered
 from ..tables.plan import print_plan, rate
 from ..tables.plans import IN_ROWS, figure_text
 from ..tables.profile import print_profile
-
-_MOST_ROWS = 24
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table, and a figure below it.
-
-    Attributes:
-        words: how many columns from the left are words; the others are figures.
-        facts: lines between title and table.
-        figure: SVG text; empty: there is none.
-    """
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 1
-    facts: tuple[str, ...] = ()
-    figure: str = ""
-
-    def _repr_html_(self) -> str:
-        """For a notebook: light, whatever theme it has, as the figure is."""
-        rows = [*self.rows[:_MOST_ROWS]]
-        if len(self.rows) > _MOST_ROWS:
-            more = f"… {len(self.rows) - _MOST_ROWS} more"
-            rows.append((more, *[""] * (len(self.head) - 1)))
-        lines = [
-            f'<div style="{_BOX}">',
-            f"<b>{_text(self.title)}</b>",
-            *(f"<div>{_text(fact)}</div>" for fact in self.facts),
-            f'<table style="{_TABLE}"><thead><tr>',
-            *(self._cell("th", k, name) for k, name in enumerate(self.head)),
-            "</tr></thead><tbody>",
-            *(
-                f"<tr>{''.join(self._cell('td', k, cell) for k, cell in enumerate(row))}</tr>"
-                for row in rows
-            ),
-            "</tbody></table>",
-        ]
-        if self.figure:
-            # The declaration of a document of its own doesn't stand within another.
-            lines.append(self.figure[self.figure.index("<svg") :])
-        return "\n".join([*lines, "</div>"])
-
-    def _cell(self, tag: str, column: int, text: str) -> str:
-        side = "left" if column < self.words else "right"
-        wrap = "; white-space: nowrap" * (tag == "td")
-        return f'<{tag} style="text-align: {side}; {_CELL}{wrap}">{_text(text)}</{tag}>'
-
-    def show(self) -> None:
-        """Print it on the terminal, without the figure."""
-        found = list(zip(self.head, *self.rows, strict=True))
-        key, *columns = (
-            words(name, cells, 12) if k < self.words else fixed(name, cells)
-            for k, (name, *cells) in enumerate(found)
-        )
-        output().print(fitted(self.title, key, columns, output().width))
-        for fact in self.facts:
-            output().print(fact)
-
-
-_BOX = (
-    "background: #ffffff; color: #1a1f27; padding: 0.6em 0.8em; max-width: 178mm; "
-    "overflow-x: auto; font: 13px sans-serif"
-)
-_TABLE = "border-collapse: collapse; margin: 0.5em 0; font-size: 12px"
-_CELL = "padding: 1px 6px; background: #ffffff; color: #1a1f27; vertical-align: bottom"
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))
-
+from .runs import run_sheet, runs_sheet, show_run
+from .sheet import Sheet
 
 # What `profiles.files.Views` asks for -----------------------------------------------------------
 
@@ -106,7 +30,7 @@ def html(shown: Any) -> str:
         return _profile_sheet(shown)._repr_html_()
     if isinstance(shown, Plan):
         return _plan_sheet(shown)._repr_html_()
-    return _run_sheet(shown)._repr_html_()
+    return run_sheet(shown)._repr_html_()
 
 
 def show(shown: Any) -> None:
@@ -116,15 +40,12 @@ def show(shown: Any) -> None:
     elif isinstance(shown, Plan):
         print_plan(shown, 16)
     else:
-        from ..pictures.html.run_data import read_facts
-        from ..run_commands.report import print_run
-
-        print_run(output(), read_facts(shown.path))
+        show_run(shown)
 
 
 def compare(shown: Sequence[Any]) -> Sheet:
     """Side by side. Raises UserError for things of different kinds."""
-    for kind, sheet in ((Profile, _profiles_sheet), (Plan, _plans_sheet), (Run, _runs_sheet)):
+    for kind, sheet in ((Profile, _profiles_sheet), (Plan, _plans_sheet), (Run, runs_sheet)):
         if all(isinstance(each, kind) for each in shown):
             return sheet(shown)
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in shown))
@@ -237,84 +158,3 @@ def _plan_figure(plans: Sequence[tuple[str, Plan]]) -> str:
         return plans_svg(plans, FigureSettings())
     except ScheduleError:
         return ""
-
-
-# Runs -------------------------------------------------------------------------------------------
-
-
-def _run_sheet(run: Run) -> Sheet:
-    from ..pictures.html.run_data import read_facts
-    from ..tables.run import period_text
-
-    facts = read_facts(run.path)
-    figures = list(dict.fromkeys(name for record in facts.epochs for name in record.test))
-    rows = [
-        (
-            str(record.epoch + 1),
-            str(record.mini_batches),
-            f"{record.samples_per_s:.0f}",
-            f"{record.train_loss:.4g}",
-            *(f"{record.test[name]:.4g}" if name in record.test else "-" for name in figures),
-        )
-        for record in facts.epochs
-    ]
-    period = period_text(facts.period_s, facts.plan.predicted.period_s)
-    stopped = facts.summary.stopped if facts.summary is not None else None
-    return Sheet(
-        f"{facts.name}: {facts.settings.task} with {facts.plan.variant}",
-        ("epoch", "mini-batches", "samples/s", "train loss", *(f"test {f}" for f in figures)),
-        tuple(rows),
-        facts=(period, *([f"stopped early: {stopped}"] if stopped else []), *facts.missing),
-        figure=_recordings_figure(facts.recordings),
-    )
-
-
-def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    from ..pictures.html.run_data import read_facts
-
-    names = names_of_paths([str(run.path) for run in runs])
-    facts = [read_facts(run.path, name) for run, name in zip(runs, names, strict=True)]
-    figures = list(
-        dict.fromkeys(name for each in facts for record in each.epochs for name in record.test)
-    )
-    rows = []
-    for each in facts:
-        last = each.epochs[-1] if each.epochs else None
-        test = {} if last is None else last.test
-        rows.append(
-            (
-                each.name,
-                each.plan.variant,
-                str(sum(len(losses) for losses in each.losses)),
-                format_seconds(each.plan.predicted.period_s),
-                format_seconds(each.period_s) if each.period_s else "-",
-                "-" if last is None else f"{last.samples_per_s:.0f}",
-                "-" if last is None else f"{last.train_loss:.4g}",
-                *(f"{test[name]:.4g}" if name in test else "-" for name in figures),
-            )
-        )
-    recordings = [(each.name, each.measured) for each in facts if each.measured is not None]
-    return Sheet(
-        f"{len(runs)} runs",
-        (
-            *("run", "system", "mini-batches", "period predicted", "measured", "samples/s"),
-            *("train loss", *(f"test {figure}" for figure in figures)),
-        ),
-        tuple(rows),
-        words=2,
-        facts=("losses and figures: of the last epoch",),
-        figure=_recordings_figure(recordings),
-    )
-
-
-def _recordings_figure(drawn: Sequence[tuple[str, Recording]]) -> str:
-    """Recordings one above the other: the mini-batches that all have, where there are such; else
-    the first one alone."""
-    if not drawn:
-        return ""
-    everything = FigureSettings(mini_batches=MAX_COUNT)
-    windows = [window_of(recording, everything) for _, recording in drawn]
-    first, last = max(w.first for w in windows), min(w.last for w in windows)
-    if first > last:
-        return timelines_svg(drawn[:1], everything)
-    return timelines_svg(drawn, FigureSettings(first=first, mini_batches=last - first + 1))
