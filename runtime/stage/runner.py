@@ -11,10 +11,9 @@ from ...planner.systems.operations import BACKWARD, FORWARD, WEIGHT, Op, Schedul
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..prepare.clock import Spans
-from ..prepare.data import NO_EVALUATION, Segment, real_part
-from ..prepare.devices import CPU, forward_context
+from ..prepare.data import Segment
 from ..prepare.prepared import Prepared
-from ..records.metrics import EvaluationMetrics, SegmentMetrics, Updated
+from ..records.metrics import SegmentMetrics, Updated
 from ..records.operation_log import OperationLog, StageEpochFile
 from .data import StageData
 from .gradients import StageGradients
@@ -53,7 +52,8 @@ class StageRunner:
         all_reduce: AllReducer,
         log: OperationLog | None = None,
         epochs: StageEpochFile | None = None,
-        device: torch.device = CPU,
+        *,
+        device: torch.device,
     ) -> None:
         """
         Args:
@@ -222,29 +222,3 @@ class StageRunner:
         spans = Spans(begin, start, end, end, looked=(found.summed, found.checked))
         # Looked at already, what isn't finite is noted once.
         notes.handed_in(op, version, spans, before=found.check, after=after)
-
-    # Evaluation ----------------------------------------------------------------------------
-
-    def evaluate(self, k: int, metrics: EvaluationMetrics, ahead: int) -> None:
-        """Forward of the k-th test micro-batch; the last stage adds its metrics.
-
-        Args:
-            ahead: messages that may be under way to each peer.
-        """
-        with self.notes.doing(f"{self.number} evaluation {k}"):
-            values, target, real = self.data.of_evaluation(k)
-            values |= self.messages.evaluation_inputs()
-            self.channels.throttle(ahead)
-            try:
-                outputs, result = self.stage.piece.evaluate(values)
-            except Exception as error:
-                advise(self.prepared, values, error)
-                raise
-            self.messages.send_evaluated(outputs)
-            if self.data.targets:
-                size = self.prepared.distribution.evaluation_samples
-                if real < size:
-                    result = real_part(result, real, size, NO_EVALUATION)
-                with forward_context(self.prepared.model.autocast, self.device.type):
-                    metrics.add(self.prepared.task, result, target, real)
-            self.channels.advance()

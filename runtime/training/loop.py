@@ -20,6 +20,7 @@ from ..records.metrics import EpochSums, EvaluationRecord
 from ..records.progress import Observer
 from ..stage.runner import StageRunner
 from .dashboard_figures import StepFigures
+from .evaluation import evaluate
 from .operation_loop import OperationLoop
 from .runners import beside
 from .same_data import compare_lengths, compare_training
@@ -112,7 +113,7 @@ class Course:
             if not segment.rest:
                 self._end_epoch(segment)
             elif segment.evaluation:
-                test = self._operations.evaluate(self._replicas_agree)
+                test = evaluate(self.runners, self._replicas_agree)
                 for runner, sums in zip(self.runners, self.sums, strict=True):
                     if runner.replica.is_reporter:
                         record = EvaluationRecord(
@@ -150,7 +151,7 @@ class Course:
         """Evaluate, where that hasn't been done, and tell of the epoch that this segment ends."""
         if test is None:
             evaluates = self.prepared.settings.evaluate
-            test = self._operations.evaluate(self._replicas_agree) if evaluates else {}
+            test = evaluate(self.runners, self._replicas_agree) if evaluates else {}
         for position, runner in enumerate(self.runners):
             sums, self.sums[position] = self.sums[position], EpochSums()
             if runner.epoch_file is not None:

@@ -11,7 +11,9 @@ from ..checkpoint.logs import rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..communication.opening import local_transport
+from ..communication.posts import Posts
 from ..prepare.devices import own_device
+from ..prepare.messages import MessageSeries
 from ..prepare.prepared import Prepared, with_own_weights
 from ..prepare.workers import Replica
 from ..records.operation_log import StageEpochFile, operation_log
@@ -89,3 +91,16 @@ def beside(runners: Sequence[StageRunner]) -> list[list[StageRunner]]:
         [r for r in runners if r is not runner and r.replica.rank == runner.replica.rank]
         for runner in runners
     ]
+
+
+def announce(
+    runners: Sequence[StageRunner], series: Sequence[Sequence[MessageSeries]], posted: Posts
+) -> None:
+    """Tell each worker's channels of all messages to come. `series`: of each runner."""
+    by_rank: dict[int, list[MessageSeries]] = {}
+    for runner, mine in zip(runners, series, strict=True):
+        by_rank.setdefault(runner.replica.rank, []).extend(mine)
+    for runner in runners:
+        upcoming = by_rank.pop(runner.replica.rank, None)
+        if upcoming is not None:
+            runner.channels.open(upcoming, posted)

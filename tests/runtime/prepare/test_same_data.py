@@ -88,7 +88,7 @@ def test_a_resumed_run_compares_from_where_it_goes_on(mlp_profile, tmp_path):
 
 def test_comparing_draws_nothing(mlp_profile, mlp_target, tmp_path, monkeypatch):
     """Random numbers of workers are where they were without it."""
-    from timeprest.runtime.training import loop, operation_loop
+    from timeprest.runtime.training import evaluation, loop
 
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
     seen = []
@@ -97,7 +97,7 @@ def test_comparing_draws_nothing(mlp_profile, mlp_target, tmp_path, monkeypatch)
             for module, check in (
                 (loop, "compare_lengths"),
                 (loop, "compare_training"),
-                (operation_loop, "compare_evaluation"),
+                (evaluation, "compare_evaluation"),
             ):
                 monkeypatch.setattr(module, check, lambda *_: None)
         run(plan, settings_for("Augmented", steps=2), tmp_path / name, inline=True)

@@ -26,7 +26,7 @@ from timeprest.runtime.records.progress import Losses, read_losses, read_progres
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.training.operation_loop import EVALUATION_AHEAD
+from timeprest.runtime.training.evaluation import EVALUATION_AHEAD
 
 
 def plan_of(profile, variant="timeprest", **more):

@@ -18,6 +18,7 @@ from timeprest.profiles.measuring.platforms import LiveBytes
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.all_reduce import LocalAllReduce, Pool
 from timeprest.runtime.communication.channel import LocalChannels, Mailbox
+from timeprest.runtime.prepare.devices import CPU
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -264,7 +265,9 @@ def test_copies_of_the_weights_counted_in_bytes(
             mailbox = Mailbox()
             pool = Pool({})
             runners = [
-                StageRunner(prepared, k, LocalChannels(k, mailbox), LocalAllReduce(k, pool))
+                StageRunner(
+                    prepared, k, LocalChannels(k, mailbox), LocalAllReduce(k, pool), device=CPU
+                )
                 for k in range(4)
             ]
             # What tracing has left in circles goes at some moment.
