@@ -19,7 +19,7 @@ from . import plugins
 from .errors import TargetError
 from .files import is_file
 from .tasks.hooks import call_hook, described, in_one_line
-from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
+from .tasks.objects import call_users_code, find, first_names, hooks_of, joined, names_in, task_of
 from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
     batch_size_of,
@@ -326,18 +326,8 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
             f"{head}: is called like a file of weights; a target is code that makes the model and "
             "may load them there: file.py:NAME or pkg.module:NAME"
         )
-    if not tail and is_file(Path(name)):
-        raise TargetError(
-            f"{name}: no importer reads such a file: give a plugin that has one, --plugin FILE "
-            "(docs/plugins.md)"
-        )
     if not tail:
-        known = ", ".join(sorted(plugins.names("tasks")))
-        files = ", ".join(plugins.names("targets"))
-        raise TargetError(
-            f"{name}: no such target; give {known}, file.py:NAME, "
-            f"pkg.module:NAME or a file ({files})"
-        )
+        raise TargetError(f"{name}: {_why_nothing(name)}")
     found = find(name)
     for library in {kind.__module__.partition(".")[0] for kind in type(found).__mro__}:
         if library in plugins.names("objects"):
@@ -345,22 +335,41 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     task = task_of(name, found, has_inputs=bool(inputs))
     if task is not None:
         return _of_task(name, task, inputs)
+    if not callable(found):
+        raise TargetError(
+            f"{name}: is a {type(found).__name__}; expected a task, a model or a function "
+            "that makes a model"
+        )
     if not inputs:
         there = hooks_of(found)
-        needed = "say what it takes with --input SHAPE:DTYPE for each input, like "
-        needed = TASK_NEEDED if to_train else needed + "--input 3x32x32:float32"
+        needed = (
+            "say what it takes with --input SHAPE:DTYPE for each input, like --input "
+            '3x32x32:float32; in Python inputs=["3x32x32:float32"]'
+        )
+        needed = TASK_NEEDED if to_train else needed
         raise TargetError(
             f"{name}: is a model, not a task: {needed}"
             + (f" (it has {joined(there)}; a task isn't a torch.nn.Module)" if there else "")
         )
     if isinstance(found, nn.Module):
         return Target(name, None, lambda: _copied(name, found), tuple(inputs))
-    if not callable(found):
-        raise TargetError(
-            f"{name}: is a {type(found).__name__}; expected a task, a model or a function "
-            "that makes a model"
-        )
     return Target(name, None, found, tuple(inputs))
+
+
+def _why_nothing(name: str) -> str:
+    """Why a name without a colon is no target, and what to give."""
+    if is_file(Path(name)) and name.endswith(".py"):
+        there = names_in(Path(name))
+        more = f"; it has {first_names(there)}" if there else ""
+        return f"say what of it is meant, as in {name}:{(there or ['NAME'])[0]}{more}"
+    if is_file(Path(name)):
+        return (
+            "no importer reads such a file: give a plugin that has one, --plugin FILE "
+            "(docs/plugins.md)"
+        )
+    known = ", ".join(sorted(plugins.names("tasks")))
+    files = ", ".join(plugins.names("targets"))
+    return f"no such target; give {known}, file.py:NAME, pkg.module:NAME or a file ({files})"
 
 
 def _of_task(name: str, task: Task, inputs: Sequence[InputSpec]) -> Target:
