@@ -20,6 +20,7 @@ from ..tasks.hooks import (
     call_hook,
     check_reads,
     in_one_line,
+    reading,
     stand_in,
     task_scheduler,
     try_figures,
@@ -102,7 +103,7 @@ def try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None:
     target, platform, model = bench.target, bench.platform, bench.model
     size = trained[0].tensors[0].shape[0]
     try:
-        with _disable_current_modes():
+        with reading("test"), _disable_current_modes():
             dataset = call_hook("data('test')", task.data, "test")
             some = size
             if not comes_in_batches(dataset):
@@ -110,7 +111,7 @@ def try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None:
             names = trained[0].names
             call, wanted = call_hook("data('test')", some_samples, dataset, "test", some, names)
     except TargetError as error:
-        warn(f"{error} (or train with tp-run --no-evaluate)")
+        warn(str(error))
         call, wanted = trained
     placed, wanted_there = place_call(platform.place, call, wanted)
     model.eval()
@@ -166,7 +167,8 @@ def time_loading(bench: Bench, call: Call) -> float | None:
             f"{bench.target.name}: data('train') has {size} samples, which don't fill a mini-batch "
             f"of {bench.batch_size}: give a smaller --batch-size, or train with --ragged pad"
         )
-    return loading_s_per_sample(given, bench.batch_size, call.names)
+    with in_one_line(f"{bench.target.name}: data('train') failed"):
+        return loading_s_per_sample(given, bench.batch_size, call.names)
 
 
 def warn(line: str) -> None:

@@ -22,7 +22,7 @@ from ..tracing.call import Call, unchanged
 from ..tracing.pieces import map_tensors
 from ..tracing.random_states import GENERATORS, seed_everywhere, set_own_states, state_of
 from ..tracing.remembered import Remembered, changes, kept_in, marks_of_places, places_of, scope_of
-from .task import Loss, Task, read_figure, read_loss
+from .task import Loss, Split, Task, read_figure, read_loss
 
 
 def call_hook(
@@ -45,6 +45,17 @@ def call_hook(
     except BaseException:
         with in_one_line(f"the task's {name} failed" + (f" in {doing}" if doing else ""), kind):
             raise
+
+
+@contextmanager
+def reading(split: Split) -> Iterator[None]:
+    """A split's data are opened. Errors of test data say how to do without."""
+    try:
+        yield
+    except TargetError as error:
+        if split == "train":
+            raise
+        raise TargetError(f"{error} (or train with tp-run --no-evaluate)") from error
 
 
 @contextmanager

@@ -83,7 +83,13 @@ def size_of(given: Given, split: Split, mini_batch: int) -> int | None:
 
 
 def check_whole(given: Given, split: Split) -> None:
-    """Raise TargetError for data of which a sampler gives each process another part."""
+    """Raise TargetError for tensors in place of a data set, whose items would be taken for samples,
+    and for data of which a sampler gives each process another part."""
+    if isinstance(given, (tuple, list)) and given and isinstance(given[0], (Tensor, np.ndarray)):
+        raise TargetError(
+            f"data({split!r}) gave a {type(given).__name__} of {type(given[0]).__name__}s; "
+            "wrap tensors in a data set: torch.utils.data.TensorDataset(inputs, target)"
+        )
     if not isinstance(given, DataLoader):
         return
     inside = given.batch_sampler

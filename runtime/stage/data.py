@@ -10,6 +10,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from ...planner.systems.operations import FORWARD, Op
+from ...profiles.tasks.hooks import reading
 from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
 from ...profiles.tasks.task import Split
 from ..prepare.data import MicroBatchPart, Segment, part_of, real_samples
@@ -70,16 +71,17 @@ class StageData:
             # The run's reporter looks at all of a sample, where shapes vary.
             varies = self._replica.is_reporter and prepared.varies
             needs = [part for part, some in ((INPUTS, self.inputs), (TARGET, self.targets)) if some]
-            self._samples[split] = Samples(
-                prepared.task,
-                split,
-                plan.micro_batch if split == "train" else evaluated.evaluation_samples,
-                settings.seed,
-                prepared.model.arguments,
-                plan.mini_batch,
-                settings.timeout_s,
-                ALL if varies else Parts(needs) or ALL,
-            )
+            with reading(split):
+                self._samples[split] = Samples(
+                    prepared.task,
+                    split,
+                    plan.micro_batch if split == "train" else evaluated.evaluation_samples,
+                    settings.seed,
+                    prepared.model.arguments,
+                    plan.mini_batch,
+                    settings.timeout_s,
+                    ALL if varies else Parts(needs) or ALL,
+                )
         return self._samples[split]
 
     def expect(self, segment: Segment, ops: Iterable[Op]) -> None:

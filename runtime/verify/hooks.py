@@ -12,6 +12,7 @@ import torch
 from ...profiles.tasks.hooks import (
     RunLength,
     call_hook,
+    reading,
     stand_in,
     totals_asked,
     try_figures,
@@ -82,9 +83,10 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
         try_loss(task, made, target)
         lines = try_figures(task, made, target, metrics=settings.evaluate)
         if settings.evaluate:
-            dataset = call_hook("data('test')", task.data, "test")
-            some = prepared.distribution.evaluation_samples
-            some_samples(dataset, "test", some, prepared.model.arguments)
+            with reading("test"):
+                dataset = call_hook("data('test')", task.data, "test")
+                some = prepared.distribution.evaluation_samples
+                some_samples(dataset, "test", some, prepared.model.arguments)
         for s, piece in enumerate(prepared.model.pieces):
             parameters = [p for p in piece.module.parameters() if p.requires_grad]
             needed = _HELD * sum(p.nbytes for p in parameters)

@@ -143,7 +143,8 @@ def test_an_optional_hook_that_is_misspelt_gets_a_warning(plan, tmp_path):
 BLAMED = {
     "ModelNone": r"model\(\) gave None where a torch\.nn\.Module is needed",
     "DataNone": r"data\('train'\) gave None; return a map-style Dataset",
-    "TestDataNone": r"data\('test'\) gave None; return a map-style Dataset",
+    "DataTensors": r"gave a tuple of Tensors; wrap tensors in a data set: .*TensorDataset\(inputs",
+    "TestDataNone": r"data\('test'\) gave None; return a map-style Dataset \(or .*--no-evaluate\)",
     "Uneven": r"data\(split\): its samples can't be put into a batch: .*equal size",
     "LossNone": r"loss must (give|be) one number",
     "LossRaises": r"the task's loss failed: .*hook_tasks\.py:\d+: RuntimeError",

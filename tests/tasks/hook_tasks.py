@@ -134,6 +134,11 @@ class DataNone(MLPTask):
         super().data(split)
 
 
+class DataTensors(MLPTask):
+    def data(self, split):
+        return super().data(split).tensors
+
+
 class TestDataNone(MLPTask):
     def data(self, split):
         return super().data(split) if split == "train" else None

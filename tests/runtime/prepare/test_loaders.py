@@ -360,6 +360,11 @@ def test_a_mistake_in_the_data_is_one_line(name, plan, tmp_path):
     assert not [t for t in threading.enumerate() if t.name == "loading"]
 
 
+def test_profiling_blames_the_data_too():
+    with pytest.raises(TargetError, match=r"data\('train'\) failed: .*data_tasks.py:\d+: ValueE"):
+        measure(resolve(f"{FILE}:FailingSample"), batch_size=16, seconds=0)
+
+
 def test_a_stream_that_runs_dry_says_so(plan, tmp_path):
     short = r"batch 6 of epoch 1 has 2 samples where a mini-batch has 8: there it ends: give "
     with pytest.raises(TargetError, match=short + "--steps 5 or fewer, or .* __len__"):
