@@ -104,8 +104,7 @@ def trace_for_run(
     first_forward(model, target.name, at_profiled(given, made_from.varying), fake=fake)
     if not fake:
         check_reads("loss", task.loss, model, given, wanted)
-    # Nothing was run for a profile of a device that wasn't there.
-    first = tracer.graph(TRACE_SAMPLES, verify=not fake)
+    first = tracer.first()
     if fingerprint(first) != made_from.fingerprint:
         _refuse_model(tracer, first, modes)
     training = {
@@ -160,6 +159,20 @@ class _Tracer:
             granularity=self.made_from.granularity,
             verify=verify,
         )
+
+    def first(self) -> TracedModel:
+        """That of a few samples, in training mode."""
+        try:
+            # Nothing was run for a profile of a device that wasn't there.
+            return self.graph(TRACE_SAMPLES, verify=not self.fake)
+        except TraceError as error:
+            if self.target.name == self.made_from.target:
+                raise
+            raise PlanError(
+                f"plan: was made for {self.made_from.target}, and as that was traced "
+                f"{self.target.name} can't be: profile and solve this one, or name the right task "
+                f"with --task ({error})"
+            ) from error
 
     def evaluation(self, samples: int) -> TracedModel:
         """That in evaluation mode, which the model is in; afterwards it is in training mode."""

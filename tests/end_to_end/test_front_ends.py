@@ -71,6 +71,10 @@ def test_what_has_no_model_behind_it_is_refused(tmp_path):
         ),
         ({"autocast": "float16"}, "under autocast .float16.*--autocast bf16 or off"),
         ({"granularity": "op"}, "another model"),
+        (
+            {"target": "net.py:Net", "front_end": "fx"},
+            "plan: was made for net.py:Net, and as that was traced .*:ByExport can't be: profile",
+        ),
     ):
         changed = msgspec.structs.replace(plan.profile, **change)
         with pytest.raises(PlanError, match=message):
