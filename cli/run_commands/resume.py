@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import click
 from click.core import ParameterSource
 
 from ...planner.plan import read_plan, same_plan
-from ...profiles.errors import UserError
+from ...profiles.errors import StoppedError, UserError
 from ...runtime.settings import ADJUSTABLE
+from ..errors import Stopped
 
 if TYPE_CHECKING:
     from ...planner.plan import Plan
@@ -88,7 +90,19 @@ def place_of(where: Path, at: int | None) -> str:
     return f"mini-batch {at or int(found.name)} on"
 
 
-def how_to_go_on(where: Path) -> str:
+@contextmanager
+def naming_checkpoint(where: Path) -> Iterator[None]:
+    """What a signal ends in this block says how to go on. Raises Stopped on Ctrl-C, StoppedError on
+    other signals."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(_how_to_go_on(where)) from None
+    except StoppedError as error:
+        raise StoppedError("; ".join(filter(None, (str(error), _how_to_go_on(where))))) from None
+
+
+def _how_to_go_on(where: Path) -> str:
     """How to resume a run that was stopped, in words; empty without a checkpoint."""
     from ...runtime.records.run_dir import RunDir
 

@@ -15,14 +15,14 @@ from ...runtime.processes.rendezvous import Rendezvous
 from ...runtime.records.metrics import RunSummary
 from ...runtime.settings import RunSettings
 from ...runtime.trainer import Trainer
-from ..errors import Stopped, output, print_json
+from ..errors import output, print_json
 from ..progress import Bar
 from ..tables.plan import operations
 from ..tables.run import summary_lines, summary_table
 from ..tables.stages import stage_table
 from .checks import device_lines, warn_of_memory
 from .progress import TrainingProgress
-from .resume import how_to_go_on, place_of
+from .resume import naming_checkpoint, place_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class TrainingJob:
 
 
 def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Train, show how it goes on, and print the summary. Raises Stopped on Ctrl-C; as `run`."""
+    """Train, show how it goes on, and print the summary. Raises as `naming_checkpoint`
+    and `run`."""
     plan, where, inline = job.plan, job.where, job.inline
     if inline:
         # As the stages' own processes do.
@@ -55,10 +56,8 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
     with Bar(plan.variant, quiet=quiet or as_json) as bar:
         opening = partial(_opening, job, verbose=verbose)
         progress = TrainingProgress(bar, plan, None if inline else where, opening)
-        try:
+        with naming_checkpoint(where):
             summary = _trained(job, progress)
-        except KeyboardInterrupt:
-            raise Stopped(how_to_go_on(where)) from None
     if job.rendezvous is not None and not workers_of(plan)[job.rendezvous.rank].is_reporter:
         return
     if as_json:

@@ -34,7 +34,14 @@ from timeprest.cli.run import main
 from timeprest.cli.tables.run import summary_lines
 from timeprest.planner.plan import read_plan
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import FileError, RunError, TargetError, TaskWarning, UserError
+from timeprest.profiles.errors import (
+    FileError,
+    RunError,
+    StoppedError,
+    TargetError,
+    TaskWarning,
+    UserError,
+)
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -519,7 +526,16 @@ def test_options_of_a_resumed_run(stopped, tmp_path):
     assert tp_run("--resume")[1].endswith("--resume: name the run with --run-dir")
 
 
-def test_ctrl_c_names_the_newest_checkpoint(mlp_target, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("stop", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "stopped"),
+        (StoppedError("stopped by SIGTERM"), 1, "stopped by SIGTERM"),
+    ],
+)
+def test_what_is_stopped_names_the_newest_checkpoint(
+    stop, code, said, mlp_target, tmp_path, monkeypatch
+):
     """And what the line says to type goes on to the end."""
     write_file(tmp_path / "plan.json", plan_for(mlp_target, "timeprest", 2))
     where = tmp_path / "run"
@@ -528,16 +544,16 @@ def test_ctrl_c_names_the_newest_checkpoint(mlp_target, tmp_path, monkeypatch):
     def write_and_stop(self, segment, workers):
         write(self, segment, workers)
         if segment.end == 8:
-            raise KeyboardInterrupt
+            raise stop
 
     options = ("--steps", 12, "--checkpoint-every", 4, "--inline", "--run-dir", where, "-q")
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointWriter, "write", write_and_stop)
-        code, line = tp_run(tmp_path / "plan.json", *options)
-    assert code == 130
+        ended, line = tp_run(tmp_path / "plan.json", *options)
+    assert ended == code
     go_on = f"tp-run --resume --run-dir {where}"
     newest = where / "checkpoints" / "00000008"
-    assert line.endswith(f": stopped; its newest checkpoint is {newest}; go on with {go_on}")
+    assert line.endswith(f": {said}; its newest checkpoint is {newest}; go on with {go_on}")
     printed = tp_run_prints(*go_on.split()[1:], "--inline")
     assert "from mini-batch 8 on" in " ".join(printed.split())
     assert len(read_losses(where / "metrics.jsonl")) == 12
