@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -261,7 +262,11 @@ def pins_of(
     position = relaxation.graph.position
     for name, stage in asked:
         if name not in position:
-            raise PlanError(f"--pin {name}: the profile has no layer of this name")
+            like = difflib.get_close_matches(name, position) or [*position][:3]
+            raise PlanError(
+                f"--pin {name}: the profile has no layer of this name; it has "
+                f"{', '.join(like)}{', …' * (len(position) > len(like))}"
+            )
         if not 0 <= stage < most_stages:
             raise PlanError(
                 f"--pin {name}={stage}: there are {most_stages} stages at most, and 0 is the first"

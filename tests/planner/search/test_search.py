@@ -213,8 +213,9 @@ def test_pinned_layers_are_where_they_were_asked_for():
     assert plan.stages[0].nodes == ("n0", "n1", "n2", "n3", "n4", "n5")
     plan = solve(chain(8), uniform_cluster(4), pins=[("n1", 1), ("n2", 1)], stages=3)
     assert {"n1", "n2"} <= set(plan.stages[1].nodes)
-    with pytest.raises(PlanError, match="no layer of this name"):
-        solve(chain(8), uniform_cluster(4), pins=[("nope", 0)])
+    for name, some in (("nope", "n0, n1, n2, …"), ("n55", "n5, …")):
+        with pytest.raises(PlanError, match=f"no layer of this name; it has {some}"):
+            solve(chain(8), uniform_cluster(4), pins=[(name, 0)])
     with pytest.raises(InfeasibleError):
         solve(chain(8), uniform_cluster(4), pins=[("n5", 0), ("n2", 1)])
 
