@@ -36,7 +36,7 @@ from ..options import common_options, config_options, options_of, plugin_option
 from ..options.command import command, group
 from ..options.values import FileName
 from ..progress import Bar
-from ..tables.plan import assumed, few_stages, print_plan
+from ..tables.plan import assumed, few_stages, idle_devices, print_plan
 from ..tables.plans import (
     comparison,
     front_table,
@@ -164,10 +164,12 @@ def _solve_front(planning: Planning, path: str, *, as_json: bool, quiet: bool) -
 
 
 def _print_notes(planning: Planning, plans: Sequence[Plan]) -> None:
-    """Print what the plans assume, and where ties limit their stages; each note once."""
+    """Print what the plans assume, and what limits their stages or devices; each note once."""
     notes = [assumed(planning.profile, plan.variant) for plan in plans]
     if planning.asked["stages"] is None:
         notes += [few_stages(planning.profile, plan) for plan in plans]
+    else:
+        notes += map(idle_devices, plans)
     for note in dict.fromkeys(filter(None, notes)):
         output().print(note)
 

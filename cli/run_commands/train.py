@@ -88,7 +88,7 @@ def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary:
 def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:
     plan, settings, inline = job.plan, job.settings, job.inline
     workers = plan.workers
-    how = "inline" if inline else f"{workers} processes"
+    how = "inline" if inline else f"{workers} process{'es' * (workers > 1)}"
     line = f"training {settings.task} with {plan.variant}, {how}, in {job.where}"
     if job.resumed is not None:
         line += f", from {place_of(job.where, job.resumed['at'])}"

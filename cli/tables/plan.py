@@ -338,6 +338,19 @@ def few_stages(profile: Profile, plan: Plan) -> str | None:
     return None if tie is None else f"{count} at most: {tie}"
 
 
+def idle_devices(plan: Plan) -> str | None:
+    """A line for a plan of as many stages as were asked for that leaves devices without one, as it
+    has several on each; else None."""
+    stages, used, devices = len(plan.stages), plan.workers, len(plan.cluster.devices)
+    if stages <= used or used == devices:
+        return None
+    each = stages // used
+    return (
+        f"{stages} stages, {each} on each device, take {used} of {devices} devices; "
+        f"--stages {each * devices} takes all"
+    )
+
+
 def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
     """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2.
 

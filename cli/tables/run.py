@@ -107,7 +107,7 @@ def compile_lines(plan: Plan, summary: RunSummary) -> list[str]:
 def _workers(plan: Plan) -> str:
     stages, workers = len(plan.stages), plan.workers
     text = counted(stages, "stage")
-    return text if workers == stages else f"{text} on {workers} workers"
+    return text if workers == stages else f"{text} on {counted(workers, 'worker')}"
 
 
 def _which(plan: Plan, report: StageReport) -> str:

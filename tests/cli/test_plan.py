@@ -214,6 +214,13 @@ def test_pins_and_limits_of_the_search(folder):
         assert "the graph can't be cut as asked with --pin n7=0: no stage may be empty" in text
 
 
+def test_devices_that_get_none_of_the_stages_asked_for_are_named(folder):
+    options = ("--devices", 2, "--variant", "interleaved-1f1b", "--stages")
+    said = "2 stages, 2 on each device, take 1 of 2 devices; --stages 4 takes all"
+    assert said in call("solve", "profile.json", *options, 2)
+    assert " takes all" not in call("solve", "profile.json", *options, 4)
+
+
 def test_a_table_of_costs_is_no_profile_yet(folder):
     (folder / "costs.csv").write_text("layer,forward (ms)\nn0,1\n")
     text = call("solve", "costs.csv", code=2)
