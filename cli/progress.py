@@ -138,12 +138,14 @@ class Bar:
             log(f"{self._title}: {line}")
 
     def print(self, *lines: Any) -> None:
-        """Print results while the bar is shown: above it where both are on a terminal."""
-        console = self._progress.console
-        if self._progress.disable or not sys.stdout.isatty():
+        """Print results while the bar is shown: above it where both are on a terminal. Elsewhere a
+        text stays one line, for grep."""
+        console, terminal = self._progress.console, sys.stdout.isatty()
+        if self._progress.disable or not terminal:
             console = output()
         for line in lines:
-            console.print(line, highlight=False)
+            whole = isinstance(line, str) and not terminal
+            console.print(line, highlight=False, soft_wrap=whole)
 
     def __enter__(self) -> Bar:
         self._progress.start()

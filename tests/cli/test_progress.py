@@ -122,6 +122,16 @@ def test_what_has_no_steps_is_said_elsewhere_where_it_takes_long(clock, monkeypa
     assert sys.stderr.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_epoch_is_one_line_of_a_log(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    line = "epoch   1" + "".join(f"  test figure{k} 0.1234" for k in range(20))
+    with Bar("timeprest", quiet=False) as bar:
+        bar.print(line)
+    assert (f"{line}\n" == sys.stdout.getvalue()) == (not terminal)
+
+
 class Tells(Observer):
     def __init__(self):
         self.said = []
