@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -221,13 +222,27 @@ def _give_up(stream: TextIO) -> None:
 def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("always", TaskWarning)
-        others = warnings.showwarning
+        others, shown = warnings.showwarning, set[str]()
 
-        def show(message: Warning | str, category: type[Warning], *args: Any, **more: Any) -> None:
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             if issubclass(category, TaskWarning):
                 complain(f"warning: {message}")
+            elif issubclass(category, UserWarning):
+                # Torch's, of each number of samples that a model is tried with.
+                text = f"{filename}:{lineno}: {message}"
+                words = re.sub(r"\d+", "", text)
+                if words not in shown:
+                    complain(f"warning: {text}")
+                shown.add(words)
             else:
-                others(message, category, *args, **more)
+                others(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show
         yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -52,6 +54,20 @@ def test_ctrl_c_where_nothing_can_be_raised_ends_the_command(interruptible, caps
         command()
     assert ended.value.code == 130
     assert capsys.readouterr().err.endswith(": stopped\n")
+
+
+def test_a_librarys_warning_is_one_line_once(capsys):
+    @errors_as_lines
+    def command():
+        for size in (2, 4, 8):
+            # What sets filters anew has Python forget what was shown.
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn(f"a target\nof size {size}", stacklevel=1)
+
+    command()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r": warning: .*test_errors\.py:\d+: a target of size 2$", line)
 
 
 @pytest.mark.parametrize("name", ["profile", "plan", "run"])
