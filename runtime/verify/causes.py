@@ -79,7 +79,8 @@ def why_not_whole(
     named = hooks_of(PlainTraining(prepared, by_micro_batch=False).model)
     if not found and named and without_hooks():
         found.append(_HOOKS_BY_PART.format(names=_some(named)))
-    return found or [_UNKNOWN]
+    # What was warned of may be too little to see on this one mini-batch.
+    return found or [prepared.model.loss.apart or _UNKNOWN]
 
 
 def why_not_one_by_one(prepared: Prepared, same_within: Callable[..., bool]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from timeprest.profiles.tasks.loss_parts import loss_in_parts
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.verify.causes import hooks_of, why_not_one_by_one
+from timeprest.runtime.verify.causes import hooks_of, why_not_one_by_one, why_not_whole
 from timeprest.runtime.verify.check import HELD, ONE_BY_ONE, WHOLE, check
 from timeprest.runtime.verify.dry_run import dry_run
 
@@ -108,6 +109,17 @@ def test_two_runs_of_a_loss_that_cant_be_taken_apart_are_the_same_and_say_so(rec
     assert report.verdict == "same"
     assert "can't be taken apart" in report.notes[0]
     assert len([w for w in recwarn if "can't be taken apart" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("warned", "said"), [("the loss is apart", "the loss is apart"), ("", "either the loss")]
+)
+def test_a_cause_that_a_run_has_warned_of_is_named(warned, said):
+    prepared = prepare(plan_for("Apart"), RunSettings(task=f"{FILE}:Apart"))
+    loss = replace(prepared.model.loss, apart=warned)
+    prepared = replace(prepared, model=replace(prepared.model, loss=loss))
+    (line,) = why_not_whole(prepared, 1.0, without_hooks=lambda: False)
+    assert said in line
 
 
 def test_what_stages_dont_do_is_named():
