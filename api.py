@@ -26,7 +26,7 @@ from .profiles.errors import InfeasibleError, UserError
 from .profiles.files import Kind, check_output
 from .profiles.imported.reader import import_profile, is_foreign
 from .profiles.measuring.request import OF_FILES, ProfileRequest
-from .profiles.options import taking, taking_more
+from .profiles.options import record_of, taking, taking_more
 from .profiles.profile import Profile
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
 from .profiles.units import texts, truth
@@ -122,7 +122,7 @@ def plans(
     if "seen" in options:
         raise UserError("seen: is for timeprest.plan, of one system")
     names = "all" if variants is None else variants
-    request = PlanRequest(profile, cluster, variant=names, **options)
+    request = record_of(PlanRequest, profile, cluster, variant=names, **options)
     planning = request.read(lambda name: "variants" if name == "variant" else name)
     return dict(plans_of_systems(planning).plans)
 
@@ -138,7 +138,7 @@ def front(
 
     Raises as `plan`.
     """
-    planning = PlanRequest(profile, cluster, **options).read()
+    planning = record_of(PlanRequest, profile, cluster, **options).read()
     return fresher_plans(planning)
 
 
@@ -158,7 +158,7 @@ def what_if(
 
     Raises as `plan`; InfeasibleError where nothing fits after any change.
     """
-    planning = PlanRequest(profile, cluster, **options).read()
+    planning = record_of(PlanRequest, profile, cluster, **options).read()
     changes = texts(changes, "changes", "bandwidth=2x,memory=24GiB")
     found, failed = plans_on(planning, changed_clusters(planning, changes))
     if failed and not found:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import pairwise
@@ -319,6 +320,21 @@ def flags_of(record: type) -> Spelled:
 # Python's arguments -----------------------------------------------------------------------------
 
 
+def check_names(given: Iterable[str], known: Collection[str], what: str) -> None:
+    """Raise UserError for a name that there isn't, with the one that is like it."""
+    for name in given:
+        if name not in known:
+            like = difflib.get_close_matches(name, known, 1)
+            more = f"is {like[0]} meant?" if like else f"known: {', '.join(known)}"
+            raise UserError(f"{name}: there is no such {what}; {more}")
+
+
+def record_of(record: Callable[P, Q], *args: P.args, **kwargs: P.kwargs) -> Q:
+    """A record of Python's arguments. Raises UserError for one that there isn't."""
+    check_names(kwargs, inspect.signature(record).parameters, "argument")
+    return record(*args, **kwargs)
+
+
 def taking(record: Callable[P, Q]) -> Callable[[Callable[Concatenate[Q, ...], R]], Callable[P, R]]:
     """Have a function of a record take the record's fields as arguments, which its help lists.
 
@@ -332,7 +348,7 @@ def taking(record: Callable[P, Q]) -> Callable[[Callable[Concatenate[Q, ...], R]
         @wraps(function)
         def taken(*args: P.args, **kwargs: P.kwargs) -> R:
             others = {n: kwargs.pop(n) for n in list(kwargs) if n not in fields} if rest else {}
-            return function(record(*args, **kwargs), **others)
+            return function(record_of(record, *args, **kwargs), **others)
 
         _describe(taken, record, [*fields.values(), *rest])
         return taken

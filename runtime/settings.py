@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -21,7 +22,15 @@ from ..profiles.files import (
     Threads,
     converted,
 )
-from ..profiles.options import Option, chosen, given, marked, option_fields, read_field
+from ..profiles.options import (
+    Option,
+    check_names,
+    chosen,
+    given,
+    marked,
+    option_fields,
+    read_field,
+)
 from ..profiles.units import real_number, shown
 
 FORMAT = "timeprest-run/1"
@@ -326,8 +335,13 @@ def _read(asked: Mapping[str, Any]) -> dict[str, Any]:
                 f'{name}: is the optimizer\'s: optimizer={{"name": "adam", "lr": 1e-3}}, which is '
                 "taken instead of the task's own"
             )
-        if name not in known:
-            raise UserError(f"{name}: there is no such setting; known: {', '.join(known)}")
+    check_names(asked, known, "setting")
+    optimizer = asked.get("optimizer")
+    if not isinstance(optimizer, (Mapping, OptimizerChoice, NoneType)):
+        raise UserError(
+            f'optimizer: give its name and settings, {{"name": "adam", "lr": 1e-3}}, not '
+            f"{shown(optimizer)}"
+        )
     return {
         name: read_field(fields[name], value, name) if name in fields else value
         for name, value in asked.items()

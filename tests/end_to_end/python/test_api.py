@@ -259,6 +259,8 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"pins": {"l0": 1}, "stages": 2}, "can't be cut as asked with --pin l0=1: no stage may"),
         ({"tied": "apart"}, "tied 'apart': give one of auto, together, split"),
         ({"order": 3}, "order: give the name of a file, not int"),
+        ({"device": 2}, "device: there is no such argument; is devices meant"),
+        ({"x": 2}, "x: there is no such argument; known: profile, cluster, "),
         ({"cluster": 3}, "cluster: give a Cluster, or the name of its file, not int"),
         ({"profile": None}, "profile: give a Profile, or the name of its file, not NoneType"),
         ({"profile": "none.json"}, "none.json: no such file"),
@@ -303,6 +305,9 @@ def test_what_cant_be_measured_is_one_line_too(given, why, mlp_target):
         ("plans", {"variants": np.array(3)}, "variants: give one or more"),
         ("plans", {"variants": np.array([])}, "variants: name one system or more"),
         ("plans", {"variant": "gpipe"}, "variant: timeprest.plans takes the systems as variants="),
+        ("plans", {"device": 2}, "device: there is no such argument; is devices meant"),
+        ("front", {"device": 2}, "device: there is no such argument; is devices meant"),
+        ("what_if", {"changes": "memory=1GiB", "device": 2}, "device: there is no such argument"),
         ("plans", {"seen": print}, "seen: is for timeprest.plan"),
         ("what_if", {"changes": None}, "changes: give one or more such as 'bandwidth=2x"),
         ("what_if", {"changes": [3]}, r"changes: give one or more such as .+, not \[3\]"),
@@ -405,6 +410,8 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     assert more.settings.device == "auto"
     for change, why in (
         ({"lr": 0.1}, "lr: is the optimizer's: optimizer="),
+        ({"optimizer": "adam"}, "optimizer: give its name and settings, .*, not 'adam'"),
+        ({"epoch": 2}, "epoch: there is no such setting; is epochs meant"),
         ({"rate": 0.1}, "rate: there is no such setting; known: task, epochs"),
         # A run's own, which no option gives.
         ({"dropout": False}, "dropout: there is no such setting"),
