@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
 from helpers.alike import assert_same_weights
 from helpers.drawn.pipelines import ALL
+from helpers.paths import ROOT
 from helpers.plain_training import assert_trained_as, train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
@@ -397,6 +399,16 @@ def test_factors():
         [1, 0.5, 0, 0]
     )
     assert learning_rate_factor("linear", 9, 4, 3) == 4 / 9
+
+
+def test_factors_are_those_of_the_docs():
+    text = (ROOT / "docs" / "training.md").read_text().partition("that is\n  the rate times ")[2]
+    rising, *shapes = re.findall("`([^`]+)`", text)[:4]
+    for shape, falling in zip(("constant", "linear", "cosine"), shapes, strict=True):
+        for i in range(9):
+            names = {"i": i, "K": 3, "T": 9, "cos": math.cos, "pi": math.pi}
+            factor = eval(rising if i < 3 else falling, names)
+            assert learning_rate_factor(shape, 3, 9, i) == pytest.approx(factor)
 
 
 def test_updates_are_counted_with_those_of_fewer_mini_batches(mlp_profile, mlp_target):
