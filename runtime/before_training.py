@@ -71,7 +71,7 @@ def cautions(prepared: Prepared, open_to_all: str, *, inline: bool) -> Iterator[
         open_to_all: that anybody could be a worker; empty: nobody could.
     """
     yield from hook_warnings(prepared)
-    yield from filter(None, (prepared.model.loss.apart, open_to_all))
+    yield from filter(None, (*prepared.cautions, open_to_all))
     settings, model = prepared.settings, prepared.model
     yield from without_effect(settings, prepared.plan, prepared.length.steps, inline=inline)
     if settings.deferred_batch_norm and not model.has_statistics:

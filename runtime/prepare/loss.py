@@ -1,4 +1,5 @@
-"""What a task's loss is: a mean over samples, or (sum, weight); and which parameters it uses."""
+"""What a task's loss is: a mean over samples, or (sum, weight); which parameters it uses; and
+whether it, and the forward before it, can be taken apart."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...profiles.errors import TargetError, TaskWarning, TimeprestError
+from ...profiles.tasks import forward_parts
 from ...profiles.tasks.hooks import describe_error, is_ctrl_c, stand_in
 from ...profiles.tasks.loss_parts import (
     LossInParts,
@@ -22,7 +24,9 @@ from ...profiles.tasks.loss_parts import (
     described,
     fixed_in,
     loss_in_parts,
+    own_copy,
 )
+from ...profiles.tasks.samples import pick
 from ...profiles.tasks.task import Loss, Task, read_loss, root_of
 from ...profiles.tracing.pieces import map_tensors
 from .traced_task import TracedTask, tensors_in
@@ -45,14 +49,11 @@ class LossKind:
         unknown: why that couldn't be found out; empty: it could.
         takes: what its gradient goes to besides the model's result: parameters that it uses by
             itself.
-        apart: why a mini-batch's loss isn't the mean of its micro-batches', in one sentence; empty:
-            it is, or that couldn't be told.
     """
 
     weighted: bool = False
     unknown: str = ""
     takes: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
-    apart: str = ""
 
     def read(self, found: Any) -> Loss:
         """What the loss returned in training. Raises TargetError where it isn't what it was."""
@@ -99,8 +100,8 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
 
 
 def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str:
-    """Why the loss of a mini-batch isn't the mean of its parts', as `LossKind.apart` has it. It is
-    asked of a micro-batch in parts, on a result that stays the same.
+    """Why the loss of a mini-batch isn't the mean of its parts', in one sentence; empty: it is, or
+    that can't be told. It is asked of a micro-batch in parts, on a result that stays the same.
 
     Args:
         samples: in a micro-batch of the last stage.
@@ -130,6 +131,28 @@ def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str
             found = _in_some_parts(traced, samples, look.result, look.target, fixed)
         if found is not None and not found.same:
             return described(found, min(samples, _SAMPLES), len(_sizes(samples)))
+    return ""
+
+
+def why_mixed(traced: TracedTask, samples: int) -> str:
+    """Why the forward of a mini-batch isn't that of its parts, as `forward_parts.why_mixed` has it;
+    empty, too, where it isn't run for real.
+
+    Args:
+        samples: in a micro-batch.
+    """
+    half = min(samples, _SAMPLES // 2)
+    if traced.fake:
+        return ""
+    with contextlib.suppress(Exception):  # the user's data
+        call, target = traced.target.call(2 * half)
+        parts = [pick(call.tensors, slice(k, k + half), 2 * half) for k in (0, half)]
+
+        def loss(result: Any) -> Any:
+            return own_copy(traced.task).loss(result, pick(target, slice(half), 2 * half))
+
+        calls = [call.with_tensors(tensors) for tensors in parts]
+        return forward_parts.why_mixed(traced.model, calls, loss)
     return ""
 
 

@@ -15,7 +15,7 @@ from ..settings import RunSettings
 from .data import check_padding, segments, training_samples
 from .devices import Modes, modes_of
 from .distribution import distribute, laid_on
-from .loss import LossKind, check_parameters, kind_of_loss, why_apart
+from .loss import check_parameters, kind_of_loss, why_apart, why_mixed
 from .model import matrices_of, model_of, stages_of
 from .prepared import Prepared
 from .tied_parameters import check_memory, check_stages, give_copies, names_in_state
@@ -48,7 +48,9 @@ def prepare(
     modes = modes_of(plan, settings)
     with modes.on():
         traced, looks = _traced(plan, settings, samples, modes, report)
-        loss = _loss_of(traced, samples[-1], looks[samples[-1]], parts=shares[-1].parts)
+        look = looks[samples[-1]]
+        loss = kind_of_loss(traced.task, look.result, look.target)
+        cautions = _cautions(traced, look, samples, [share.parts for share in shares])
     model, specs = traced.model, {n: look.specs for n, look in looks.items()}
     matrices = matrices_of(traced, least)
     groups, sent = laid_on(plan, traced, least)
@@ -86,6 +88,7 @@ def prepare(
         example=traced.target.call,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
         random=random,
+        cautions=cautions,
     )
     updated = [p for _, p in prepared.model.updated_by(len(stages) - 1)]
     check_parameters(loss, dict(model.named_parameters()), updated)
@@ -117,9 +120,16 @@ def _traced(
     return traced, {n: traced.look(n) for n in traced.training}
 
 
-def _loss_of(traced: TracedTask, samples: int, look: ForwardLook, *, parts: int) -> LossKind:
-    """What the task's loss gives. `parts`: of a mini-batch, of which it sees one at a time."""
-    loss = kind_of_loss(traced.task, look.result, look.target)
-    if parts == 1:
-        return loss
-    return replace(loss, apart=why_apart(traced, samples, look.result, look.target))
+def _cautions(
+    traced: TracedTask, look: ForwardLook, samples: Sequence[int], parts: Sequence[int]
+) -> tuple[str, ...]:
+    """Why a mini-batch isn't what its parts are together.
+
+    Args:
+        look: at a micro-batch of the last stage.
+        samples: in a micro-batch of each stage.
+        parts: of a mini-batch, of which each replica sees one at a time.
+    """
+    apart = why_apart(traced, samples[-1], look.result, look.target) if parts[-1] > 1 else ""
+    mixed = why_mixed(traced, min(samples)) if max(parts) > 1 else ""
+    return tuple(filter(None, (mixed, apart)))

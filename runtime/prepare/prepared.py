@@ -37,6 +37,7 @@ class Prepared:
             ask for it.
         random: what draws random numbers, where samples are to have the same ones in all stages and
             micro-batches; None: it isn't known, or they needn't.
+        cautions: why a mini-batch may be another one in micro-batches and replicas, in lines.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Prepared:
     example: Callable[[int], tuple[Call, Any]]
     flops_per_sample: float | None = None
     random: RandomCalls | None = None
+    cautions: tuple[str, ...] = ()
 
     @property
     def varies(self) -> bool:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ...profiles.autograd.dropout import HeldStatistics, WithoutDropout
 from ...profiles.errors import TimeprestError
+from ...profiles.tasks.forward_parts import by_sample, noted_calls, odd_in, what_mixes
 from ...profiles.tasks.loss_parts import (
     RandomLossError,
     described,
@@ -50,16 +48,6 @@ _ASKS_DETERMINISTIC = (
     "make it the same for both"
 )
 _SHOWN = 3
-_MIXES = (
-    "{where} mixes the samples of a batch: what it gives for samples of a mini-batch isn't what it "
-    "gives for those of a micro-batch, in any pipeline"
-)
-_TERM = (
-    "{name} of the model's result has nothing of each sample, and of a mini-batch it isn't the "
-    "mean of what it is of micro-batches (as an auxiliary loss for the balance of experts): with "
-    "micro-batches it is another term, in any pipeline; it is the mini-batch's with "
-    "--micro-batches 1"
-)
 
 
 def why_not_whole(
@@ -80,7 +68,7 @@ def why_not_whole(
     if not found and named and without_hooks():
         found.append(_HOOKS_BY_PART.format(names=_some(named)))
     # What was warned of may be too little to see on this one mini-batch.
-    return found or [prepared.model.loss.apart or _UNKNOWN]
+    return found or [*prepared.cautions] or [_UNKNOWN]
 
 
 def why_not_one_by_one(prepared: Prepared, same_within: Callable[..., bool]) -> list[str]:
@@ -134,103 +122,29 @@ class _Look:
 
     Attributes:
         parts: result, target and samples of each part.
-        calls: of modules in the forward, each with its name and figures of each sample in what it
-            gave; None where that has nothing of each sample.
+        calls: of modules in the forward, as of `by_sample`.
     """
 
     def __init__(self, prepared: Prepared, *, by_micro_batch: bool) -> None:
         plain = PlainTraining(prepared, by_micro_batch=by_micro_batch)
         segment = prepared.segments[0]
-        made: list[tuple[str, Tensor]] = []
-        with _noted(plain.model, made):
+        with noted_calls(plain.model) as made:
             self.parts = plain.look(segment, 0)
         sizes = [(part.real, part.size) for _, part in plain.parts(segment, 0)]
-        each, more = divmod(len(made), len(sizes))
-        self.calls = [
-            (made[k][0], _of_samples([figures for _, figures in made[k::each]], sizes))
-            for k in range(each if not more else 0)
-        ]
-
-
-@contextmanager
-def _noted(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Note figures of what modules give, by rows: ``[rows, 2]``; of nothing with rows, none."""
-
-    def note(where: str, given: Any) -> None:
-        leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.dim()]
-        figures = torch.zeros(0, 2)
-        for leaf in [t for t in leaves if t.is_floating_point()][:1]:
-            rows = leaf.detach().double().reshape(len(leaf), -1)
-            figures = torch.stack([rows.sum(1), rows.square().sum(1)], 1).cpu()
-        made.append((where, figures))
-
-    def before(name: str, module: nn.Module, given: Any) -> None:
-        note(f"the forward, ahead of {name},", given)
-
-    def after(name: str, module: nn.Module, given: Any, made: Any) -> None:
-        note(name, made)
-
-    handles = []
-    for name, module in model.named_modules():
-        shown = f"{name!r} ({type(module).__name__})"
-        if name:
-            handles.append(module.register_forward_pre_hook(partial(before, shown)))
-            handles.append(module.register_forward_hook(partial(after, shown)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _of_samples(figures: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> Tensor | None:
-    """``[samples, …]`` of all parts."""
-    if any(len(f) % size or not len(f) for f, (_, size) in zip(figures, sizes, strict=True)):
-        return None
-    found = [f.view(size, -1)[:real] for f, (real, size) in zip(figures, sizes, strict=True)]
-    return torch.cat(found) if len({f.shape[1] for f in found}) == 1 else None
+        self.calls = by_sample(made, sizes)
 
 
 def _causes(whole: _Look, by_part: _Look, task: Task, tolerance: float) -> Iterator[str]:
     (result, target, samples), parts = whole.parts[0], by_part.parts
-    together, structure = tensors_in(result), [tensors_in(part) for part, _, _ in parts]
-    first = [tuple(t.shape) for t in structure[0]]
+    together, in_parts = tensors_in(result), [tensors_in(part) for part, _, _ in parts]
+    first = [tuple(t.shape) for t in in_parts[0]]
     fixed = fixed_in(first, [tuple(t.shape) for t in together], parts[0][2], samples)
-    if fixed is None:
-        return
     sizes = [real for _, _, real in parts]
     found = None
     with suppress(RandomLossError):
-        found = loss_in_parts(task, result, target, samples, sizes, fixed)
+        if fixed is not None:
+            found = loss_in_parts(task, result, target, samples, sizes, fixed)
     if found is not None and not found.same:
         yield described(found, samples, len(sizes))
-    names, mixed = output_names(result), False
-    for k, of_all in enumerate(together):
-        if not (of_all.is_floating_point() or of_all.is_complex()):
-            continue
-        of_parts = [tensors[k] for tensors in structure]
-        if k not in fixed:
-            mixed |= _apart(torch.cat(of_parts), of_all, tolerance)
-            continue
-        mean = sum(t * (n / samples) for t, n in zip(of_parts, sizes, strict=True))
-        if _apart(torch.as_tensor(mean), of_all, tolerance):
-            yield _TERM.format(name=names[k])
-    if mixed:
-        pairs = zip(whole.calls, by_part.calls, strict=False)
-        where = next(
-            (
-                name
-                for (name, a), (other, b) in pairs
-                if name == other and a is not None and b is not None and _apart(b, a, tolerance)
-            ),
-            "the model's forward",
-        )
-        yield _MIXES.format(where=where)
-
-
-def _apart(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    if a.shape != b.shape:
-        return True
-    a, b = (t.detach().to(torch.promote_types(t.dtype, torch.float64)) for t in (a, b))
-    scale = float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0
-    return not torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True)
+    odd = odd_in(together, in_parts, sizes, tolerance, tolerance)
+    yield from what_mixes(odd, output_names(result), whole.calls, by_part.calls, tolerance)

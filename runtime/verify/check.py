@@ -176,8 +176,7 @@ def _against_inline(
         run(prepared.plan, plainly, other.path, inline=True)
     differences = compare(found, _training_of(other, prepared), tolerance)
     # What the inline run has in common with processes, neither of them tells.
-    notes = [prepared.model.loss.apart] if prepared.model.loss.apart else []
-    return [Against(what=INLINE, differences=differences)], notes
+    return [Against(what=INLINE, differences=differences)], [*prepared.cautions]
 
 
 def _against_plain(

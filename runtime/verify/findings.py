@@ -193,8 +193,7 @@ def _host_checks(places: Sequence[PlaceAndHost]) -> tuple[HostCheck, ...]:
 
 def _warnings(prepared: Prepared, places: Sequence[PlaceAndHost]) -> Iterator[str]:
     yield from hook_warnings(prepared)
-    if prepared.model.loss.apart:
-        yield prepared.model.loss.apart
+    yield from prepared.cautions
     for host, there in _by_host(places).items():
         gpus = [place.gpu for place in there if place.gpu]
         threads, workers = prepared.settings.threads, len(there) - len(gpus)

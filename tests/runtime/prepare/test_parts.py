@@ -53,9 +53,10 @@ def test_stages_read_what_they_need_and_train_to_the_same_weights(
     assert not read.get((TARGET, INPUTS), 0)
     # In two epochs of training and testing, what is compared before counted too.
     assert 2 * (40 + samples) <= read[INPUTS, INPUTS] <= 2 * (40 + samples) + 4 * 16
-    # The model is traced with some, and its loss asked of 8 whether it can be taken apart. Who
-    # takes inputs looks once at whole samples: two mini-batches of 8 of each split at most.
-    assert 0 < read["inputs+target", INPUTS] <= 16 + 16 + 8 + 8
+    # The model is traced with some, and its loss and its forward asked of 8 each whether they can
+    # be taken apart. Who takes inputs looks once at whole samples: two mini-batches of 8 of each
+    # split at most.
+    assert 0 < read["inputs+target", INPUTS] <= 16 + 16 + 8 + 8 + 8
     assert_same_training(found, trained(plan, whole, tmp_path / "whole"))
 
 

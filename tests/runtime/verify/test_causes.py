@@ -14,8 +14,10 @@ from batch_norm_tasks import Moving
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled
 from timeprest.profiles.errors import TaskWarning
+from timeprest.profiles.measuring.request import ProfileRequest
 from timeprest.profiles.tasks.loss_parts import loss_in_parts
 from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.profile import measured
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify.causes import hooks_of, why_not_one_by_one, why_not_whole
@@ -79,23 +81,26 @@ def test_what_takes_samples_together_differs_and_is_named(name, why):
         ("BalancedInLoss", "gpipe", 2, {}, True),
         ("Counting", "gpipe", 4, {}, True),
         ("Apart", "gpipe", 4, {}, False),
-        ("Balanced", "gpipe", 4, {}, False),
+        ("Balanced", "gpipe", 4, {}, True),
+        ("Centered", "gpipe", 4, {}, True),
+        ("Centered", "gpipe", 1, {}, False),
+        ("Centered", "pipedream", 1, {"replicas": (2, 1)}, True),
         ("Noisy", "gpipe", 4, {}, False),
         ("Moving", "gpipe", 4, {}, False),
     ],
 )
-def test_a_loss_that_cant_be_taken_apart_is_told_before_the_run(
+def test_what_cant_be_taken_apart_is_told_before_the_run(
     name, variant, n, more, told, tmp_path, recwarn
 ):
     plan = plan_for(name, variant, n, **more)
     settings = RunSettings(task=f"{FILE}:{name}", steps=1, evaluate=False)
     run(plan, settings, tmp_path / "run", inline=True)
+    words = "can't be taken apart|has nothing of each sample|mixes the samples"
     lines = [str(w.message) for w in recwarn if issubclass(w.category, TaskWarning)]
-    lines = [line for line in lines if "can't be taken apart" in line]
+    lines = [line for line in lines if re.search(words, line)]
     assert len(lines) == told
-    assert told == any(
-        "taken apart" in line for line in dry_run(plan, settings, tmp_path / "dry").warnings
-    )
+    dry = dry_run(plan, settings, tmp_path / "dry").warnings
+    assert len([line for line in dry if re.search(words, line)]) == told
     if name == "Counting":
         assert "(sum, weight)" in lines[0]
 
@@ -155,7 +160,7 @@ def test_a_result_of_as_many_rows_by_chance_is_no_samples():
     plan = plan_for("ReturningTask", n=2, file=file)
     settings = RunSettings(task=f"{file}:ReturningTask")
     assert variety_tasks.ReturningTask().model()(torch.randn(4, 6).double())[1].shape[0] % 4 == 0
-    assert not prepare(plan, settings).model.loss.apart
+    assert not prepare(plan, settings).cautions
     assert check(plan, settings, inline=True).verdict == "same"
 
 
@@ -192,3 +197,12 @@ def test_settings_of_the_check_are_those_of_the_run():
     settings = msgspec.structs.replace(settings, ragged="pad")
     with pytest.warns(TaskWarning, match="can't be taken apart"):
         assert check(plan, settings, inline=True).verdict == "differs"
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("Centered", 1), ("Balanced", 1), ("Contrastive", 0), ("Apart", 0)]
+)
+def test_a_forward_that_mixes_samples_is_told_with_the_profile(name, lines, recwarn):
+    measured(f"{FILE}:{name}", ProfileRequest(f"{FILE}:{name}", batch_size=8, seconds=0).read())
+    told = [str(w.message) for w in recwarn if "--micro-batches 1" in str(w.message)]
+    assert len(told) == lines
