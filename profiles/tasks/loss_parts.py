@@ -11,13 +11,14 @@ import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..tracing.pieces import fill, items_in, take_apart
-from .hooks import is_ctrl_c
+from .hooks import describe_error, is_ctrl_c
 from .samples import pick
 from .task import Loss, Task, read_loss
 
@@ -32,8 +33,18 @@ _FLOAT32 = 3e-4
 _FITTED = 0.02
 """Most that a mean by weights, which are told from the losses themselves, leaves unexplained."""
 
+_MOST_CHARACTERS = 160
+"""Of what a loss fails with."""
+
 _FEWEST_FITTED, _MOST_FITTED = 3, 8
 """Samples that weights are told of."""
+
+
+_COMPARES = (
+    "it compares samples with each other, or goes by what they have in common, and each "
+    "micro-batch or replica has its own alone, so that another loss is trained; it is the "
+    "mini-batch's with --micro-batches 1 and one replica"
+)
 
 
 class LossInParts(NamedTuple):
@@ -45,6 +56,7 @@ class LossInParts(NamedTuple):
         same: whether the two differ by rounding alone.
         weighs: it is a mean all the same, by weights of its own, such as numbers of words.
         takes: names of the outputs that it can't be taken apart in, where others are none of them.
+        fails: why it fails on parts, though not on all samples together; empty: it doesn't.
     """
 
     together: float
@@ -52,6 +64,7 @@ class LossInParts(NamedTuple):
     same: bool
     weighs: bool = False
     takes: tuple[str, ...] = ()
+    fails: str = ""
 
 
 class RandomLossError(Exception):
@@ -86,8 +99,8 @@ def loss_in_parts(
         sizes: of the parts: the first samples are in the first, and so on; not all need be asked.
         fixed: positions of the tensors in the result that have nothing of each sample.
 
-    Returns None where that can't be told: the loss fails on parts, or what is which sample's can't
-    be told.
+    Returns None where that can't be told: the loss fails on all samples together, or what is which
+    sample's can't be told.
 
     Raises RandomLossError for a loss that gives something else each time.
     """
@@ -126,6 +139,11 @@ def fixed_in(
 
 def described(found: LossInParts, samples: int, parts: int) -> str:
     """What a loss is that can't be taken apart, and what to do about it, in one sentence."""
+    if found.fails:
+        return (
+            f"the task's loss takes {samples} samples together, and fails on their {parts} parts "
+            f"({found.fails}): {_COMPARES}"
+        )
     of = f" in {' and '.join(found.takes)}" if found.takes else ""
     if found.weighs:
         advice = (
@@ -138,11 +156,7 @@ def described(found: LossInParts, samples: int, parts: int) -> str:
             "(docs/training.md)"
         )
     else:
-        advice = (
-            "it compares samples with each other, or goes by what they have in common, and each "
-            "micro-batch or replica has its own alone, so that another loss is trained; it is the "
-            "mini-batch's with --micro-batches 1 and one replica"
-        )
+        advice = _COMPARES
     return (
         f"the task's loss can't be taken apart{of}: of {samples} samples together it is "
         f"{found.together:.6g}, and the mean of their {parts} parts is {found.in_parts:.6g}: "
@@ -230,7 +244,13 @@ def _in_parts(asked: _Asked, sizes: Sequence[int]) -> LossInParts | None:
     parts = [range(start, start + n) for start, n in zip(starts, sizes, strict=True)]
     with torch.no_grad():
         together, most = asked.mean([every])
-        mean, largest = asked.mean(parts)
+        try:
+            mean, largest = asked.mean(parts)
+        except RandomLossError:
+            raise
+        except Exception as error:  # the user's code
+            fails = shorten(describe_error(error), _MOST_CHARACTERS, placeholder=" …")
+            return LossInParts(float(together), math.nan, same=False, fails=fails)
         found = LossInParts(float(together), float(mean), same=True)
         if not (math.isfinite(found.together) and math.isfinite(found.in_parts)):
             return None

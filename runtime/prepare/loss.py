@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,15 +99,18 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
     return LossKind(isinstance(found, tuple), takes=_leaves(found))
 
 
-def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str:
+def why_apart(
+    traced: TracedTask, samples: int, result: Any, target: Any, *, mixed: bool = False
+) -> str:
     """Why the loss of a mini-batch isn't the mean of its parts', in one sentence; empty: it is, or
     that can't be told. It is asked of a micro-batch in parts, on a result that stays the same.
 
     Args:
         samples: in a micro-batch of the last stage.
         result, target: of one; numbers stand in for a result without any, if it isn't too large.
+        mixed: the forward isn't taken apart: that a loss fails on parts of its result says nothing.
     """
-    graph = traced.training[samples]
+    graph, own = traced.training[samples], samples
     with contextlib.suppress(TimeprestError, RandomLossError, RuntimeError):
         few = samples == 1 or (samples < _SAMPLES and not traced.fake)
         if few and graph.only_size is None:
@@ -119,6 +122,9 @@ def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str
         found = _in_some_parts(traced, samples, result, target)
         if found is None or found.same:
             return ""
+        if found.fails:
+            # It may take micro-batches of so many as it needs.
+            return _why_several_apart(traced, own) if graph.only_size is None and not mixed else ""
         if graph.only_size is None:
             # What merely happens to have as many rows shows.
             other = samples + 1
@@ -129,9 +135,21 @@ def why_apart(traced: TracedTask, samples: int, result: Any, target: Any) -> str
                 return ""
             samples = other
             found = _in_some_parts(traced, samples, look.result, look.target, fixed)
-        if found is not None and not found.same:
+        if found is not None and not (found.same or found.fails):
             return described(found, min(samples, _SAMPLES), len(_sizes(samples)))
     return ""
+
+
+def _why_several_apart(traced: TracedTask, samples: int) -> str:
+    """The same of some micro-batches, which the loss is asked of together and one by one."""
+    sizes = [samples] * max(2, _SAMPLES // samples)
+    graph, every = traced.training[samples], sum(sizes)
+    one, several = traced.look(samples, graph), traced.look(every, graph)
+    fixed = fixed_in(one.result_shapes, several.result_shapes, samples, every)
+    if fixed is None:
+        return ""
+    found = _in_some_parts(traced, every, several.result, several.target, fixed, sizes)
+    return "" if found is None or found.same else described(found, every, len(sizes))
 
 
 def why_mixed(traced: TracedTask, samples: int) -> str:
@@ -157,13 +175,18 @@ def why_mixed(traced: TracedTask, samples: int) -> str:
 
 
 def _in_some_parts(
-    traced: TracedTask, samples: int, result: Any, target: Any, fixed: Collection[int] = ()
+    traced: TracedTask,
+    samples: int,
+    result: Any,
+    target: Any,
+    fixed: Collection[int] = (),
+    sizes: Sequence[int] = (),
 ) -> LossInParts | None:
     if sum(t.nbytes for t in tensors_in(result)) > _MOST_BYTES:
         return None
     if traced.fake:
         result = stand_in(result)
-    return loss_in_parts(traced.task, result, target, samples, _sizes(samples), fixed)
+    return loss_in_parts(traced.task, result, target, samples, sizes or _sizes(samples), fixed)
 
 
 def _sizes(samples: int) -> list[int]:

@@ -130,6 +130,8 @@ def _cautions(
         samples: in a micro-batch of each stage.
         parts: of a mini-batch, of which each replica sees one at a time.
     """
-    apart = why_apart(traced, samples[-1], look.result, look.target) if parts[-1] > 1 else ""
     mixed = why_mixed(traced, min(samples)) if max(parts) > 1 else ""
+    apart = ""
+    if parts[-1] > 1:
+        apart = why_apart(traced, samples[-1], look.result, look.target, mixed=bool(mixed))
     return tuple(filter(None, (mixed, apart)))

@@ -144,7 +144,8 @@ def _causes(whole: _Look, by_part: _Look, task: Task, tolerance: float) -> Itera
     with suppress(RandomLossError):
         if fixed is not None:
             found = loss_in_parts(task, result, target, samples, sizes, fixed)
-    if found is not None and not found.same:
-        yield described(found, samples, len(sizes))
     odd = odd_in(together, in_parts, sizes, tolerance, tolerance)
+    # Of a result that isn't by samples, that it fails on parts says nothing.
+    if found is not None and not (found.same or (found.fails and odd)):
+        yield described(found, samples, len(sizes))
     yield from what_mixes(odd, output_names(result), whole.calls, by_part.calls, tolerance)

@@ -174,3 +174,14 @@ class Moving(Apart):
     def loss(self, output, target):
         self.seen.mul_(0.9).add_(output["scores"].detach().mean(0))
         return nn.functional.cross_entropy(output["scores"], target)
+
+
+class InFours(Apart):
+    """The loss compares samples in groups of four."""
+
+    how: ClassVar[dict[str, bool]] = {"normed": False}
+
+    def loss(self, output, target):
+        groups = output["a"].view(-1, 4, 4)
+        near = (groups - groups.mean(1, keepdim=True)).square().mean()
+        return near + nn.functional.cross_entropy(output["scores"], target)

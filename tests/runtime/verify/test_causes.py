@@ -105,6 +105,15 @@ def test_what_cant_be_taken_apart_is_told_before_the_run(
         assert "(sum, weight)" in lines[0]
 
 
+@pytest.mark.parametrize(("n", "told"), [(1, 0), (2, 0), (4, 1), (8, 1)])
+def test_a_loss_that_fails_on_micro_batches_is_told_and_one_that_fails_on_fewer_isnt(n, told):
+    plan = plan_for("ContrastiveAlone", n=n)
+    lines = prepare(plan, RunSettings(task=f"{FILE}:InFours")).cautions
+    assert len(lines) == told
+    for line in lines:
+        assert re.search(f"takes 8 samples together, and fails on their {n} parts", line)
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_runs_of_a_loss_that_cant_be_taken_apart_are_the_same_and_say_so(recwarn):
