@@ -7,14 +7,13 @@ that they have before training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from torch import nn
 
 from ...profiles.autograd.dropout import HeldStatistics, WithoutDropout
-from ...profiles.errors import TimeprestError
 from ...profiles.tasks.forward_parts import by_sample, noted_calls, odd_in, what_mixes
 from ...profiles.tasks.loss_parts import (
     RandomLossError,
@@ -50,56 +49,70 @@ _ASKS_DETERMINISTIC = (
 _SHOWN = 3
 
 
+Trial = Callable[[nn.Module], AbstractContextManager[None]]
+"""What a training runs within, made of its model."""
+
+
 def why_not_whole(
-    prepared: Prepared, tolerance: float, *, without_hooks: Callable[[], bool]
+    prepared: Prepared, tolerance: float, same_within: Callable[[Trial], bool]
 ) -> list[str]:
     """Sentences that say why plain training on whole mini-batches differs from that on their
     micro-batches.
 
     Args:
-        without_hooks: whether the two are the same where no hook is called.
+        same_within: whether it differs no more where both run within a context.
     """
     found = []
-    with suppress(TimeprestError, RuntimeError):
+    with suppress(Exception):  # the user's code
         with WithoutDropout(), HeldStatistics():
             whole, by_part = (_Look(prepared, by_micro_batch=by) for by in (False, True))
         found = list(_causes(whole, by_part, prepared.task, tolerance))
-    named = hooks_of(PlainTraining(prepared, by_micro_batch=False).model)
-    if not found and named and without_hooks():
+    model = PlainTraining(prepared, by_micro_batch=False).model
+    named = hooks_of(model)
+    if not found and named and _holds(same_within, without_hooks):
         found.append(_HOOKS_BY_PART.format(names=_some(named)))
     # What was warned of may be too little to see on this one mini-batch.
     return found or [*prepared.cautions] or [_UNKNOWN]
 
 
-def why_not_one_by_one(prepared: Prepared, same_within: Callable[..., bool]) -> list[str]:
+def why_not_one_by_one(prepared: Prepared, same_within: Callable[[Trial], bool]) -> list[str]:
     """Sentences that say why a run differs from plain training on the same micro-batches.
 
     Args:
-        same_within: whether it differs no more where that runs within a context, made of its model.
+        same_within: whether it differs no more where that runs within a context.
     """
     named = hooks_of(PlainTraining(prepared, by_micro_batch=True).model)
-    if named and same_within(without_hooks):
+    if named and _holds(same_within, without_hooks):
         return [_HOOKS_UNSEEN.format(names=_some(named))]
-    if same_within(lambda model: Modes(None, deterministic=False).on()):
+    if _holds(same_within, lambda model: Modes(None, deterministic=False).on()):
         return [_ASKS_DETERMINISTIC]
     return []
 
 
+def _holds(same_within: Callable[[Trial], bool], trial: Trial) -> bool:
+    """Whether it is the same; not, where a training that is otherwise done fails."""
+    with suppress(Exception):  # the user's code
+        return same_within(trial)
+    return False
+
+
 def hooks_of(model: nn.Module) -> list[str]:
     """Names of modules and parameters that have hooks."""
-    return [name or "the model" for name, hooks in _every_hook(model) if hooks]
+    return [name or "the model" for name, hooks in _every_hook(model) if _users(hooks)]
 
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """No hook of its modules and parameters is called."""
+    """No hook of its modules and parameters is called, but for torch's own."""
     kept = [(hooks, dict(hooks)) for _, hooks in _every_hook(model)]
-    for hooks, _ in kept:
-        hooks.clear()
+    for hooks, before in kept:
+        for key in _users(before):
+            del hooks[key]
     try:
         yield
     finally:
         for hooks, before in kept:
+            hooks.clear()
             hooks.update(before)
 
 
@@ -110,6 +123,16 @@ def _every_hook(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
     for name, p in model.named_parameters():
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
             yield name, hooks or {}
+
+
+def _users(hooks: Mapping[Any, Any]) -> list[Any]:
+    """Keys of those that aren't torch's, which make weights (weight_norm, spectral_norm, pruning):
+    without them it would be another model."""
+    return [
+        key
+        for key, hook in hooks.items()
+        if not str(getattr(hook, "__module__", "")).startswith("torch.nn.utils.")
+    ]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
 from ..training.plain import PlainTraining
-from .causes import why_not_one_by_one, why_not_whole, without_hooks
+from .causes import why_not_one_by_one, why_not_whole
 from .compare import TOLERANCES, Difference, TrainingResults, compare, weight_spread
 
 STEPS = 3
@@ -234,7 +234,7 @@ def _against_plain(
         notes += why_not_whole(
             prepared,
             tolerance,
-            without_hooks=lambda: _held(prepared, folder, tolerance, without_hooks).same,
+            lambda context: _held(prepared, folder, tolerance, context).same,
         )
     return against, notes
 

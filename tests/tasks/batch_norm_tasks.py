@@ -185,3 +185,24 @@ class InFours(Apart):
         groups = output["a"].view(-1, 4, 4)
         near = (groups - groups.mean(1, keepdim=True)).square().mean()
         return near + nn.functional.cross_entropy(output["scores"], target)
+
+
+class Spectral(Apart):
+    """Each forward has a buffer follow the largest singular value, and goes by it."""
+
+    how: ClassVar[dict[str, bool]] = {"normed": False}
+
+    def model(self):
+        torch.manual_seed(0)
+        model = super().model()
+        model.score = nn.utils.parametrizations.spectral_norm(model.score)
+        return model
+
+
+class WeightAndSpectral(Spectral):
+    """Of torch's two ways, the one by hooks for another layer."""
+
+    def model(self):
+        model = super().model()
+        model.first = nn.utils.weight_norm(model.first)
+        return model

@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 
+import batch_norm_tasks
 import msgspec
 import pytest
 import torch
@@ -20,7 +21,12 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.profile import measured
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.verify.causes import hooks_of, why_not_one_by_one, why_not_whole
+from timeprest.runtime.verify.causes import (
+    hooks_of,
+    why_not_one_by_one,
+    why_not_whole,
+    without_hooks,
+)
 from timeprest.runtime.verify.check import HELD, ONE_BY_ONE, WHOLE, check
 from timeprest.runtime.verify.dry_run import dry_run
 
@@ -157,10 +163,27 @@ def test_what_stages_dont_do_is_named():
         assert asked == [([], True), (["first.weight"], False)]
         wanted[0] = 0
         assert not why_not_one_by_one(prepared, same_within)
+        assert not why_not_one_by_one(prepared, lambda context: 1 / 0)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
     assert hooks_of(model) == ["first.weight"]
+
+
+def test_hooks_of_torch_make_weights_and_stay():
+    model = batch_norm_tasks.WeightAndSpectral().model()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    model.a.register_forward_hook(lambda module, given, found: found + 1)
+    assert hooks_of(model) == ["a"]
+    before = model(x)["a"].detach()
+    with torch.no_grad():
+        model.first.weight_g.mul_(2)
+    with without_hooks(model):
+        model(x)["a"].sum().backward()
+    assert model.first.weight_g.grad is not None
+    with torch.no_grad():
+        model.first.weight_g.div_(2)
+    assert torch.equal(model(x)["a"], before)
 
 
 def test_a_result_of_as_many_rows_by_chance_is_no_samples():
