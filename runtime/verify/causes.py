@@ -1,8 +1,8 @@
 """Why a mini-batch isn't what its micro-batches are together: the loss, or a layer of the model.
 
 Found on the first mini-batch, in one process and on the user's own model: a forward of the whole,
-and one of each micro-batch. Batch norms, which are known to be others, have the statistics in both
-that they have before training.
+and one of each micro-batch, which all begin with the same buffers. Batch norms, which are known to
+be others, have the statistics in both that they have before training.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...profiles.autograd.dropout import HeldStatistics, WithoutDropout
@@ -41,6 +42,11 @@ _HOOKS_UNSEEN = (
     "hooks ({names}) make the difference: what they do to the model isn't done in its stages; "
     "without them both sides are the same. Do it in a forward or in the loss, or leave it out"
 )
+_BUFFERS = (
+    "buffers make the difference, which each forward changes and goes by (as spectral_norm's, or a "
+    "moving mean): a mini-batch in micro-batches changes them once for each, in any pipeline; "
+    "with the same buffers for all forwards both are the same"
+)
 _ASKS_DETERMINISTIC = (
     "the forward asks whether torch's deterministic algorithms are on, as a check and "
     "--deterministic have them, and goes another way in its stages, which were traced without: "
@@ -69,6 +75,8 @@ def why_not_whole(
         found = list(_causes(whole, by_part, prepared.task, tolerance))
     model = PlainTraining(prepared, by_micro_batch=False).model
     named = hooks_of(model)
+    if not found and [*model.buffers()] and _holds(same_within, buffers_held):
+        found.append(_BUFFERS)
     if not found and named and _holds(same_within, without_hooks):
         found.append(_HOOKS_BY_PART.format(names=_some(named)))
     # What was warned of may be too little to see on this one mini-batch.
@@ -94,6 +102,24 @@ def _holds(same_within: Callable[[Trial], bool], trial: Trial) -> bool:
     with suppress(Exception):  # the user's code
         return same_within(trial)
     return False
+
+
+@contextmanager
+def buffers_held(model: nn.Module) -> Iterator[None]:
+    """Each forward begins with the buffers that there are now."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def put_back(*_: Any) -> None:
+        with torch.no_grad():
+            for buffer, value in before:
+                # Backwards of earlier forwards may take it, as it was written into.
+                buffer.data = value.clone()
+
+    handle = model.register_forward_pre_hook(put_back)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def hooks_of(model: nn.Module) -> list[str]:
@@ -151,7 +177,7 @@ class _Look:
     def __init__(self, prepared: Prepared, *, by_micro_batch: bool) -> None:
         plain = PlainTraining(prepared, by_micro_batch=by_micro_batch)
         segment = prepared.segments[0]
-        with noted_calls(plain.model) as made:
+        with noted_calls(plain.model) as made, buffers_held(plain.model):
             self.parts = plain.look(segment, 0)
         sizes = [(part.real, part.size) for _, part in plain.parts(segment, 0)]
         self.calls = by_sample(made, sizes)

@@ -67,6 +67,8 @@ def test_batch_norms_alone_are_no_other_training():
         ("Balanced", "'balance' of the model's result has nothing of each sample"),
         ("Clamped", "hooks .'first.weight'. make the difference: .* of a micro-batch"),
         ("Centered", "the forward, ahead of 'score' .Linear., mixes the samples of a batch"),
+        ("Spectral", "buffers make the difference, which each forward changes and goes by"),
+        ("WeightAndSpectral", "buffers make the difference, which each forward changes"),
     ],
 )
 def test_what_takes_samples_together_differs_and_is_named(name, why):
@@ -93,6 +95,7 @@ def test_what_takes_samples_together_differs_and_is_named(name, why):
         ("Centered", "pipedream", 1, {"replicas": (2, 1)}, True),
         ("Noisy", "gpipe", 4, {}, False),
         ("Moving", "gpipe", 4, {}, False),
+        ("Spectral", "gpipe", 4, {}, False),
     ],
 )
 def test_what_cant_be_taken_apart_is_told_before_the_run(
