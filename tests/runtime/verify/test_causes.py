@@ -139,9 +139,8 @@ def test_two_runs_of_a_loss_that_cant_be_taken_apart_are_the_same_and_say_so(rec
 )
 def test_a_cause_that_a_run_has_warned_of_is_named(warned, said):
     prepared = prepare(plan_for("Apart"), RunSettings(task=f"{FILE}:Apart"))
-    loss = replace(prepared.model.loss, apart=warned)
-    prepared = replace(prepared, model=replace(prepared.model, loss=loss))
-    (line,) = why_not_whole(prepared, 1.0, without_hooks=lambda: False)
+    prepared = replace(prepared, cautions=(warned,) if warned else ())
+    (line,) = why_not_whole(prepared, 1.0, lambda _trial: False)
     assert said in line
 
 
