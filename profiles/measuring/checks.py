@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import TargetError, TaskWarning
+from ..errors import TargetError, TaskWarning, TraceError
 from ..target import Target
 from ..tasks.hooks import (
     RunLength,
@@ -29,7 +29,8 @@ from ..tasks.loading import loading_s_per_sample
 from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
 from ..tasks.task import Task
 from ..tracing.call import Call, unchanged
-from ..tracing.front_ends import TRACE_SAMPLES
+from ..tracing.front_ends import TRACE_SAMPLES, trace
+from ..tracing.graph import why_not_evaluated
 from ..tracing.pieces import map_items
 from .bench import Bench
 from .platforms import Platform
@@ -133,6 +134,29 @@ def try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None:
             lines = try_figures(task, output, wanted_there)
     for line in lines:
         warn(line)
+
+
+def try_stages(bench: Bench, call: Call) -> None:
+    """Warn of a model that can't be evaluated with the stages that it is trained with."""
+    model, name, traced = bench.model, bench.target.name, bench.traced
+    model.eval()
+    try:
+        with unchanged(model), bench.platform.forward_context():
+            evaluated = trace(
+                model,
+                name,
+                call,
+                front_end=traced.front_end,
+                granularity=traced.granularity,
+                verify=False,
+            )
+        if odd := why_not_evaluated(traced, evaluated):
+            warn(f"{name}: {odd}")
+    except Exception as error:  # what else the user's forward does in this mode, a run tells
+        if isinstance(error, TraceError):
+            warn(f"in evaluation mode: {error}; or train with tp-run --no-evaluate")
+    finally:
+        model.train()
 
 
 def try_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLength) -> None:

@@ -26,6 +26,7 @@ from .checks import (
     try_model,
     try_parts,
     try_reads,
+    try_stages,
     warn,
 )
 from .optimizer_cost import optimizer_cost
@@ -106,6 +107,7 @@ def measure(
                 # Of one sample, a figure for each is a number too.
                 several = next((size for size in sizes if size > 1), sizes[0])
                 try_evaluation(bench, target.task, calls[several])
+                try_stages(bench, call)
             optimizer = optimizer_cost(bench)
             bench.count()
             unversioned = tried(bench, trial, call_of)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -226,6 +227,27 @@ def values(traced: TracedModel) -> tuple[Value, ...]:
         if consumers:
             found.append(Value(node, producer, tuple(sorted(consumers))))
     return tuple(found)
+
+
+def layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:
+    """Names of the layers, and of what goes between them: graphs that are cut alike have the
+    same."""
+    return [layer.name for layer in traced.layers], [v.node.name for v in values(traced)]
+
+
+def why_not_evaluated(trained: TracedModel, evaluated: TracedModel) -> str:
+    """Why a model can't be evaluated with the stages that it is trained with, in one sentence;
+    empty: it can. `evaluated`: its graph in evaluation mode."""
+    if layers_and_values(trained) == layers_and_values(evaluated):
+        return ""
+    names = [{layer.name for layer in traced.layers} for traced in (trained, evaluated)]
+    odd = shorten(", ".join(map(repr, sorted(names[0] ^ names[1]))), 120, placeholder=" …")
+    return (
+        "the model's forward has other layers in evaluation mode than in training mode"
+        f"{odd and f' ({odd})'}, and can't be evaluated "
+        "with the pipeline it is trained with: have it do the same in both (return all outputs in "
+        "both, drop out by torch's dropouts), or train with --no-evaluate"
+    )
 
 
 def state_of(traced: TracedModel, nodes: Iterable[fx.Node]) -> dict[str, Tensor]:

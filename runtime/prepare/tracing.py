@@ -21,7 +21,12 @@ from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import Call
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
-from ...profiles.tracing.graph import TracedModel, fingerprint, values
+from ...profiles.tracing.graph import (
+    TracedModel,
+    fingerprint,
+    layers_and_values,
+    why_not_evaluated,
+)
 from .devices import Modes, modes_of_profile
 from .traced_task import OtherModes, TracedTask
 
@@ -214,19 +219,11 @@ def _refuse_model(tracer: _Tracer, found: TracedModel, modes: Modes | None) -> N
 def _check_layers(
     name: str, first: TracedModel, training: Iterable[TracedModel], evaluation: TracedModel | None
 ) -> None:
-    same = _layers_and_values(first)
-    if any(_layers_and_values(other) != same for other in training):
+    same = layers_and_values(first)
+    if any(layers_and_values(other) != same for other in training):
         raise TraceError(
             f"{name}: the model's forward has other layers for another number of samples; it can't "
             "be cut into stages"
         )
-    if evaluation is not None and _layers_and_values(evaluation) != same:
-        raise TraceError(
-            f"{name}: the model's forward has other layers in evaluation mode than in training "
-            "mode; it can't be evaluated with the pipeline it is trained with: train with "
-            "--no-evaluate"
-        )
-
-
-def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:
-    return [layer.name for layer in traced.layers], [v.node.name for v in values(traced)]
+    if evaluation is not None and (odd := why_not_evaluated(first, evaluation)):
+        raise TraceError(f"{name}: {odd}")

@@ -206,3 +206,33 @@ class WeightAndSpectral(Spectral):
         model = super().model()
         model.first = nn.utils.weight_norm(model.first)
         return model
+
+
+class Auxiliary(Apart):
+    """Gives more in training mode, as networks with auxiliary classifiers do."""
+
+    def model(self):
+        class Trained(Pair):
+            def forward(self, x):
+                if self.training:
+                    return super().forward(x)
+                return self.score(torch.tanh(self.norm(self.first(x))))
+
+        return Trained().double()
+
+    def loss(self, output, target):
+        return super().loss(output, target) if isinstance(output, dict) else output.mean()
+
+
+class Rescaled(Apart):
+    """Drops samples out in training mode, as stochastic depth does."""
+
+    def model(self):
+        class Trained(Pair):
+            def forward(self, x):
+                found = super().forward(x)
+                if self.training:
+                    found["scores"] = found["scores"] * (torch.rand(len(x), 1) > 0.2)
+                return found
+
+        return Trained().double()

@@ -14,7 +14,7 @@ import variety_tasks
 from batch_norm_tasks import Moving
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled
-from timeprest.profiles.errors import TaskWarning
+from timeprest.profiles.errors import TaskWarning, TraceError
 from timeprest.profiles.measuring.request import ProfileRequest
 from timeprest.profiles.tasks.loss_parts import loss_in_parts
 from timeprest.runtime.prepare.prepare import prepare
@@ -240,3 +240,16 @@ def test_a_forward_that_mixes_samples_is_told_with_the_profile(name, lines, recw
     measured(f"{FILE}:{name}", ProfileRequest(f"{FILE}:{name}", batch_size=8, seconds=0).read())
     told = [str(w.message) for w in recwarn if "--micro-batches 1" in str(w.message)]
     assert len(told) == lines
+
+
+@pytest.mark.parametrize(("name", "odd"), [("Auxiliary", "'a', 'b'"), ("Rescaled", None)])
+def test_a_model_that_does_something_else_in_evaluation_mode_is_told_with_the_profile(name, odd):
+    """And refused by a run that evaluates."""
+    why = "has other layers in evaluation mode than in training mode.*train with --no-evaluate"
+    with pytest.warns(TaskWarning, match=why) as found:
+        plan = plan_for(name)
+    assert odd is None or odd in str(found[0].message)
+    settings = RunSettings(task=f"{FILE}:{name}")
+    with pytest.raises(TraceError, match=why):
+        prepare(plan, settings)
+    prepare(plan, msgspec.structs.replace(settings, evaluate=False))
