@@ -247,6 +247,12 @@ DIVIDE = "plan with --micro-batches that divide the mini-batch"
 NO_EVALUATION = "give test data that micro-batches divide, or train with --no-evaluate"
 
 
+def fills_up(plan: Plan, segments: Sequence[Segment]) -> bool:
+    """Whether some micro-batch of the training is filled up."""
+    rest = plan.mini_batch % plan.micro_batches
+    return bool(rest) or any(segment.samples % plan.mini_batch for segment in segments)
+
+
 def check_padding(
     plan: Plan,
     settings: RunSettings,

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
 from ..settings import RunSettings
-from .data import check_padding, segments, training_samples
+from .data import Segment, check_padding, fills_up, segments, training_samples
 from .devices import Modes, modes_of
 from .distribution import distribute, laid_on
 from .loss import check_parameters, kind_of_loss, why_apart, why_mixed
@@ -22,6 +24,12 @@ from .tied_parameters import check_memory, check_stages, give_copies, names_in_s
 from .traced_task import ForwardLook, TracedTask
 from .tracing import trace_for_run
 from .workers import all_replicas, share_of, workers_of
+
+_PADDING = (
+    "some micro-batches are filled up with copies of a sample, and layers that mix samples (batch "
+    "norms) take them for samples of their own: leave the rest out (--ragged drop), and plan with "
+    "--micro-batches that divide the mini-batch"
+)
 
 
 def prepare(
@@ -50,7 +58,7 @@ def prepare(
         traced, looks = _traced(plan, settings, samples, modes, report)
         look = looks[samples[-1]]
         loss = kind_of_loss(traced.task, look.result, look.target)
-        cautions = _cautions(traced, look, samples, [share.parts for share in shares])
+        mixed, apart = _apart(traced, settings, look, samples, [share.parts for share in shares])
     model, specs = traced.model, {n: look.specs for n, look in looks.items()}
     matrices = matrices_of(traced, least)
     groups, sent = laid_on(plan, traced, least)
@@ -88,7 +96,7 @@ def prepare(
         example=traced.target.call,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
         random=random,
-        cautions=cautions,
+        cautions=_cautions(plan, course, model, mixed, apart),
     )
     updated = [p for _, p in prepared.model.updated_by(len(stages) - 1)]
     check_parameters(loss, dict(model.named_parameters()), updated)
@@ -120,18 +128,34 @@ def _traced(
     return traced, {n: traced.look(n) for n in traced.training}
 
 
-def _cautions(
-    traced: TracedTask, look: ForwardLook, samples: Sequence[int], parts: Sequence[int]
-) -> tuple[str, ...]:
-    """Why a mini-batch isn't what its parts are together.
+def _apart(
+    traced: TracedTask,
+    settings: RunSettings,
+    look: ForwardLook,
+    samples: Sequence[int],
+    parts: Sequence[int],
+) -> tuple[str, str]:
+    """Why forward and loss of a mini-batch aren't what those of its parts are together; empty where
+    they are, or there are no parts.
 
     Args:
         look: at a micro-batch of the last stage.
         samples: in a micro-batch of each stage.
         parts: of a mini-batch, of which each replica sees one at a time.
     """
-    mixed = why_mixed(traced, min(samples)) if max(parts) > 1 else ""
+    fills = settings.ragged == "pad"
+    mixed = why_mixed(traced, min(samples)) if max(parts) > 1 or fills else ""
     apart = ""
     if parts[-1] > 1:
         apart = why_apart(traced, samples[-1], look.result, look.target, mixed=bool(mixed))
-    return tuple(filter(None, (mixed, apart)))
+    return mixed, apart
+
+
+def _cautions(
+    plan: Plan, course: Sequence[Segment], model: nn.Module, mixed: str, apart: str
+) -> tuple[str, ...]:
+    """As `Prepared` has them. `mixed`, `apart`: as of `_apart`."""
+    filled = mixed or any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    padding = _PADDING if filled and fills_up(plan, course) else ""
+    several = plan.micro_batches > 1 or any(len(stage.devices) > 1 for stage in plan.stages)
+    return tuple(filter(None, (mixed if several else "", apart, padding)))

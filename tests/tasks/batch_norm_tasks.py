@@ -140,6 +140,10 @@ class Centered(Apart):
     how: ClassVar[dict[str, bool]] = {"centered": True}
 
 
+class CentredAlone(Apart):
+    how: ClassVar[dict[str, bool]] = {"normed": False, "centered": True}
+
+
 class Counting(Apart):
     """A mean by the weights of classes."""
 

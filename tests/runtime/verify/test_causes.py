@@ -123,6 +123,26 @@ def test_a_loss_that_fails_on_micro_batches_is_told_and_one_that_fails_on_fewer_
         assert re.search(f"takes 8 samples together, and fails on their {n} parts", line)
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "ragged", "told"),
+    [
+        ("Traced", 1, "pad", 1),
+        ("Traced", 2, "pad", 1),
+        ("Traced", 2, "drop", 0),
+        ("Apart", 2, "pad", 0),
+        ("Apart", 3, "drop", 1),
+        ("CentredAlone", 3, "drop", 1),
+        ("ContrastiveAlone", 3, "drop", 0),
+    ],
+)
+def test_copies_that_batch_norms_and_mixing_layers_see_are_told(name, n, ragged, told):
+    """Of 21 samples in `Traced`, 24 in others; mini-batches have 8."""
+    settings = RunSettings(task=f"{FILE}:{name}", ragged=ragged)
+    lines = prepare(plan_for(name, n=n), settings).cautions
+    assert len([line for line in lines if "are filled up with copies of a sample" in line]) == told
+    assert any("mixes the samples" in line for line in lines) == (name == "CentredAlone")
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_runs_of_a_loss_that_cant_be_taken_apart_are_the_same_and_say_so(recwarn):
