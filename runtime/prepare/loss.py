@@ -29,6 +29,7 @@ from ...profiles.tasks.loss_parts import (
 from ...profiles.tasks.samples import pick
 from ...profiles.tasks.task import Loss, Task, read_loss, root_of
 from ...profiles.tracing.pieces import map_tensors
+from .devices import random_kept
 from .traced_task import TracedTask, tensors_in
 
 _MOST_NAMED = 3
@@ -162,7 +163,8 @@ def why_mixed(traced: TracedTask, samples: int) -> str:
     half = min(samples, _SAMPLES // 2)
     if traced.fake:
         return ""
-    with contextlib.suppress(Exception):  # the user's data
+    # What the data draw for these samples must not move what a run draws.
+    with random_kept(torch.device("cpu")), contextlib.suppress(Exception):  # the user's data
         call, target = traced.target.call(2 * half)
         parts = [pick(call.tensors, slice(k, k + half), 2 * half) for k in (0, half)]
 

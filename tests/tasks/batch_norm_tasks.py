@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 SAMPLES = 21
 
@@ -167,6 +168,18 @@ class Noisy(Apart):
     def loss(self, output, target):
         scores = output["scores"]
         return nn.functional.cross_entropy(scores + torch.randn_like(scores), target)
+
+
+class Augmented(Apart):
+    """Samples differ each time that they are read."""
+
+    def data(self, split):
+        class Drawn(TensorDataset):
+            def __getitem__(self, k):
+                x, y = super().__getitem__(k)
+                return x + random.random(), y
+
+        return Subset(Drawn(*super().data(split).tensors), range(24))
 
 
 class Moving(Apart):

@@ -17,8 +17,11 @@ from helpers.plans import plan_by_hand, profiled
 from timeprest.profiles.errors import TaskWarning, TraceError
 from timeprest.profiles.measuring.request import ProfileRequest
 from timeprest.profiles.tasks.loss_parts import loss_in_parts
+from timeprest.profiles.tracing.random_states import seed_everywhere
+from timeprest.runtime.prepare import prepare as prepare_module
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.profile import measured
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify.causes import (
@@ -216,6 +219,18 @@ def test_a_result_of_as_many_rows_by_chance_is_no_samples():
     assert variety_tasks.ReturningTask().model()(torch.randn(4, 6).double())[1].shape[0] % 4 == 0
     assert not prepare(plan, settings).cautions
     assert check(plan, settings, inline=True).verdict == "same"
+
+
+def test_a_look_at_the_forward_moves_nothing_that_is_drawn(tmp_path, monkeypatch):
+    plan, settings = plan_for("Augmented"), RunSettings(task=f"{FILE}:Augmented", epochs=1)
+    found = []
+    for asked in (True, False):
+        if not asked:
+            monkeypatch.setattr(prepare_module, "why_mixed", lambda *_: "")
+        seed_everywhere(0)
+        run(plan, settings, tmp_path / str(asked), inline=True)
+        found.append(load_weights(tmp_path / str(asked)))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
 def test_a_trial_leaves_nothing_in_the_loss():
