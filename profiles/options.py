@@ -324,7 +324,7 @@ def check_names(given: Iterable[str], known: Collection[str], what: str) -> None
     """Raise UserError for a name that there isn't, with the one that is like it."""
     for name in given:
         if name not in known:
-            like = difflib.get_close_matches(name, known, 1)
+            like = difflib.get_close_matches(name, known, 1, 0.75)
             more = f"is {like[0]} meant?" if like else f"known: {', '.join(known)}"
             raise UserError(f"{name}: there is no such {what}; {more}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
@@ -16,10 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import plugins
-from .errors import TargetError
-from .files import is_file
+from .errors import FileError, TargetError
+from .files import is_file, read_limited
 from .tasks.hooks import call_hook, described, in_one_line
-from .tasks.objects import call_users_code, find, first_names, hooks_of, joined, names_in, task_of
+from .tasks.objects import call_users_code, find, first_names, hooks_of, joined, task_of
 from .tasks.prefetch import OwnRandomness
 from .tasks.samples import (
     batch_size_of,
@@ -356,10 +357,24 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     return Target(name, None, found, tuple(inputs))
 
 
+def _names_in(path: Path) -> list[str]:
+    """Public classes, functions and variables of a Python file, which isn't run: classes first,
+    as most tasks are; none where it can't be read."""
+    try:
+        body = ast.parse(read_limited(path, "")).body
+    except (FileError, SyntaxError, ValueError):
+        return []
+    classes = [node.name for node in body if isinstance(node, ast.ClassDef)]
+    others = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    targets = [node.targets[0] for node in body if isinstance(node, ast.Assign)]
+    others += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in dict.fromkeys([*classes, *others]) if not name.startswith("_")]
+
+
 def _why_nothing(name: str) -> str:
     """Why a name without a colon is no target, and what to give."""
     if is_file(Path(name)) and name.endswith(".py"):
-        there = names_in(Path(name))
+        there = _names_in(Path(name))
         more = f"; it has {first_names(there)}" if there else ""
         return f"say what of it is meant, as in {name}:{(there or ['NAME'])[0]}{more}"
     if is_file(Path(name)):

@@ -8,7 +8,6 @@ memory. Nothing is ever read from a file that way.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import importlib.util
@@ -185,20 +184,6 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
 def first_names(names: Sequence[str]) -> str:
     """The first names of a module's."""
     return ", ".join(names[:8]) + ", …" * (len(names) > 8)
-
-
-def names_in(path: Path) -> list[str]:
-    """Public classes, functions and variables of a Python file, which isn't run: classes first,
-    as most tasks are; none where it can't be read."""
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    classes = [node.name for node in body if isinstance(node, ast.ClassDef)]
-    others = [node.name for node in body if isinstance(node, ast.FunctionDef)]
-    targets = [node.targets[0] for node in body if isinstance(node, ast.Assign)]
-    others += [target.id for target in targets if isinstance(target, ast.Name)]
-    return [name for name in dict.fromkeys([*classes, *others]) if not name.startswith("_")]
 
 
 def call_users_code(name: str, doing: str, function: Callable[[], T]) -> T:

@@ -138,7 +138,7 @@ def test_a_field_is_an_argument():
     ]
     assert "sugar: In cups; see eggs." in lines
     assert lines[-1] == "Raises UserError."
-    with pytest.raises(TypeError, match="salt"):
+    with pytest.raises(UserError, match="salt: there is no such argument; known: name, layers"):
         price("sponge", salt=1)
     for wrong, why in (
         ({"layers": 0}, "layers 0: give auto or a whole number from 1"),
