@@ -19,13 +19,7 @@ from ..profiles.measuring.process_settings import (
 from ..profiles.measuring.request import OF_FILES, ProfileRequest
 from ..profiles.options import flags_of, option_fields
 from .errors import errors_as_lines, output, print_json
-from .options import (
-    ImportingCommand,
-    common_options,
-    config_options,
-    options_of,
-    plugin_option,
-)
+from .options import ImportingCommand, common_options, config_options, options_of, plugin_option
 from .options.command import command, group, options, refuse
 from .options.values import FileName, TargetName, Whole
 from .progress import Bar

@@ -17,13 +17,7 @@ from ..runtime.processes.locks import check_system
 from ..runtime.processes.start import WORKER, load_ahead
 from ..runtime.settings import settings_of
 from .errors import errors_as_lines, naming
-from .options import (
-    common_options,
-    config_options,
-    optimizer_choice,
-    plugin_option,
-    run_options,
-)
+from .options import common_options, config_options, optimizer_choice, plugin_option, run_options
 from .options.command import command, refuse
 from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers

@@ -14,17 +14,8 @@ from ..profiles.profile import ProfileReference
 from .cluster.cluster import Cluster
 from .costs.device_memory import without_ties
 from .costs.layout import StageTimes, make_pipeline
-from .costs.memory import (
-    Holdings,
-    Moment,
-    StageBytes,
-    with_reserved,
-)
-from .costs.stage_costs import (
-    StageCost,
-    Transfer,
-    weights_s_per_byte,
-)
+from .costs.memory import Holdings, Moment, StageBytes, with_reserved
+from .costs.stage_costs import StageCost, Transfer, weights_s_per_byte
 from .costs.tied_parameters import DeviceTie, bytes_elsewhere, device_ties, exchange_s
 from .partition.problem import SAME
 from .peak_memory import holdings_of, predict_devices, stage_bytes

@@ -12,14 +12,7 @@ from itertools import takewhile
 
 from .costs.device_memory import device_peaks, tie_bytes, walks_of
 from .costs.layout import copies_beside, copies_from_outside
-from .costs.memory import (
-    Holdings,
-    StageBytes,
-    boundary_buffers,
-    holdings,
-    stepping_bytes,
-    together,
-)
+from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings, stepping_bytes, together
 from .costs.stage_costs import RECEIVES_AHEAD, StageCost, Transfer
 from .costs.tied_parameters import DeviceTie
 from .plan import DevicePrediction, PlanStage, StagePrediction, TiePrediction

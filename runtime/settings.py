@@ -22,15 +22,7 @@ from ..profiles.files import (
     Threads,
     converted,
 )
-from ..profiles.options import (
-    Option,
-    check_names,
-    chosen,
-    given,
-    marked,
-    option_fields,
-    read_field,
-)
+from ..profiles.options import Option, check_names, chosen, given, marked, option_fields, read_field
 from ..profiles.units import real_number, shown
 
 FORMAT = "timeprest-run/1"

@@ -22,15 +22,7 @@ from ..pictures.svg.options import Figures, stacked_options, write_plan_figures
 from ..tables.layout import counted, devices_text, first_to_last, fitted, fixed, shortened, words
 from ..tables.names import names_by_system, names_of_paths
 from ..tables.plan import warn_if_edited
-from ..tables.plans import (
-    FIGURES,
-    best,
-    figure_text,
-    figures_of,
-    marked,
-    share_of_limit,
-    yes,
-)
+from ..tables.plans import FIGURES, best, figure_text, figures_of, marked, share_of_limit, yes
 from ..tables.stages import recomputed_layers
 
 if TYPE_CHECKING:

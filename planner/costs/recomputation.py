@@ -350,10 +350,8 @@ class _Gains:
     def __init__(self, kept: KeptStorages, micro_batch: int, at_once: float) -> None:
         layers = kept.profile.layers
         self._kept, self._at_once, self.recomputed = kept, at_once, set[int]()
-        self._sizes, self._private = (
-            _sizes(kept.profile, micro_batch),
-            _private_bytes(kept, micro_batch),
-        )
+        self._sizes = _sizes(kept.profile, micro_batch)
+        self._private = _private_bytes(kept, micro_batch)
         self._forward_s = [_forward_s(kept.profile, k, micro_batch) for k in range(len(layers))]
         self._least_s = 1e-9 * sum(self._forward_s) or 1.0
 

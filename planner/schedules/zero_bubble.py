@@ -16,18 +16,7 @@ from math import inf
 from ..simulator.clock import SimulatedClock
 from ..simulator.executor import ContendedExecutor, ListExecutor, coded
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import (
-    BACKWARDS,
-    FORWARDS,
-    UPDATES,
-    WEIGHTS,
-    B,
-    F,
-    Rows,
-    U,
-    W,
-    row_of,
-)
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, Rows, U, W, row_of
 
 ROUNDING = 1 + 1e-9
 

@@ -20,14 +20,7 @@ from ..partition.solve import SOLVERS, source_for
 from ..question import Question
 from ..schedules.schedules import StalenessBounds
 from ..systems.variants import variant_named
-from .choices import (
-    RECOMPUTE,
-    Branch,
-    Freedom,
-    check_staleness,
-    micro_batch_counts,
-    stages_asked,
-)
+from .choices import RECOMPUTE, Branch, Freedom, check_staleness, micro_batch_counts, stages_asked
 from .device_sequences import SEQUENCES
 from .relaxed.relaxation import Relaxation
 from .state import EFFORT, SOON_S, Budget, Progress, SearchState, is_late

@@ -17,10 +17,7 @@ from .answer.diagnosis import closest_plan
 from .answer.fitting import Fitting
 from .answer.preference import Candidates, fastest_of, placed_first, signed_plan
 from .answer.recheck import signed
-from .branching import (
-    explore,
-    read_asked,
-)
+from .branching import explore, read_asked
 from .given_order import search_of, under
 from .parts import INTERRUPTED, run_parts
 from .stages_per_device import PlacedSearch, placed_search

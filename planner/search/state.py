@@ -19,16 +19,7 @@ from ..partition.problem import SAME
 from ..partition.solve import Source
 from ..question import Question
 from ..systems.placement import numbered_devices
-from .choices import (
-    Branch,
-    Choice,
-    InFlight,
-    PlacedBranch,
-    Ranges,
-    capped,
-    caps,
-    in_flight_under,
-)
+from .choices import Branch, Choice, InFlight, PlacedBranch, Ranges, capped, caps, in_flight_under
 from .effort import operations_of, placed_operations, unsettled_operations
 from .relaxed.relaxation import Relaxation
 

@@ -108,12 +108,9 @@ class _Durations(NamedTuple):
     seconds: list[list[list[float]]]
     update_s: list[float]
 
-    def on_grid(self, seconds: float) -> float:
-        """The nearest multiple."""
-        return _on_grid(seconds, self.grid_s)
-
 
 def _on_grid(seconds: float, grid_s: float) -> float:
+    """The nearest multiple."""
     return round(seconds / grid_s) * grid_s
 
 
@@ -238,7 +235,7 @@ class SimulatedClock:
 
     def _open_port(self, kind: int, link: Link, wires: dict[Hashable, int]) -> None:
         """`wires`: numbers of those there are so far; new ones are added."""
-        pipeline, back = self.pipeline, kind == BACKWARDS
+        pipeline, back, grid_s = self.pipeline, kind == BACKWARDS, self.durations.grid_s
         s, t = (link.target, link.source) if back else (link.source, link.target)
         r1, r2 = self.replicas[s], self.replicas[t]
         shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
@@ -252,8 +249,8 @@ class SimulatedClock:
             part = _Part(
                 offset=target,
                 wire=wires.setdefault(wire, len(wires)),
-                wire_s=self.durations.on_grid(x.backward_s * held if back else x.forward_s),
-                latency_s=self.durations.on_grid(x.latency_s),
+                wire_s=_on_grid(x.backward_s * held if back else x.forward_s, grid_s),
+                latency_s=_on_grid(x.latency_s, grid_s),
                 blocks=None if x.overlaps else (self.free_s[t], target),
             )
             for k in range(len(parts)):

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import parse, wrong
-from .synthetic import (
-    Sampler,
-    SyntheticTask,
-    adam,
-    progression,
-    token_accuracy,
-    token_loss,
-)
+from .synthetic import Sampler, SyntheticTask, adam, progression, token_accuracy, token_loss
 
 START_ID, FIRST_ID = 0, 1
 """Of the vocabulary: what the decoder sees first, and the first real token."""

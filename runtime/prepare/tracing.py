@@ -21,12 +21,7 @@ from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import Call
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, first_forward, trace
-from ...profiles.tracing.graph import (
-    TracedModel,
-    fingerprint,
-    layers_and_values,
-    why_not_evaluated,
-)
+from ...profiles.tracing.graph import TracedModel, fingerprint, layers_and_values, why_not_evaluated
 from .devices import Modes, modes_of_profile
 from .traced_task import OtherModes, TracedTask
 

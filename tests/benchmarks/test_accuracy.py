@@ -26,12 +26,7 @@ from timeprest.tests.benchmarks.accuracy.page import (
 )
 from timeprest.tests.benchmarks.accuracy.races import raced
 from timeprest.tests.benchmarks.accuracy.rivals import naive_s, sailors_s
-from timeprest.tests.benchmarks.accuracy.sailor import (
-    Figures,
-    Reckoned,
-    read_runs,
-    read_tables,
-)
+from timeprest.tests.benchmarks.accuracy.sailor import Figures, Reckoned, read_runs, read_tables
 
 SAMPLES_S = {"fast": (0.010, 0.020), "slow": (0.015, 0.030)}
 """Of a block, by GPU: forward and backward of a sample."""

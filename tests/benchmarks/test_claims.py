@@ -16,12 +16,7 @@ from timeprest.planner.search.answer.recheck import recheck
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.study.figures.curves import points_of
-from timeprest.runtime.study.figures.study import (
-    PLAIN,
-    EvaluationPoint,
-    studied,
-    write_study,
-)
+from timeprest.runtime.study.figures.study import PLAIN, EvaluationPoint, studied, write_study
 from timeprest.tests.benchmarks.claims import originals, small, tasks
 from timeprest.tests.benchmarks.claims.alike import delayed, lags_of, order_on_two, training_of
 from timeprest.tests.benchmarks.claims.claims import (

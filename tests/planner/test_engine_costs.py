@@ -13,12 +13,7 @@ import pytest
 from helpers.by_hand.profiles import chain
 from helpers.output.commands import called
 from helpers.plans import chain_plan, plan_by_hand
-from timeprest.planner.engine_costs import (
-    ENGINE_COSTS,
-    EngineCosts,
-    on_engine,
-    with_receives,
-)
+from timeprest.planner.engine_costs import ENGINE_COSTS, EngineCosts, on_engine, with_receives
 from timeprest.planner.engine_runs import beyond_memory, run_by
 from timeprest.planner.plan import check_plan, pipeline_of
 from timeprest.planner.recordings.predicted import predicted

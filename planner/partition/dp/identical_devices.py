@@ -18,15 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..problem import (
-    FITS,
-    Answer,
-    Option,
-    Place,
-    StageProblem,
-    Vector,
-    cut_on_last_devices,
-)
+from ..problem import FITS, Answer, Option, Place, StageProblem, Vector, cut_on_last_devices
 from ..waits import Waits
 from .cost_tables import FIELDS, LoadParts, PairCosts, stage_loads
 from .lattice import Flags, Lattice, Positions

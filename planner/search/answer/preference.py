@@ -371,10 +371,8 @@ def _other_borders(
 
 def _work(local: LocalSearch, point: Point) -> list[float]:
     """Per device, the seconds of its layers."""
-    seconds, devices = (
-        local.near.layers.seconds(point.micro_batches),
-        local.question.cluster.devices,
-    )
+    seconds = local.near.layers.seconds(point.micro_batches)
+    devices = local.question.cluster.devices
     found = dict.fromkeys(point.devices, 0.0)
     for (a, b), mine in zip(pairwise(point.downsets), point.devices, strict=True):
         speed = len(mine) * min(devices[d].speed for d in mine)

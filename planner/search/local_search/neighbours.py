@@ -19,12 +19,7 @@ from ...evaluate import Evaluation
 from ...partition.placings import pattern
 from ...partition.problem import SAME, members
 from ...systems.placement import numbered_devices
-from ..choices import (
-    Choice,
-    capped,
-    caps,
-    unforeseen,
-)
+from ..choices import Choice, capped, caps, unforeseen
 from ..relaxed.relaxation import Relaxation
 from ..state import SearchState
 from .first_cuts import first_cuts

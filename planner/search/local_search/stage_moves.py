@@ -72,10 +72,8 @@ def _in_proportion(near: Neighbours, point: Point, wanted_s: Sequence[float]) ->
     which the point's stages have them."""
     inside = [members(b & ~a) for a, b in pairwise(point.downsets)]
     sequence = [g for mine in inside for g in sorted({near.layers.number_of[j] for j in mine})]
-    groups, seconds = (
-        [near.layers.groups[g] for g in sequence],
-        near.layers.seconds(point.micro_batches),
-    )
+    groups = [near.layers.groups[g] for g in sequence]
+    seconds = near.layers.seconds(point.micro_batches)
     work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
     masks = [0, *accumulate(groups, int.__or__)]
     # Where nothing takes any time, any would do.

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from timeprest.profiles.imported.cost_graph import (
-    numbered,
-)
+from timeprest.profiles.imported.cost_graph import numbered
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
-from helpers.drawn.lone_devices import (
-    INF,
-    all_alone,
-    borders,
-    kinds,
-    parts,
-    replicated,
-    some_alone,
-)
+from helpers.drawn.lone_devices import INF, all_alone, borders, kinds, parts, replicated, some_alone
 from helpers.drawn.questions import Drawn
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st

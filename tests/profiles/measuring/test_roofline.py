@@ -7,12 +7,7 @@ import msgspec
 import pytest
 import torch
 from helpers.paths import SHIPPED_DEVICES
-from timeprest.profiles.device_specs import (
-    DeviceSpec,
-    PeakFlops,
-    load_spec,
-    spec_of_gpu,
-)
+from timeprest.profiles.device_specs import DeviceSpec, PeakFlops, load_spec, spec_of_gpu
 from timeprest.profiles.errors import TargetError, UserError
 from timeprest.profiles.files import read_toml
 from timeprest.profiles.measuring.optimizer_cost import optimizer_roofline

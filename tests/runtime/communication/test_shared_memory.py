@@ -16,11 +16,7 @@ from timeprest.profiles.errors import UserError
 from timeprest.profiles.tracing.shapes import ValueSpec
 from timeprest.runtime.communication import shared_memory, signed_store, transport
 from timeprest.runtime.communication.channel import PeerError
-from timeprest.runtime.communication.shared_memory import (
-    GoneError,
-    _records,
-    connect,
-)
+from timeprest.runtime.communication.shared_memory import GoneError, _records, connect
 from timeprest.runtime.communication.signed_store import ForeignEntryError, Secret, SignedStore
 from timeprest.runtime.communication.slots import MOST_SLOTS, SLOT_BYTES, boxes
 from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED

@@ -19,13 +19,7 @@ from timeprest.profiles import plugins
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.dashboards import services
 from timeprest.runtime.records.events import EvaluationDone, MiniBatchDone, RunBegun, RunEnded
-from timeprest.runtime.records.metric_logs import (
-    NAMES,
-    VALIDATION,
-    MetricLogs,
-    metrics_of,
-    peak_of,
-)
+from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, MetricLogs, metrics_of, peak_of
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings

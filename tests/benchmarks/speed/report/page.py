@@ -18,14 +18,7 @@ from ..tasks import MEMORY_RACES, RACES
 from .bars import bars
 from .goals import Goal, goals
 from .records import DOCS, Results, held_of, read_results
-from .tables import (
-    held_table,
-    link_table,
-    speed_bars,
-    speed_table,
-    stage_by_stage,
-    stage_table,
-)
+from .tables import held_table, link_table, speed_bars, speed_table, stage_by_stage, stage_table
 
 HEAD = DOCS / "benchmarks.head.md"
 REASONS = DOCS / "benchmarks.reasons.toml"
