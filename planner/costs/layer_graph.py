@@ -114,7 +114,6 @@ class LayerGraph:
         together: bit masks of layers that must share a stage.
         one_device: bit masks of layers that must share a device.
         parameter_bytes, buffer_bytes: per layer, [n]. Shared parameters count in one layer.
-        likely_bytes: the same with a copy where layers that share some are split.
     """
 
     def __init__(self, profile: Profile, tied: Tied = "together", *, several: bool = False) -> None:
@@ -137,10 +136,7 @@ class LayerGraph:
         )
         layers = profile.layers
         self.parameter_bytes: Vector = np.array([float(la.parameter_bytes) for la in layers])
-        # Where copies are likely to be, should groups be split: at their far ends.
-        self.likely_bytes: Vector = self.parameter_bytes.copy()
-        for shared in profile.shared if tied == "split" else ():
-            self.likely_bytes[self.position[shared.layers[-1]]] += shared.parameter_bytes
+        self._split = profile.shared if tied == "split" and not several else ()
         self.buffer_bytes: Vector = np.array([float(la.buffer_bytes) for la in layers])
         self._costs: dict[int, LayerVectors] = {}
 
@@ -155,6 +151,19 @@ class LayerGraph:
             ends[edge.tensor] = ends.get(edge.tensor, 0) | mask
             edge_of.setdefault(edge.tensor, edge)
         return tuple(SentTensor(mask, edge_of[name]) for name, mask in ends.items())
+
+    @cached_property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """Of parameters that layers on several devices may share, the layer that they count in and
+        those that need it, as a bit mask, and bytes: a stage with some of these layers and without
+        the first one holds a copy."""
+        found = list[tuple[int, int]]()
+        for shared in self._split:
+            first, *others = (self.position[name] for name in shared.layers)
+            behind = sum(1 << k for k in others if self._before[k] >> first & 1)
+            if behind:
+                found.append((1 << first | behind, shared.parameter_bytes))
+        return tuple(found)
 
     @cached_property
     def savers(self) -> dict[str, int]:

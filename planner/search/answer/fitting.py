@@ -58,7 +58,7 @@ _FIRST_S = 0.5
 """Of these, for the plan with the least memory, in as many micro-batches as may be looked at."""
 
 _PROOF_S = 1.0
-"""For a proof that nothing fits, before anything is searched."""
+"""For each proof that nothing fits, before anything is searched."""
 
 
 class Fitting:
@@ -96,10 +96,10 @@ class Fitting:
         if left[0].stages is not None and search.relaxation.freedom.replicas:
             return left
         known = cluster.uniform and fixed_in_flight(search.relaxation.variant)
-        assumed, until = Assumptions(identical=known), time.monotonic() + _PROOF_S
+        assumed = Assumptions(identical=known)
         while left:
             problem = search.relaxation.problem(left[0], assumed)
-            if not proven([problem], lattice, search.question, until):
+            if not proven([problem], lattice, search.question):
                 break
             del left[0]
         return left
@@ -292,10 +292,10 @@ class Fitting:
                     break
 
     def plan_at_hand(self) -> Evaluation | None:
-        """A plan that fits the search's own cluster; None where none is found in half the time.
+        """A plan that fits the search's own cluster; None where none is found in `_AT_HAND_S`.
         Once there is one, better ones are looked for as long as half of `SOON_S` lasts."""
         begin = time.monotonic()
-        end, self.deadline = self.deadline, begin + _AT_HAND_S
+        self.deadline = begin + _AT_HAND_S
         best: Evaluation | None = None
         if self.search.identical:
             found = self.least(self.search.question, fits=True)
@@ -309,7 +309,7 @@ class Fitting:
                 self.deadline = begin + SOON_S / 2
                 if not self.seconds_left:
                     break
-        self.deadline = end
+        self.deadline = time.monotonic() + SECONDS
         return best
 
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:

@@ -28,7 +28,7 @@ from ...partition.dp.cycle_devices import (
     in_sequence,
 )
 from ...partition.dp.cycle_stages import CycleMessage, CycleProblem, CycleRule
-from ...partition.problem import CutTensor, Mode, Option, Place, StageProblem, Vector, closures
+from ...partition.problem import Mode, Option, Place, StageProblem, Vector
 from ...schedules.schedules import PATTERNS
 from ...systems.operations import BACKWARD, B, F, numbered
 from ...systems.variants import ScheduleRule, Variant
@@ -133,16 +133,15 @@ def cycle_problem(
     if not known(relaxation, branch):
         return None
     found = stage_problem(relaxation, branch, replicated=replicated)
-    links, loads = relaxation.question.cluster.networks, found.loads
+    links = relaxation.question.cluster.networks
     if replicated:
         devices = _groups(relaxation, branch, share)
     else:
         assert stages is not None
+        loads = found.loads
         devices = _devices(relaxation, loads, n, stages, share, any_sequence=any_sequence)
-    loads = replace(loads, tensors=(*loads.tensors, *_copies(relaxation, loads, devices)))
     return replace(
         found,
-        loads=loads,
         rule=_RULES[variant.schedule],
         devices=devices,
         exchanges=tuple(exchanges(relaxation)),
@@ -168,22 +167,6 @@ def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
             sum(1 << position[name] for name in shared.layers),
             per_byte_s * shared.parameter_bytes,
         )
-
-
-def _copies(
-    relaxation: Relaxation, loads: StageProblem, devices: CycleDevices
-) -> Iterator[CutTensor]:
-    """Bytes of copies of split parameters, as of a tensor from the first layer that has them to the
-    last: whatever cut is between makes the later stage hold a copy."""
-    question, position = relaxation.question, relaxation.graph.position
-    if question.tied != "split" or not relaxation.limited:
-        return
-    needed = closures(loads.needs, loads.together)
-    held = min((stage.copies for stage in devices.every), default=0.0) + 1.0
-    for shared in question.profile.shared:
-        first, last = position[shared.layers[0]], position[shared.layers[-1]]
-        if needed[last] >> first & 1:
-            yield CutTensor(1 << first | 1 << last, lower_bytes=held * shared.parameter_bytes)
 
 
 def _entered(variant: Variant) -> Literal["", "used", "stashed"]:

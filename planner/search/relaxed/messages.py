@@ -31,7 +31,7 @@ def waits(seconds: LeastSeconds, costs: LayerVectors, micro_batches: int) -> Wai
 
 
 def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
-    """What layers exchange."""
+    """What layers exchange; and copies of parameters that they share, as if these were sent."""
     cluster, graph, limited = kept.question.cluster, kept.graph, kept.limited
     n, overlap = read.micro_batches, cluster.overlap
     # What a stage gets may come over several links side by side, one for each stage below.
@@ -71,3 +71,6 @@ def tensors(read: Reading, kept: LeastBytes) -> Iterator[CutTensor]:
             kept_bytes=nbytes if limited else 0.0,
             remade_bytes=tuple(nbytes * (edge.storage in names) for names in remade),
         )
+    for ends, nbytes in graph.copies if limited else ():
+        # The weights, their gradient and the optimizer's state.
+        yield CutTensor(ends, lower_bytes=(2.0 + kept.question.least_state_factor) * nbytes)

@@ -55,7 +55,7 @@ class Relaxation(Scope):
         """The same where devices have several stages, which may share parameters; itself where
         that makes no difference."""
         question = self.question
-        if not question.profile.shared or question.tied != "together":
+        if not question.profile.shared:
             return self
         profile = as_run_by(question.profile, self.variant)
         graph = LayerGraph(profile, question.tied, several=True)
@@ -92,7 +92,7 @@ class Relaxation(Scope):
             tensors=tuple(messages.tensors(read, self.kept)),
             modes=modes,
             options=options,
-            parameter_bytes=graph.likely_bytes if read.guess else graph.parameter_bytes,
+            parameter_bytes=graph.parameter_bytes,
             devices=self._devices(read) // assumed.grain,
             place=place,
             together=graph.together,

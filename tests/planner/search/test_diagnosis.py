@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, pairwise, product, starmap
 
+import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.evaluate import evaluate
+from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search import state
 from timeprest.planner.search.answer import fitting
 from timeprest.planner.search.branching import SearchRequest, explore, question_for
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
+from timeprest.profiles.profile import SharedParameters
 
 
 @pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
@@ -135,3 +140,36 @@ def test_a_search_ends_where_nothing_comes_near_to_fitting(monkeypatch):
     profile = chain(8, parameters=10, saved=1000)
     with pytest.raises(InfeasibleError, match="nothing comes near to fitting"):
         solve(profile, uniform_cluster(4, "3kB"), "zb-h1")
+
+
+@pytest.mark.parametrize("others", [(), ("n3",)])
+def test_copies_of_shared_parameters_count_where_it_is_proven_that_nothing_fits(others):
+    """A copy is held by each stage that has a later one of these layers and not the first."""
+    ends = ("n0", *others, "n5")
+    shared = SharedParameters(layers=ends, parameter_bytes=500)
+    layers = [(f"n{k}", (k == 0) * 500, 1e-3, 1e-3, (k == 5) * 100, []) for k in range(6)]
+    profile = msgspec.structs.replace(row_of_layers(layers), tied=(ends,), shared=(shared,))
+
+    def search_with(memory):
+        question = question_for(profile, uniform_cluster(3, memory), "gpipe", tied="split")
+        return explore(question, SearchRequest(stages=3), lambda *_: None)
+
+    names = tuple(layer.name for layer in profile.layers)
+
+    def needed(cut, branch):
+        parts = enumerate(pairwise((0, *cut, 6)))
+        stages = [PlanStage(nodes=names[a:b], devices=(s,), in_flight=1) for s, (a, b) in parts]
+        return evaluate(search.question, stages, branch.micro_batches).prediction.most_bytes
+
+    search = search_with(None)
+    least = min(starmap(needed, product(combinations(range(1, 6), 2), search.branches)))
+    assert fitting.Fitting(search_with(least)).branches()
+    assert not fitting.Fitting(search_with(least - 50)).branches()
+
+
+def test_there_is_time_to_say_what_would_do_after_a_late_search():
+    question = question_for(chain(4, parameters=1000), uniform_cluster(2, "5kB"), "gpipe")
+    found = fitting.Fitting(explore(question, SearchRequest(), lambda *_: None))
+    found.deadline = 0.0
+    assert found.plan_at_hand() is None
+    assert found.smallest_memory() is not None
