@@ -128,7 +128,9 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
         lines.append(Text(f"diverged: {'; '.join(blown)}"))
     usual = study.question.length
     lost = [
-        found.arm + (f" (in {length})" if (length := study.arm(found.arm).length) != usual else "")
+        found.arm
+        + (f" ({found.reached} of {len(found.samples)} do)" if found.reached else "")
+        + (f" (in {length})" if (length := study.arm(found.arm).length) != usual else "")
         for found in results.arms
         if found.reached < len(found.samples)
     ]

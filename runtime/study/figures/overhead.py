@@ -404,13 +404,11 @@ class OverheadFit:
 
     def _logs(self, arm: StudyArm) -> tuple[tuple[float, ...], bool]:
         reckoning = self._reckoning
-        most = arm.length * self._study.question.mini_batch
-        own = reckoning.samples(arm.name, reckoning.target)
         plain = [s or math.nan for s in reckoning.samples(PLAIN, reckoning.target)]
-        pairs = zip(own, plain, strict=False)
+        pairs = zip(reckoning.least(arm, reckoning.target), plain, strict=False)
         return (
-            tuple(math.log((most if mine is None else mine) / its) for mine, its in pairs),
-            None not in own,
+            tuple(math.log(mine / its) for mine, its in pairs),
+            None not in reckoning.samples(arm.name, reckoning.target),
         )
 
     def _plain_trainings(self) -> dict[_Rules, float]:

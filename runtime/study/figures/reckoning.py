@@ -46,8 +46,8 @@ class ArmResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     overhead: Spread | None
     """Over plain training; None: some seed doesn't reach the target, of this or of plain."""
     at_least: float | None = None
-    """What the overhead is more than, where the target isn't reached by all seeds; None where they
-    all diverged, too."""
+    """What the overhead is more than, where the target isn't reached by all seeds: the others count
+    with what they trained. None where they all diverged, too."""
     diverged: int = 0
     """Final trainings that did."""
     by_level: tuple[OverheadAt, ...] = ()
@@ -83,6 +83,11 @@ class Reckoning:
         """To a level, by seed."""
         rises = RISES[self.study.question.metric]
         return tuple(samples_to(points, level, rises=rises) for points in self._smooth[arm])
+
+    def least(self, arm: StudyArm, level: float) -> list[float]:
+        """Samples to a level, by seed; where it isn't reached those trained with: it needs more."""
+        most = float(arm.length * self.study.question.mini_batch)
+        return [most if s is None else s for s in self.samples(arm.name, level)]
 
     def overhead(self, arm: str, level: float) -> Spread | None:
         """Over plain training at a level; None: some seed of either doesn't reach it."""
@@ -122,18 +127,19 @@ class Reckoning:
 
     def arm_result(self, arm: StudyArm) -> ArmResult:
         """What an arm needs."""
-        asked = self.study.question
         samples = self.samples(arm.name, self.target)
-        missed, most = None in samples, arm.length * asked.mini_batch
+        missed, plain = None in samples, self.samples(PLAIN, self.target)
         diverged = sum(curve.diverged_at is not None for curve in arm.finals())
         overhead = None if missed else self.overhead(arm.name, self.target)
+        pairs = zip(self.least(arm, self.target), plain, strict=False)
+        ratios = [a / b for a, b in pairs if b]
         return ArmResult(
             arm=arm.name,
             samples=samples,
             reached=sum(s is not None for s in samples),
             overhead=overhead,
             at_least=(
-                most / self.plain_samples
+                spread_of(ratios).mean
                 if missed and self.plain_samples and diverged < len(samples)
                 else None
             ),

@@ -14,7 +14,7 @@ from ....planner.comparison.pareto import unbeaten
 from .overhead import OverheadFit
 from .reckoning import ArmResult, Reckoning
 from .rungs import expected, said_in_rungs
-from .spread import Spread
+from .spread import Spread, spread_of
 from .study import StudiedPlan, Study
 
 
@@ -192,7 +192,12 @@ def _overlap(time: Spread | None, best: PlanResult | None) -> float:
 def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float | None:
     if len(arm.samples) in (arm.reached, arm.diverged):
         return None
-    return reckoning.study.arm(plan.arm).length * plan.period_s
+    a_sample = plan.period_s / reckoning.study.question.mini_batch
+    if arm.at_least is None or reckoning.plain_samples is None:
+        # Plain training doesn't get there: nothing to pair with.
+        least = reckoning.least(reckoning.study.arm(plan.arm), reckoning.target)
+        return spread_of(least).mean * a_sample
+    return arm.at_least * reckoning.plain_samples * a_sample
 
 
 def _recommend(

@@ -98,7 +98,11 @@ def _to_go_on(study: Study, results: StudyResults, longest: float) -> tuple[Stud
         sets_target = arm is study.plain and asked.target is None
         if sets_target or plan.at_least_s is None or plan.at_least_s >= best_s:
             continue
-        length = min(2 * arm.length, longest, best_s / plan.period_s + 1)
+        found = results.arm(plan.arm)
+        # Where some seeds reach it, the others' share of the mean is so much smaller.
+        share = len(found.samples) / (len(found.samples) - found.reached)
+        decided = arm.length * (best_s / plan.at_least_s) ** share + 1
+        length = min(2 * arm.length, longest, decided)
         if length >= arm.length + 1:
             return arm, int(length)
     return None

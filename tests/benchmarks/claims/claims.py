@@ -83,13 +83,11 @@ class FoundCell:
 
     def at_least(self, one: str, other: str, level: float) -> float | None:
         """What `samples_over` is more than, where `one` doesn't get there and the other does."""
-        asked = self.study.question
-        most = self.study.arm(self.arm(one)).length * asked.mini_batch
         reached = [b for b in self.samples(other, level) if b]
-        if None not in self.samples(one, level) or len(reached) < asked.seeds:
+        if None not in self.samples(one, level) or len(reached) < self.study.question.seeds:
             return None
-        pairs = zip(self.samples(one, level), reached, strict=True)
-        return spread_of([(a or most) / b for a, b in pairs]).mean
+        least = self.reckoning.least(self.study.arm(self.arm(one)), level)
+        return spread_of([a / b for a, b in zip(least, reached, strict=True)]).mean
 
     def seconds(self, name: str, level: float) -> float | None:
         """Predicted, to a level, the mean over seeds; None: it isn't reached."""

@@ -267,6 +267,21 @@ def test_a_target_out_of_reach_is_none_with_a_bound():
     assert "longer" in nothing.recommendation.why
 
 
+def test_seeds_that_reach_the_target_count_in_the_bound_of_those_that_do_not():
+    arms = [PLAIN_ARM, arm("some", (1.1, 1.1, 3)), arm("best", (1.35, 1.45, 1.25))]
+    found = results_of(study(arms, {"some": 1e-3, "best": 1e-3}))
+    plain = found.arm(PLAIN).samples
+    needed = [*found.arm("some").samples[:2], LENGTH * 4]
+    ratios = [a / b for a, b in zip(needed, plain, strict=True)]
+    assert found.arm("some").reached == 2
+    assert found.arm("some").at_least == pytest.approx(statistics.geometric_mean(ratios))
+    least_s = statistics.geometric_mean(needed) * 1e-3 / 4
+    assert found.plan("some").at_least_s == pytest.approx(least_s)
+    # All that was trained takes longer than the best plan does.
+    assert least_s < found.plan("best").time_s.mean < LENGTH * 1e-3
+    assert found.recommendation.open == ("some",)
+
+
 def test_what_differs_by_less_than_the_seeds_is_equal():
     arms = [PLAIN_ARM, arm("a", (1.1, 1.2, 1.0)), arm("b", (1.2, 1.1, 1.1)), arm("c", (1, 1.1, 1))]
     some = study(arms, {"a": 1.0, "b": 0.99, "c": 3.0}, {"a": 2, "b": 1})
