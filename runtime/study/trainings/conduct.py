@@ -27,7 +27,16 @@ from ..figures.study import BUSY, Curve, StudiedPlan, Study, StudyQuestion, plan
 from .choosing import Choosing
 from .pool import Processes, ThisProcess
 from .rates import check_tunable
-from .work import Asked, Finished, FinishedTraining, StudyWork, arms_of, cured, settings_of_all
+from .work import (
+    Asked,
+    Finished,
+    FinishedTraining,
+    StudyWork,
+    arms_of,
+    cured,
+    settings_of_all,
+    warn_of_filling,
+)
 
 if TYPE_CHECKING:
     from ..choices import StudyChoices
@@ -75,9 +84,11 @@ def prospect(
     every = _evaluated_every(task, first, settings, choices, length)
     model = target.model(0)
     mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    given = zip(plans, plan_names(plans), files, strict=True)
-    plans, names, files, cures = zip(*cured(given, settings, choices.cures), strict=True)
     long = msgspec.structs.replace(settings, steps=length)
+    names = plan_names(plans)
+    warn_of_filling(plans, names, long, samples)
+    given = zip(plans, names, files, strict=True)
+    plans, names, files, cures = zip(*cured(given, settings, choices.cures), strict=True)
     if choices.tune > 1:
         check_tunable(task, long, model, run_length(segments(first, long, samples)), choices.factor)
     arms, of_plan = arms_of(

@@ -20,6 +20,7 @@ import torch
 from .... import __version__
 from ....planner.plan import Plan, pipeline_of
 from ....planner.schedules.schedules import make_schedule
+from ....planner.simulator.timeline import simulate, warm_mini_batches
 from ....profiles import plugins
 from ....profiles.errors import FileError, TaskWarning, UserError
 from ....profiles.files import TaggedFile, file_errors, is_file, read_file, write_bytes
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 WINDOWS = 100
 """Of a curve: so many means, or some more."""
+FILLING = 0.05
+"""A share of an epoch's periods. From there on what filling and draining add is warned of."""
 
 
 class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,6 +327,29 @@ def settings_of_all(
     )
     # Finished trainings are known by their settings.
     return settings if under is None else msgspec.structs.replace(settings, autocast="bfloat16")
+
+
+def warn_of_filling(
+    plans: Sequence[Plan], names: Sequence[str], settings: RunSettings, samples: int
+) -> None:
+    """Warn where epochs, or the whole training, are so short that filling and draining, which no
+    period has in it, may change which plan is first."""
+    epoch = max(s.mini_batches for s in segments(plans[0], settings, samples))
+    slower: dict[str, float] = {}
+    for plan, name in zip(plans, names, strict=True):
+        pipeline, period_s = pipeline_of(plan), plan.predicted.period_s
+        count = min(epoch, warm_mini_batches(len(plan.stages), plan.micro_batches))
+        stages = simulate(pipeline, make_schedule(pipeline, count)).stages
+        end_s = max(events[-1].end_s for events in stages)
+        filling_s = end_s - count * period_s
+        if filling_s > FILLING * epoch * period_s:
+            slower[name] = 1 + filling_s / (epoch * period_s)
+    if slower:
+        line = (
+            f"pipelines run empty after every {epoch} mini-batches, which predicted times leave "
+            f"out: {', '.join(slower)} would take up to {max(slower.values()):.2f} times as long"
+        )
+        warnings.warn(line, TaskWarning, stacklevel=3)
 
 
 def _check_together(plans: Sequence[Plan], files: Sequence[str]) -> None:

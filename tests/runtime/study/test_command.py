@@ -74,7 +74,7 @@ def test_a_setting_that_does_nothing_is_said(call):
     told = call(*few, "--stagewise-momentum", **asked)
     nothing = "--stagewise-momentum: does nothing in timeprest-stashed (docs/weights.md)"
     assert told.rstrip().endswith(f"warning: {nothing}")
-    assert not call(*few, "--cure", "stagewise-momentum", **asked)
+    assert "does nothing" not in call(*few, "--cure", "stagewise-momentum", **asked)
 
 
 def test_a_study_with_cures(call, tmp_path):

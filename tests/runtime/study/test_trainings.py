@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,7 +15,10 @@ import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
-from timeprest.profiles.errors import RunError, UserError
+from timeprest.planner.plan import pipeline_of
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.simulator.timeline import simulate
+from timeprest.profiles.errors import RunError, TaskWarning, UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.options import option_fields, read_field
 from timeprest.profiles.target import resolve
@@ -86,6 +90,21 @@ def test_a_plan_trains_as_tp_run_does(plans, mlp_target, tmp_path):
         end = float(target.task.loss(model(x), y))
     assert found.tests[-1].mini_batches == 90
     assert found.tests[-1].figures["loss"] == pytest.approx(end, rel=1e-4)
+
+
+def test_what_filling_an_epochs_pipeline_adds_to_times_is_told(plans, mlp_target):
+    over = []
+    for plan in plans:
+        pipeline = pipeline_of(plan)
+        stages = simulate(pipeline, make_schedule(pipeline, 8)).stages
+        over.append(max(ops[-1].end_s for ops in stages) / (8 * plan.predicted.period_s))
+    assert over[0] > 1.05 > over[2]
+    with pytest.warns(TaskWarning, match=f"every 8 .*: timeprest, v-.* {over[0]:.2f} times"):
+        due(plans, mlp_target, steps=8, longer=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskWarning)
+        due(plans[2:], mlp_target, steps=8, longer=1.0)
+        due(plans, mlp_target, steps=75)
 
 
 def test_delays_are_the_plans_that_have_them(profile, mlp_target, tmp_path):
