@@ -175,7 +175,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     mini_batches: int
     seconds: float
-    """Of training, the evaluation left out."""
+    """Of training on the last stage, the evaluation left out."""
     samples_per_s: float
     train_loss: float
     test: dict[str, float]
@@ -309,7 +309,8 @@ def summarize(
     # Like the prediction, the measured period is the slowest stage's. Inline, stages take
     # turns in one process: a period there says nothing about the pipeline.
     periods = [] if inline else [median(r.periods_s) for r in reports if r.periods_s]
-    trained_s = sum(record.seconds for record in epochs)
+    # The epochs' own seconds are the last stage's, which ends while earlier ones still drain.
+    trained_s = max((report.wall_s for report in reports), default=0.0)
     samples = sum(segment.samples for segment in segments)
     return RunSummary(
         variant=plan.variant,

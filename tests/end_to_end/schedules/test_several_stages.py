@@ -334,6 +334,10 @@ def test_times_of_a_worker_are_of_all_its_stages(mlp_profile, mlp_target, tmp_pa
         busy_s = sum(r.compute_s + r.communication_s + r.loading_s for r in (first, second))
         assert first.wall_s == pytest.approx(busy_s + first.idle_s)
         assert first.sent_bytes > 0
+    # The last stage's worker ends before the first one's last backward.
+    first, last = summary.stages[0].wall_s, summary.stages[-1].wall_s
+    assert first > last == pytest.approx(summary.epochs[0].seconds)
+    assert summary.samples_per_s == pytest.approx(4 * plan.mini_batch / first)
 
 
 def test_a_report_has_a_row_for_each_worker(mlp_profile, mlp_target, tmp_path):
