@@ -97,10 +97,10 @@ def results_of(study: Study) -> StudyResults:
     arms = tuple(map(reckoning.arm_result, study.arms))
     times = {p.name: reckoning.seconds(p.arm, p.period_s) for p in study.plans}
     known = {name: time.mean for name, time in times.items() if time is not None}
-    best = min(study.plans, key=lambda p: known.get(p.name, math.inf), default=None)
     prices = {
         p.name: (known[p.name], float(p.memory_bytes)) for p in study.plans if p.name in known
     }
+    best = min(study.plans, key=lambda p: prices.get(p.name, (math.inf, 0)), default=None)
     front = unbeaten(prices)
     plans = []
     for plan in study.plans:

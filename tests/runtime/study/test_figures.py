@@ -309,6 +309,13 @@ def test_of_equals_with_as_little_memory_the_fastest_is_named():
     assert found.recommendation.why.endswith("; of these c holds least memory")
 
 
+def test_of_plans_that_take_as_long_the_one_with_less_memory_is_recommended():
+    arms = [PLAIN_ARM, arm("a", (1.1, 1.2, 1.0)), arm("b", (1.1, 1.2, 1.0))]
+    found = results_of(study(arms, {"a": 1.0, "b": 1.0}, {"a": 2, "b": 1}))
+    assert found.recommendation.plan == "b"
+    assert [plan.plan for plan in found.plans if plan.on_front] == ["b"]
+
+
 def test_where_training_has_hardly_begun_it_is_said():
     # Losses fall by 0.3 in all, and jump by as much from one mini-batch to the next.
     level = [2.3 - 0.001 * k for k in range(LENGTH)]
