@@ -92,7 +92,8 @@ class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     eval_every: Tally
     """Mini-batches between two evaluations; 0: there are none."""
     mixes: bool
-    """A layer mixes the samples of a batch (batch norm): micro-batches are trained as such."""
+    """A layer mixes the samples of a batch (batch norm), or the loss takes them together:
+    micro-batches are trained as such."""
     budget: Budget | msgspec.UnsetType = msgspec.UNSET
     """Unset: every arm is trained to the end."""
     training: dict[str, Any]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch import nn
 
 from ....planner.plan import Plan
 from ....profiles.errors import TargetError, UserError
@@ -34,6 +33,7 @@ from .work import (
     StudyWork,
     arms_of,
     cured,
+    mixes_samples,
     settings_of_all,
     warn_of_filling,
 )
@@ -83,7 +83,7 @@ def prospect(
     length = math.ceil(steps * choices.longer)
     every = _evaluated_every(task, first, settings, choices, length)
     model = target.model(0)
-    mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    mixes = mixes_samples(plans, settings, model)
     long = msgspec.structs.replace(settings, steps=length)
     names = plan_names(plans)
     warn_of_filling(plans, names, long, samples)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
+from torch import nn
 
 from .... import __version__
 from ....planner.plan import Plan, pipeline_of
@@ -26,6 +27,7 @@ from ....profiles.errors import FileError, TaskWarning, UserError
 from ....profiles.files import TaggedFile, file_errors, is_file, read_file, write_bytes
 from ...prepare.data import segments
 from ...prepare.devices import autocast_of
+from ...prepare.prepare import prepare
 from ...settings import RunSettings, without_effect
 from ..figures.study import PLAIN, Curve, Metric, delays_of, trains_plainly
 
@@ -327,6 +329,17 @@ def settings_of_all(
     )
     # Finished trainings are known by their settings.
     return settings if under is None else msgspec.structs.replace(settings, autocast="bfloat16")
+
+
+def mixes_samples(plans: Sequence[Plan], settings: RunSettings, model: nn.Module) -> bool:
+    """Whether micro-batches train something else than whole mini-batches: a layer mixes the samples
+    of a batch, or the loss takes them together. Warns of what does, but for batch norms."""
+    parted = max(plans, key=lambda plan: plan.micro_batches)
+    cautions = prepare(parted, settings).cautions if parted.micro_batches > 1 else ()
+    for line in cautions:
+        warnings.warn(line, TaskWarning, stacklevel=3)
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    return norms or bool(cautions)
 
 
 def warn_of_filling(

@@ -436,6 +436,25 @@ def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [("CentredAlone", "mixes the samples"), ("ContrastiveAlone", "loss can't be taken apart")],
+)
+def test_so_have_other_layers_and_losses_that_take_samples_together(name, said, tmp_path):
+    target = f"{batch_norm_tasks.__file__}:{name}"
+    found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_by_hand(found, "gpipe", 2, 4)
+    with pytest.warns(TaskWarning, match=said):
+        asked = due([plan], target, steps=6, longer=1.0)
+    (arm,) = (k for k, arm in enumerate(asked.work.arms) if arm.micro_batches == 4)
+    assert asked.plans[0].arm == asked.work.arms[arm].name
+    curve = train_one(asked.work, Asked(arm=arm, rate=0.05, warmup=0, seed=0, length=6))
+    settings = RunSettings(task=target, steps=6, optimizer=SGD)
+    run(plan, settings, tmp_path / "run", inline=True)
+    losses = read_losses(RunDir(tmp_path / "run").metrics)
+    assert curve.losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"tune": 1, "warmups": (0, 5)}, "--tune 1: too few"),
