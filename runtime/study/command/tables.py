@@ -111,7 +111,8 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
     lines = [Text(chosen + found.why, style="bold")]
     plain = [plan.name for plan in study.plans if study.arm(plan.arm).kind == "plain"]
     if plain:
-        which = "all that flush or have no delay"
+        alike = " and have as many micro-batches" if study.question.mixes else ""
+        which = f"all that flush or have no delay{alike}"
         lines.append(Text(f"plain training, trained once for {which}: {', '.join(plain)}"))
     edge = [arm.name for arm in study.arms if arm.at_edge]
     if study.question.tune == 1:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from timeprest.planner.comparison.pareto import unbeaten
 from timeprest.profiles.errors import FileError
 from timeprest.profiles.files import MAX_FACTOR
+from timeprest.runtime.study.command.tables import study_lines
 from timeprest.runtime.study.figures.curves import (
     end_value,
     noise_of,
@@ -354,6 +355,13 @@ def test_one_seed_has_no_spread():
     assert found.recommendation.plan == "a"
     assert "one seed" in found.recommendation.why
     assert found.plan("b").time_s.low is None
+
+
+@pytest.mark.parametrize(("mixes", "said"), [(False, "no delay: a"), (True, "as many micro-b")])
+def test_plans_that_share_plain_training_are_said(mixes, said):
+    some = study([PLAIN_ARM, arm("a", (1, 1, 1), "plain")], {"a": 1.0}, mixes=mixes)
+    lines = [line.plain for line in study_lines(some, results_of(some), verbose=False)]
+    assert any(line.startswith("plain training, trained once") and said in line for line in lines)
 
 
 def test_overheads_are_given_along_the_way():
