@@ -482,16 +482,10 @@ class OverheadFit:
         """The training that is a plan's own; None: there is none.
 
         A pipeline that flushes is plain training, but for one whose updates rules from outside have
-        a part in; and so is one without delays.
+        a part in; and so is one without delays, unless it was studied with clipping by stages.
         """
         if plan.delays is None:
             return None
-        n = plan.micro_batches if self._mixes and plan.micro_batches > 1 else 0
-        if trains_plainly(plan.variant, plan.delays):
-            plain = (a for a in self._study.arms if a.kind == "plain")
-            wanted = (plan.update_every, n)
-            same = (a.name for a in plain if (a.update_every, a.micro_batches) == wanted)
-            return next(same, None)
         studied = (
             other.arm
             for other in self._study.plans
@@ -499,7 +493,14 @@ class OverheadFit:
             and (other.update_every, other.micro_batches) == (plan.update_every, plan.micro_batches)
             and (other.delays, other.cure or "") == (plan.delays, plan.cure or "")
         )
-        return next(studied, None)
+        own = next(studied, None)
+        if own is None and trains_plainly(plan.variant, plan.delays):
+            n = plan.micro_batches if self._mixes and plan.micro_batches > 1 else 0
+            plain = (a for a in self._study.arms if a.kind == "plain")
+            wanted = (plan.update_every, n)
+            same = (a.name for a in plain if (a.update_every, a.micro_batches) == wanted)
+            return next(same, None)
+        return own
 
 
 def _unsure(found: Estimate) -> Estimate:

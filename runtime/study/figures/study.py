@@ -324,11 +324,15 @@ def delays_of(stages: Sequence[StagePrediction]) -> tuple[int, ...] | None:
     return found if len(found) == len(stages) else None
 
 
-def trains_plainly(variant: str, delays: Sequence[int] | None) -> bool:
+def trains_plainly(variant: str, delays: Sequence[int] | None, *, clips: bool = False) -> bool:
     """Whether weights are those of plain training: the system flushes, or no gradient is late; and
-    nobody changes updates. None: delays aren't known."""
+    nobody changes updates. None: delays aren't known.
+
+    Args:
+        clips: gradients; each stage its own part, where the system doesn't flush.
+    """
     system = variant_named(variant)
-    in_time = delays is not None and not any(delays)
+    in_time = delays is not None and not any(delays) and not (clips and len(delays) > 1)
     return (replace(system, flushes=True) if in_time else system).is_plain_training
 
 

@@ -125,11 +125,10 @@ def arms_of(
 ) -> tuple[list[ArmSpec], list[str]]:
     """The arms of a study, plain training first; and for each plan the name of its arm.
 
-    Pipelines that flush, or none of whose gradients is late, are plain training and share its arm,
-    unless rules from outside have a part
-    in their updates; but where a layer mixes the samples of a batch (`mixes`), plain training of
-    the same micro-batches one by one. Plans whose operations, cuts and system are the same share an
-    arm as well.
+    Pipelines that flush, or none of whose gradients is late or clipped by stages, are plain
+    training and share its arm, unless rules from outside have a part in their updates; but where a
+    layer mixes the samples of a batch (`mixes`), plain training of the same micro-batches one by
+    one. Plans whose operations, cuts and system are the same share an arm as well.
 
     Args:
         names: of the plans, all different.
@@ -141,7 +140,8 @@ def arms_of(
     arms = [ArmSpec(name=PLAIN, kind="plain", plan=0, rules=_digest("plain", 0, 1))]
     of_plan: list[str] = []
     for k, (plan, name, cure) in enumerate(zip(plans, names, cures, strict=True)):
-        if trains_plainly(plan.variant, delays_of(plan.predicted.stages)):
+        clips = settings.clip_norm is not None
+        if trains_plainly(plan.variant, delays_of(plan.predicted.stages), clips=clips):
             n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
             found = ArmSpec(
                 name=_plain_name(n, plan.update_every),

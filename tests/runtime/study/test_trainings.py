@@ -435,6 +435,19 @@ def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
     assert [plan.arm for plan in asked.plans] == [arm.name for arm in asked.work.arms]
 
 
+def test_a_plan_without_delays_clips_by_stages_as_tp_run_does(profile, mlp_target, tmp_path):
+    plan = plan_by_hand(profile, "timeprest", 3, 2, limits=(1, 1, 1))
+    assert [each.arm for each in due([plan], mlp_target).plans] == [PLAIN]
+    settings = RunSettings(task=mlp_target, steps=12, optimizer=SGD, clip_norm=0.05)
+    chosen = StudyChoices(seeds=2, tune=3, longer=1.0, eval_every=0)
+    asked = prospect([plan], ["plan.json"], settings, chosen)
+    (k,) = (k for k, arm in enumerate(asked.work.arms) if arm.name == asked.plans[0].arm)
+    found = train_one(asked.work, Asked(arm=k, rate=0.05, warmup=0, seed=0, length=12))
+    run(plan, settings, tmp_path / "run", inline=True)
+    losses = read_losses(RunDir(tmp_path / "run").metrics)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("CentredAlone", "mixes the samples"), ("ContrastiveAlone", "loss can't be taken apart")],
