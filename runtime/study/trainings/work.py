@@ -128,7 +128,8 @@ def arms_of(
     Pipelines that flush, or none of whose gradients is late or clipped by stages, are plain
     training and share its arm, unless rules from outside have a part in their updates; but where a
     layer mixes the samples of a batch (`mixes`), plain training of the same micro-batches one by
-    one. Plans whose operations, cuts and system are the same share an arm as well.
+    one, and replicas that share whole mini-batches are trained as such. Plans whose operations,
+    cuts and system are the same share an arm as well.
 
     Args:
         names: of the plans, all different.
@@ -141,7 +142,9 @@ def arms_of(
     of_plan: list[str] = []
     for k, (plan, name, cure) in enumerate(zip(plans, names, cures, strict=True)):
         clips = settings.clip_norm is not None
-        if trains_plainly(plan.variant, delays_of(plan.predicted.stages), clips=clips):
+        plainly = trains_plainly(plan.variant, delays_of(plan.predicted.stages), clips=clips)
+        # Replicas' shares of a whole mini-batch aren't micro-batches one by one.
+        if plainly and not (mixes and plan.system.whole_mini_batches and _most_replicas(plan) > 1):
             n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
             found = ArmSpec(
                 name=_plain_name(n, plan.update_every),
@@ -334,12 +337,17 @@ def settings_of_all(
 def mixes_samples(plans: Sequence[Plan], settings: RunSettings, model: nn.Module) -> bool:
     """Whether micro-batches train something else than whole mini-batches: a layer mixes the samples
     of a batch, or the loss takes them together. Warns of what does, but for batch norms."""
-    parted = max(plans, key=lambda plan: plan.micro_batches)
-    cautions = prepare(parted, settings).cautions if parted.micro_batches > 1 else ()
+    parts = [plan.micro_batches * _most_replicas(plan) for plan in plans]
+    parted = plans[parts.index(max(parts))]
+    cautions = prepare(parted, settings).cautions if max(parts) > 1 else ()
     for line in cautions:
         warnings.warn(line, TaskWarning, stacklevel=3)
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return norms or bool(cautions)
+
+
+def _most_replicas(plan: Plan) -> int:
+    return max(len(stage.devices) for stage in plan.stages)
 
 
 def warn_of_filling(

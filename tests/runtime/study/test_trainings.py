@@ -435,6 +435,19 @@ def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
     assert [plan.arm for plan in asked.plans] == [arm.name for arm in asked.work.arms]
 
 
+def test_replicas_that_share_whole_mini_batches_have_statistics_of_their_own(tmp_path):
+    target = f"{batch_norm_tasks.__file__}:Traced"
+    found = measure(resolve(target), batch_size=8, micro_batch_sizes=[4, 8], seconds=0)
+    plan = plan_by_hand(found, "pipedream", 1, 1, replicas=[2])
+    asked = due([plan], target, steps=6, longer=1.0)
+    (k,) = (k for k, arm in enumerate(asked.work.arms) if arm.name == asked.plans[0].arm)
+    curve = train_one(asked.work, Asked(arm=k, rate=0.05, warmup=0, seed=0, length=6))
+    settings = RunSettings(task=target, steps=6, optimizer=SGD)
+    run(plan, settings, tmp_path / "run", inline=True)
+    losses = read_losses(RunDir(tmp_path / "run").metrics)
+    assert curve.losses == pytest.approx(losses, rel=1e-5)
+
+
 def test_a_plan_without_delays_clips_by_stages_as_tp_run_does(profile, mlp_target, tmp_path):
     plan = plan_by_hand(profile, "timeprest", 3, 2, limits=(1, 1, 1))
     assert [each.arm for each in due([plan], mlp_target).plans] == [PLAIN]
