@@ -69,6 +69,9 @@ def is_users_object(value: object) -> bool:
 def entries(value: Any) -> tuple[int, Iterable[tuple[Any, Any]]] | None:
     """How much is in a collection or an object of the user's, and that, with keys, positions or
     names; None of what is neither."""
+    if isinstance(value, dict):
+        # What it has itself: a subclass may load or compute more where it is asked.
+        return dict.__len__(value), dict.items(value)
     if isinstance(value, Mapping):
         return len(value), value.items()
     if isinstance(value, (list, tuple, deque, set, frozenset)):

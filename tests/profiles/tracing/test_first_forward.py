@@ -69,6 +69,24 @@ def test_a_look_leaves_no_hook_on_a_weight_and_no_other_mode():
     assert model._non_persistent_buffers_set == {"seen"}
 
 
+class Loading(dict):
+    """Loads what it gives, as transformers does the classes of all its models."""
+
+    def __len__(self):
+        return 3
+
+    def items(self):
+        raise ValueError("not there")
+
+
+def test_a_dict_loads_nothing_for_a_look():
+    model, _ = model_and_call("freezes")
+    model.classes = Loading(first=1)
+    with unchanged(model):
+        model.classes["second"] = 2
+    assert dict.items(model.classes) == {"first": 1}.items()
+
+
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_first_forward_does_once_stays(kind, fake):
