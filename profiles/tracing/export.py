@@ -7,8 +7,9 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from operator import getitem
 from typing import Any
 
 import torch
@@ -167,24 +168,92 @@ def _copy(
     }
     signature = list(inspect.signature(model.forward).parameters)
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, Any] = {}
     attributes: dict[str, Any] = {}
+    bodies = {node: _without_gradients(exported, node) for node in exported.graph.nodes}
+    opened = {node.args[1] for node, body in bodies.items() if body is not None}
     inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
     for node, label in zip(inputs, call.labels(signature), strict=True):
         copies[node] = graph.placeholder(label)
     for node in exported.graph.nodes:
+        if node in opened:
+            continue
         if node.op == "get_attr":
             path = str(node.target)
             target = path.removeprefix(_PREFIX)
             found = own.get(target)
             attributes[target] = fetch_attribute(exported, path) if found is None else found
             copies[node] = graph.create_node("get_attr", target, name=node.name)
+        elif (body := bodies[node]) is not None:
+            given = [copies[argument] for argument in node.args[2:]]
+            copies[node] = _copy_cut_off(graph, body, given, attributes)
         elif node.op == "call_function":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            of: Any = copies.get(node.args[0]) if node.target is getitem else None
+            copies[node] = (
+                of[node.args[1]]  # a result of such a body
+                if isinstance(of, tuple)
+                else graph.node_copy(node, copies.__getitem__)
+            )
     (leaves,) = output_node(exported.graph).args
     nodes = tuple(copies[leaf] for leaf in leaves)  # type: ignore[union-attr, index]
     graph.output(fill(structure, nodes, graph.call_function))
     return graph, attributes
+
+
+def _without_gradients(exported: fx.GraphModule, node: fx.Node) -> fx.Graph | None:
+    """What an operator does under torch.no_grad, where that may stand in the graph itself: in
+    evaluation it does, as all is without gradients."""
+    if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+        return None
+    body: fx.Graph = fetch_attribute(exported, str(node.args[1].target)).graph  # type: ignore[union-attr]
+    plain = all(map(_is_plain, (inner for inner in body.nodes if inner.op not in _ENDS)))
+    return body if plain else None
+
+
+_ENDS = ("placeholder", "output")
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether an operation has no body of its own and changes nothing, such as a weight."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable
+    return node.op == "call_function" and not isinstance(
+        node.target, torch._ops.HigherOrderOperator
+    )
+
+
+def _copy_cut_off(
+    graph: fx.Graph, body: fx.Graph, given: Sequence[fx.Node], attributes: Mapping[str, Any]
+) -> tuple[fx.Node, ...]:
+    """A body's operations in the graph, cut off from gradients behind each that could have some;
+    its results."""
+    inputs = [node for node in body.nodes if node.op == "placeholder"]
+    copies = dict(zip(inputs, given, strict=True))
+    fetched = {node: attributes[str(node.target)] for node in given if node.op == "get_attr"}
+    without = {node for node in given if node.op == "placeholder"}
+    without |= {node for node, found in fetched.items() if not found.requires_grad}
+    for node in body.nodes:
+        if node.op in _ENDS:
+            continue
+        learns = not without.issuperset(map(copies.__getitem__, node.all_input_nodes))
+        cut = learns and isinstance(node.meta.get("val"), Tensor)
+        made = graph.create_node(
+            "call_function",
+            node.target,
+            *fx.map_arg((node.args, node.kwargs), copies.__getitem__),
+            name=f"{node.name}_learning" if cut else node.name,
+        )
+        made.meta = dict(node.meta)
+        if cut:
+            # By the name that evaluation has for it.
+            cut_off = torch.ops.aten.detach.default
+            made = graph.create_node("call_function", cut_off, (made,), name=node.name)
+            made.meta = dict(node.meta)
+        copies[node] = made
+        if cut or not learns:
+            without.add(made)
+    (results,) = output_node(body).args
+    return tuple(copies[node] for node in results)  # type: ignore[union-attr]
 
 
 def _homes(node: fx.Node) -> list[Home]:

@@ -15,7 +15,7 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.front_ends import trace
-from timeprest.profiles.tracing.graph import graph_of
+from timeprest.profiles.tracing.graph import graph_of, why_not_evaluated
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from torch import is_autocast_enabled, nn
@@ -88,6 +88,48 @@ def test_an_evaluation_has_no_gradients(kind):
     traced = trace(model.eval(), "it", positional(torch.randn(2, 4)))
     with torch.no_grad():
         assert torch.equal(traced.module(x), model(x))
+
+
+class Teacher(nn.Module):
+    """Whose first layers are without gradients, and are told in a buffer or not."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(4, 8), nn.Linear(4, 6), nn.Linear(6, 3)
+        self.counts = counts
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        given = self.last.bias.sum() + x
+        with torch.no_grad():
+            if self.counts:
+                self.calls += 1
+            left, right = torch.tanh(self.a(given)).chunk(2, 1)
+            taught = self.b(left * right)
+        return self.last(taught.relu()) + left[:, :3]
+
+
+def test_layers_without_gradients_are_layers_in_both_modes():
+    torch.manual_seed(0)
+    model, x = Teacher(), torch.randn(5, 4)
+    found = [
+        trace(model.train(on), "it", positional(x), front_end="export") for on in (True, False)
+    ]
+    assert [layer.name for layer in found[0].layers][-3:] == ["a", "b", "last"]
+    assert why_not_evaluated(*found) == ""
+    found[0].module(x).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+        "last.weight",
+        "last.bias",
+    ]
+    # None of what may go between stages has one.
+    cut = [node for node in graph_of(found[0].module).nodes if "detach" in str(node.target)]
+    assert [node.name for node in cut] == ["linear", "linear_1"]
+
+
+def test_what_is_changed_without_gradients_stays_in_one_operation():
+    traced = trace(Teacher(counts=True), "it", positional(torch.randn(5, 4)), front_end="export")
+    assert "a" not in [layer.name for layer in traced.layers]
 
 
 class AsksTask(MLPTask):
