@@ -84,6 +84,21 @@ def whole_numbers(where: str, name: str, value: Any) -> Tensor:
     return torch.from_numpy(found.astype(np.int64))
 
 
+def text_in(where: str, row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The text in the first of these columns that a row has.
+
+    Args:
+        where: which row, for the error.
+
+    Raises TargetError where that holds no text: one that is missing has no tokens.
+    """
+    name = next(name for name in names if name in row)
+    text = row[name]
+    if not isinstance(text, str):
+        raise TargetError(f"{where}: its {name} is {str(text)[:40]!r}, which is no text")
+    return text
+
+
 def check_length(where: str, name: str, value: Sequence[Any] | Tensor, ids: str, of: Any) -> None:
     """Check that a row has as many of a column as it has ids. Raises TargetError."""
     if len(value) != len(of):

@@ -26,7 +26,7 @@ from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
 from ..tasks.task import Split
 from ..zoo.synthetic import FIRST_SEED, IGNORED, mask_tokens
 from .classes import LABELS, check_class_numbers, labels_of_text
-from .columns import BESIDE, check_length, longest, whole_numbers
+from .columns import BESIDE, check_length, longest, text_in, whole_numbers
 from .images import PixelScale, pixel_scale, pixels
 from .model import (
     BYTES,
@@ -382,16 +382,15 @@ class HuggingFaceSamples(Dataset[Any]):
 
     def _inputs(self, index: int, row: Mapping[str, Any]) -> dict[str, Tensor]:
         """What goes into the model, filled up."""
+        where = f"{self._request.target}: row {index}"
         if "input_ids" in row:
-            where = f"{self._request.target}: row {index}"
             wanted = self._arguments.intersection((*IDS, *BESIDE))
             found = {name: whole_numbers(where, name, row[name]) for name in wanted if name in row}
             for name, of in BESIDE.items():
                 if name in found and of in found:
                     check_length(where, name, found[name], of, found[of])
         else:
-            text = str(next(row[name] for name in _TEXTS if name in row))
-            ids = self._coder.ids(text, self._lengths.inputs)
+            ids = self._coder.ids(text_in(where, row, _TEXTS), self._lengths.inputs)
             found = {"input_ids": torch.from_numpy(ids.copy())}
         found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
         return {name: self._fill(name, value) for name, value in found.items()}
@@ -411,11 +410,12 @@ class HuggingFaceSamples(Dataset[Any]):
         family = self._request.family
         if family in ("classification", "image"):
             return self._class(index, row)
+        where = f"{self._request.target}: row {index}"
         given = next((row[name] for name in LABELS if name in row), None)
         if given is None and family == "seq2seq":
-            given = self._coder.ids(str(row["target"]), self._lengths.labels, answer=True)
+            text = text_in(where, row, ("target",))
+            given = self._coder.ids(text, self._lengths.labels, answer=True)
         if given is not None:
-            where = f"{self._request.target}: row {index}"
             labels = whole_numbers(where, "labels", given)
             if family != "seq2seq" and "input_ids" in row:
                 check_length(where, "labels", labels, "input_ids", row["input_ids"])

@@ -542,6 +542,8 @@ def test_images_of_a_palette_are_seen_in_colour(seen):
         ("gpt2,vocab_size=9", [{"input_ids": [2], "labels": [9]}], "row 0 has 9 among its labels"),
         ("gpt2", [{"words": "a"}], "has columns words; for causal there must be input_ids or text"),
         ("t5", [{"input_ids": [2]}], "for seq2seq there must be input_ids and labels"),
+        ("gpt2", [{"text": None}], "row 0: its text is 'None', which is no text"),
+        ("t5", [{"source": "a", "target": ["b"]}], "row 0: its target is .*, which is no text"),
         ("gpt2", [{"input_ids": [2], "position_ids": [0]}], "position_ids.*isn't given here"),
         ("gpt2", [[1, 2]], "a row of its data is a list"),
         ("gpt2", {"test": []}, "has splits test, but no 'train'"),
