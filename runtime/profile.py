@@ -44,10 +44,10 @@ def measured(name: str, asked: Mapping[str, Any], progress: Progress | None = No
 
 def _tried(case: TrialCase) -> TrialReport:
     """`try_in_pieces`, and whether the forward can be taken apart."""
-    calls, (_, target) = [call for call, _ in case.micro_batches], case.micro_batches[0]
+    calls, targets = zip(*case.micro_batches, strict=True)
 
-    def loss(result: Any) -> Any:
-        return own_copy(case.task).loss(result, target)
+    def loss(result: Any, part: int) -> Any:
+        return own_copy(case.task).loss(result, targets[part])
 
     with forward_context(case.autocast, case.device.type):
         mixed = why_mixed(case.model, calls, loss)

@@ -54,7 +54,7 @@ _SHARE = 0.5
 experts, has few of them do so."""
 
 
-def why_mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any], Any]) -> str:
+def why_mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any, int], Any]) -> str:
     """Why a forward of samples isn't what it is of parts of them, in one sentence; empty: it is, or
     that can't be told: it fails on some of them, or draws random numbers.
 
@@ -64,7 +64,7 @@ def why_mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any], Any
     Args:
         model: in training mode; called in the modes (autocast) that are on.
         parts: of as many samples each.
-        loss: of the first part's result. What it doesn't go by doesn't count.
+        loss: of a part's result, and which part it is. What it doesn't go by doesn't count.
     """
     try:
         with torch.no_grad(), WithoutDropout(), HeldStatistics():
@@ -75,7 +75,7 @@ def why_mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any], Any
         return ""
 
 
-def _mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any], Any]) -> str:
+def _mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any, int], Any]) -> str:
     tensors = [torch.cat(some) for some in zip(*(part.tensors for part in parts), strict=True)]
     every, sizes = parts[0].with_tensors(tensors), [len(part.tensors[0]) for part in parts]
 
@@ -94,8 +94,13 @@ def _mixed(model: nn.Module, parts: Sequence[Call], loss: Callable[[Any], Any]) 
         return ""
     result, structure = _result(model, parts[0])
     with unchanged(model):
-        taken = _taken(result, structure, loss)
+        taken = _taken(result, structure, lambda found: loss(found, 0))
     odd = {k: is_term for k, is_term in odd.items() if taken is None or k in taken}
+    if any(odd.values()) and (weights := _weights(model, parts, loss)):
+        for k in [k for k, is_term in odd.items() if is_term]:
+            mean = _mean([of_part[k] for of_part in in_parts], weights)
+            if _close(mean, whole[k], within * _OF_TERM).all():
+                del odd[k]
     if not odd:
         return ""
     calls = []
@@ -156,6 +161,19 @@ def _taken(result: Sequence[Tensor], structure: Any, loss: Callable[[Any], Any])
     return None
 
 
+def _weights(
+    model: nn.Module, parts: Sequence[Call], loss: Callable[[Any, int], Any]
+) -> list[float]:
+    """By what a loss of (sum, weight) counts each part; empty: it is a mean, or can't be told."""
+    found = []
+    with suppress(Exception), unchanged(model):  # the user's code
+        for k, part in enumerate(parts):
+            result, structure = _result(model, part)
+            found.append(read_loss(loss(fill(structure, result), k)).weight)
+    weights = [weight for weight in found if weight is not None]
+    return weights if len(weights) == len(parts) and any(weights) else []
+
+
 # Two ways compared ------------------------------------------------------------------------------
 
 
@@ -187,8 +205,7 @@ def odd_in(
         if moved is None:
             continue
         if not moved:
-            mean = sum(t * (n / sum(sizes)) for t, n in zip(of_parts, sizes, strict=True))
-            odd = not _close(torch.as_tensor(mean), of_all, of_term).all()
+            odd = not _close(_mean(of_parts, sizes), of_all, of_term).all()
         elif len(moved) == 1:
             same = _close(torch.cat(of_parts, moved[0]), of_all, within).movedim(moved[0], 0)
             samples = (~same).reshape(sum(sizes), -1).any(1)
@@ -199,6 +216,11 @@ def odd_in(
         if odd:
             found[k] = not moved
     return found
+
+
+def _mean(of_parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    each = zip(of_parts, weights, strict=True)
+    return torch.as_tensor(sum(t * (weight / sum(weights)) for t, weight in each))
 
 
 def _moved(of_all: Tensor, of_parts: Sequence[Tensor], sizes: Sequence[int]) -> list[int] | None:

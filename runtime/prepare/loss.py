@@ -168,8 +168,9 @@ def why_mixed(traced: TracedTask, samples: int) -> str:
         call, target = traced.target.call(2 * half)
         parts = [pick(call.tensors, slice(k, k + half), 2 * half) for k in (0, half)]
 
-        def loss(result: Any) -> Any:
-            return own_copy(traced.task).loss(result, pick(target, slice(half), 2 * half))
+        def loss(result: Any, part: int) -> Any:
+            rows = slice(part * half, (part + 1) * half)
+            return own_copy(traced.task).loss(result, pick(target, rows, 2 * half))
 
         calls = [call.with_tensors(tensors) for tensors in parts]
         return forward_parts.why_mixed(traced.model, calls, loss)

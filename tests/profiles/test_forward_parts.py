@@ -136,7 +136,7 @@ def told(function, modules, dtype=torch.float32):
     model.calls = 0
     x = torch.randn(8, 20, dtype=dtype)
 
-    def loss(result):
+    def loss(result, part):
         first, *others = result if isinstance(result, tuple) else (result,)
         # Of figures nothing is trained.
         if len(others) == 3:
@@ -164,6 +164,22 @@ def test_what_mixes_samples_is_named(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_is_said_of_others(name, dtype):
     assert told(*OTHERS[name], dtype) == ""
+
+
+@pytest.mark.parametrize(("counted", "told"), [(True, False), (False, True)])
+def test_a_mean_over_what_a_loss_counts_is_no_other_term(counted, told):
+    """As of labels, of which a part of the samples has more, in a model that has its loss."""
+    torch.manual_seed(0)
+    model = Layer(lambda model, h: (h, h[h[:, 0] > 0].square().mean()))
+    x = torch.randn(8, 20)
+    x[4:] += 9 * model.first.weight[0].detach()
+    parts = [Call((some,), (None,)) for some in (x[:4], x[4:])]
+
+    def loss(result, part):
+        count = (torch.tanh(model.first(parts[part].tensors[0]))[:, 0] > 0).sum()
+        return (result[1] * count, count) if counted else result[1]
+
+    assert ("output 1 of the model's result" in why_mixed(model, parts, loss)) == told
 
 
 def test_numbers_of_other_generators_are_seen():
