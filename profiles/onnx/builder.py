@@ -37,6 +37,9 @@ _LITERAL_LIMIT = 64
 """Elements; larger constants in shape arithmetic are buffers."""
 _NO_WEIGHT = 1e30
 """Constants this large are masks, not something to train."""
+_MADE = re.compile(r"val_\d+")
+"""What torch.onnx calls constants that it makes, by torch.export; a parameter has its own name, but
+for weights that are folded, such as a transposed one. One number is a factor, as of attention."""
 
 
 class GraphBuilder:
@@ -67,7 +70,8 @@ class GraphBuilder:
         for x in file.inputs:
             self._add_input(x)
         for name, tensor in file.initializers.items():
-            self.values[name] = self.constant(name, tensor, trainable=True)
+            made = tensor.shape == (1,) and _MADE.fullmatch(name)
+            self.values[name] = self.constant(name, tensor, trainable=not made)
 
     def _add_input(self, x: OnnxInput) -> None:
         name = identifier(x.name)

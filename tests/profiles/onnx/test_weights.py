@@ -80,6 +80,16 @@ def test_beside_initializers_only_what_operators_take_as_weights_is(tmp_path):
     assert trained(path) == [(8, 3, 3, 3), (8, 4)]
 
 
+def test_a_factor_that_the_exporter_made_is_not_trained(tmp_path):
+    nodes = [
+        helper.make_node("Mul", ["x", "val_3"], ["scaled"]),
+        helper.make_node("MatMul", ["scaled", "val_4"], ["taken"]),
+        helper.make_node("Mul", ["taken", "gain"], ["y"]),
+    ]
+    weights = [tensor("val_3", 1), tensor("val_4", 5, 3), tensor("gain", 1)]
+    assert trained(save(tmp_path, nodes, [-1, 5], weights)) == [(1,), (5, 3)]
+
+
 def test_a_file_without_weights_is_planned_and_not_trained(tmp_path):
     nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Tanh", ["r"], ["y"])]
     path = save(tmp_path, nodes, ["n", 6])
