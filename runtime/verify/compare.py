@@ -23,8 +23,8 @@ TOLERANCES = {
 
 FLOOR = 1e-2
 """Of the tolerance: what passes over the largest gradient of any parameter. Some gradients are 0
-but for rounding (a bias ahead of a batch norm): of them nothing is left to compare with, and
-weights that never had another aren't compared."""
+but for rounding (a bias ahead of a batch norm, the keys' part of an attention's): of them nothing
+is left to compare with, and weights that had such aren't compared."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,9 +87,11 @@ def compare(
             counts, and weights don't.
         spread: by parameter, what else its final weights may differ by.
     """
-    noise = _rounding_alone(wanted, tolerance)
-    state = {name: tensor for name, tensor in wanted.state.items() if name not in noise}
-    weights = _weights(found.state, state, tolerance, spread or {})
+    state = dict(found.state)
+    for name, rounded in _rounding_alone(found, wanted, tolerance).items():
+        if name in state and name in wanted.state:
+            state[name] = torch.where(rounded, wanted.state[name], state[name])
+    weights = _weights(state, wanted.state, tolerance, spread or {})
     return (
         _losses(found.losses, wanted.losses, tolerance),
         _gradients(found, wanted, wanted.updates[:1] if drifts else wanted.updates, tolerance),
@@ -115,15 +117,26 @@ def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -
     return _worst("loss", differences)
 
 
-def _rounding_alone(wanted: TrainingResults, tolerance: float) -> set[str]:
-    """Parameters whose gradients were never more than rounding errors: neither is what updates made
-    of them, however far Adam's go."""
-    found: list[set[str]] = []
+def _rounding_alone(
+    found: TrainingResults, wanted: TrainingResults, tolerance: float
+) -> dict[str, Tensor]:
+    """By parameter, of which numbers some gradient was so small that rounding errors changed it:
+    what updates made of it is no more than those, however far Adam's go."""
+    rounded: dict[str, Tensor] = {}
     for k in range(len(wanted.updates)):
-        scales = {name: largest(g) for name, g in gradients_in(wanted.gradients, k)}
-        floor = FLOOR * tolerance * max(scales.values(), default=0.0)
-        found.append({name for name, scale in scales.items() if 0 < scale <= floor})
-    return set.intersection(*found) if found else set()
+        floor = _floor(wanted, k, tolerance)
+        mine = dict(gradients_in(found.gradients, k))
+        for name, gradient in gradients_in(wanted.gradients, k):
+            if name in mine:
+                off = (_wide(mine[name]) - _wide(gradient)).abs()
+                now = (off > tolerance * _wide(gradient).abs()) & (off <= floor)
+                rounded[name] = rounded[name] | now if name in rounded else now
+    return rounded
+
+
+def _floor(wanted: TrainingResults, update: int, tolerance: float) -> float:
+    sizes = (largest(gradient) for _, gradient in gradients_in(wanted.gradients, update))
+    return FLOOR * tolerance * max(sizes, default=0.0)
 
 
 def _gradients(
@@ -133,7 +146,7 @@ def _gradients(
     differences = []
     for k, b in enumerate(updates):
         scales = {name: largest(g) for name, g in gradients_in(wanted.gradients, k)}
-        floor = FLOOR * tolerance * max(scales.values(), default=0.0)
+        floor = _floor(wanted, k, tolerance)
         mine = dict(gradients_in(found.gradients, k))
         for name, gradient in gradients_in(wanted.gradients, k):
             if name in mine:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, profiled
+from safetensors.torch import save_file
 from timeprest.cli.run import main
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.dropout import HeldStatistics, WithoutDropout
@@ -437,6 +438,20 @@ def test_what_rounding_alone_has_moved_is_not_compared():
     weight = report.against[-1].differences[2]
     assert weight.name != "between.bias"
     assert 0 < weight.absolute < 1e-14
+
+
+def test_rounding_may_be_all_that_some_numbers_of_a_gradient_are(tmp_path):
+    """Of a bias for queries, keys and values those of the keys, which Adam moves all the same."""
+
+    def trained(rounding, weights):
+        folder = tmp_path / str(rounding)
+        folder.mkdir(exist_ok=True)
+        save_file({"bias": torch.tensor([0.5, rounding])}, folder / "0.safetensors")
+        return TrainingResults([1.0], [folder], {"bias": torch.tensor(weights)}, [0])
+
+    wanted = trained(3e-9, [0.25, 0.5])
+    assert compare(trained(-1e-9, [0.25, -0.5]), wanted, 1e-4)[2].same
+    assert not compare(trained(-1e-9, [0.75, 0.5]), wanted, 1e-4)[2].same
 
 
 def test_differences_end_with_code_1_and_as_json(tmp_path):
