@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -140,4 +141,4 @@ def _one_number(found: Any) -> Tensor:
 def _as_number(found: Any) -> float | None:
     if isinstance(found, Tensor):
         found = found.item() if found.numel() == 1 else None
-    return found if isinstance(found, (int, float)) else None
+    return float(found) if isinstance(found, Real) else None

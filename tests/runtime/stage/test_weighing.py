@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from helpers.alike import assert_same_weights, check_processes
@@ -341,6 +342,7 @@ def test_what_a_metric_may_be():
     assert read_figure("a", 0.5, 4) == (2.0, 4)
     assert read_figure("a", torch.tensor(0.5), 4) == (2.0, 4)
     assert read_figure("a", (torch.tensor(3), torch.tensor(6)), 4) == (3, 6)
+    assert read_figure("a", (np.float32(0.5), np.int64(6)), 4) == (0.5, 6)
     for bad in ((1, -1), (1, None, 2), torch.ones(2), "x", (torch.ones(2), 1)):
         with pytest.raises(TargetError, match="the task's metric 'a'"):
             read_figure("a", bad, 4)
