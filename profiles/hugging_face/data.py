@@ -91,6 +91,12 @@ def splits_of(target: str, found: Any) -> dict[Split, Any]:
 
     Raises TargetError where there are none for training.
     """
+    for rows in found.values() if isinstance(found, Mapping) else [found]:
+        if not hasattr(rows, "__len__") or hasattr(rows, "iterrows"):
+            raise TargetError(
+                f"{target}: its data, of class {type(rows).__name__}, has no rows by number: give "
+                "a list, or a Dataset (of a DataFrame, Dataset.from_pandas makes one)"
+            )
     by_name = isinstance(found, Mapping) and bool(set(found) & set(SPLITS["train"]))
     if isinstance(found, Mapping) and not by_name:
         if any(set(found) & set(names) for names in SPLITS.values()):

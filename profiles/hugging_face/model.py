@@ -192,7 +192,11 @@ def read(target: str, argument: str) -> Request:
     for key in texts:
         if key not in known | ours:
             shown = ", ".join([*sorted(ours), *OURS, *_some(known)])
-            raise TargetError(f"{target}: there is no {key!r}; among its arguments are {shown}")
+            near = get_close_matches(key, sorted(known | ours), 1, 0.75)
+            more = f" (did you mean {near[0]}?)" if near else ""
+            raise TargetError(
+                f"{target}: there is no {key!r}{more}; among its arguments are {shown}"
+            )
     if settings["weights"] not in ("", "random"):
         raise TargetError(
             f"{target}: weights={settings['weights']}: leave it out for the folder's own, or say "
@@ -339,7 +343,10 @@ def request_of(config: Any, head: str, length: int | None, padding: str = "") ->
     """
     target = type(config).__name__
     if not is_config(config):
-        raise TargetError(f"{target}: isn't a config of transformers")
+        more = ": give its .config, or a folder that it was saved to for its weights, too"
+        raise TargetError(
+            f"{target}: isn't a config of transformers{more * hasattr(config, 'save_pretrained')}"
+        )
     config = _without_cache(copy.deepcopy(config))
     family = _family(target, config.model_type, config, head)
     _take_first_class(target, config, family)

@@ -122,6 +122,7 @@ def test_some_samples_are_padded_and_none_is_all_padding(name):
         ("gemma3", ["no vocab_size", "hf:gemma3_text"]),
         ("gptj,rotary_dim=64", ["tensor a (16)", "of its config, rotary_dim=64"]),
         ("gpt2,layers=2", ["'layers'", "vocab_size", "num_hidden_layers", "length"]),
+        ("gpt2,n_layers=2", ["'n_layers' (did you mean n_layer?)"]),
         ("gpt2,n_layer", ["n_layer", "key=value"]),
         ("gpt2,n_layer=many", ["n_layer", "many"]),
         ("gpt2,use_cache=true", ["use_cache"]),

@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
+pandas = pytest.importorskip("pandas")
 
 SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
 SPLITS = ("train", "test")
@@ -542,6 +543,8 @@ def test_images_of_a_palette_are_seen_in_colour(seen):
         ("gpt2,vocab_size=9", [{"input_ids": [2], "labels": [9]}], "row 0 has 9 among its labels"),
         ("gpt2", [{"words": "a"}], "has columns words; for causal there must be input_ids or text"),
         ("t5", [{"input_ids": [2]}], "for seq2seq there must be input_ids and labels"),
+        ("gpt2", (row for row in ()), "of class generator, has no rows by number: give a list"),
+        ("gpt2", {"train": pandas.DataFrame()}, "of class DataFrame, .*Dataset.from_pandas"),
         ("gpt2", [{"text": None}], "row 0: its text is 'None', which is no text"),
         ("t5", [{"source": "a", "target": ["b"]}], "row 0: its target is .*, which is no text"),
         ("gpt2", [{"input_ids": [2], "position_ids": [0]}], "position_ids.*isn't given here"),
