@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
 from ...profiles.tasks.hooks import RunLength
-from ...profiles.tasks.samples import check_batches, comes_in_batches, dataset_size, size_of
+from ...profiles.tasks.samples import (
+    batch_size_of,
+    check_batches,
+    collates,
+    comes_in_batches,
+    size_of,
+)
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
@@ -280,8 +288,12 @@ def check_padding(
         size = min(samples)
         try:
             found: Any = task.data("test")
-            # Where batches are put together elsewhere, each may end in a part of a micro-batch.
-            count = 1 if comes_in_batches(found) else dataset_size(found, "test")
+            count = size_of(found, "test", plan.mini_batch) or 1
+            if comes_in_batches(found):
+                # Of batches of any size, as of a stream, each may end in a part of a micro-batch.
+                stream = isinstance(getattr(found, "dataset", None), IterableDataset)
+                each = plan.mini_batch if collates(found) else batch_size_of(found) or 1
+                count = math.gcd(count, 1 if stream else each)
         except Exception:  # the user's code, which the evaluation is to tell of
             return
         if not count % size:

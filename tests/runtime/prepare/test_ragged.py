@@ -223,6 +223,18 @@ def test_nothing_is_refused_where_nothing_is_padded(tmp_path):
     assert len(read_losses(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
+def test_test_data_in_batches_of_whole_micro_batches_are_evaluated(tmp_path):
+    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", 2, 4)
+    settings = RunSettings(task=f"{FILE}:TimeFirstLoaded", epochs=1)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    task = resolve(settings.task).task
+    inputs, target = task.data("test").dataset[:]
+    model = task.model()
+    model.load_state_dict(load_weights(tmp_path / "run"))
+    loss = task.loss(model(inputs), target).item()
+    assert summary.epochs[-1].test["loss"] == pytest.approx(loss, abs=1e-10)
+
+
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest"])
 def test_one_stage_is_plain_training_in_any_system(variant, few_profile, tmp_path):
     plan = plan_by_hand(few_profile, variant, 1, 3)
