@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -243,8 +243,7 @@ def selections(
     Returns:
         At most `MOST_SELECTIONS`; none where nothing is worth it.
     """
-    kept = KeptStorages(profile)
-    steps = list(_steps(kept, micro_batch, at_once))
+    steps = _steps(profile, micro_batch, at_once)
     if not steps:
         return ()
     time_s, nbytes = [0.0], [0.0]
@@ -254,7 +253,7 @@ def selections(
     forward_s = sum(_forward_s(profile, k, micro_batch) for k in range(len(profile.layers)))
     # The last point is that of whole forwards, after which next to nothing is kept.
     time_s.append(max(forward_s, time_s[-1]))
-    nbytes.append(-float(_all_bytes(kept, micro_batch)) * (1 - at_once))
+    nbytes.append(-float(_all_bytes(KeptStorages(profile), micro_batch)) * (1 - at_once))
     found = []
     for k in sorted(_corners(time_s, nbytes, MOST_SELECTIONS)):
         layers = (profile.layers[j].name for added, _, _ in steps[:k] for j in added)
@@ -266,7 +265,7 @@ def in_steps(
     profile: Profile, micro_batch: int, at_once: float = 0.0
 ) -> tuple[frozenset[str], ...]:
     """Layers in the sequence in which `selections` adds them to its sets."""
-    steps = _steps(KeptStorages(profile), micro_batch, at_once)
+    steps = _steps(profile, micro_batch, at_once)
     return tuple(frozenset(profile.layers[j].name for j in added) for added, _, _ in steps)
 
 
@@ -354,6 +353,12 @@ class _Gains:
         self._private = _private_bytes(kept, micro_batch)
         self._forward_s = [_forward_s(kept.profile, k, micro_batch) for k in range(len(layers))]
         self._least_s = 1e-9 * sum(self._forward_s) or 1.0
+        self._before = cache(lambda name: kept.kept(name, self.recomputed))
+
+    def recompute(self, added: list[int]) -> None:
+        """Compute these layers again, from now on."""
+        self.recomputed.update(added)
+        self._before.cache_clear()
 
     def of(self, k: int) -> _Gain:
         """Of layer k: alone, or with those that make what would have to be kept for it, such as
@@ -372,7 +377,7 @@ class _Gains:
         after, fed = recomputed | set(added), []
         freed = sum(self._private[j] for j in added) * (1 - at_once)
         for name in sorted({name for j in added for name in kept.of_layer[j]}):
-            before, then = kept.kept(name, recomputed), kept.kept(name, after)
+            before, then = self._before(name), kept.kept(name, after)
             freed += self._sizes[name] * (before - then)
             if at_once and name in kept.savers and kept.is_recomputed(name, after):
                 freed -= self._sizes[name] * at_once * (not kept.is_recomputed(name, recomputed))
@@ -388,11 +393,19 @@ class _Gains:
         return -float(f"{found.rate:.9g}"), -found.freed, k
 
 
+@lru_cache(maxsize=4)
 def _steps(
+    profile: Profile, micro_batch: int, at_once: float
+) -> tuple[tuple[list[int], float, float], ...]:
+    """Layers to compute again, with the seconds of their forwards and the bytes that are freed for
+    a micro-batch in flight, less those made anew at once; the most bytes for each second first.
+    Searches of one profile ask again, and of hundreds of layers it takes seconds."""
+    return tuple(_each_step(KeptStorages(profile), micro_batch, at_once))
+
+
+def _each_step(
     kept: KeptStorages, micro_batch: int, at_once: float
 ) -> Iterator[tuple[list[int], float, float]]:
-    """Layers to compute again, with the seconds of their forwards and the bytes that are freed for
-    a micro-batch in flight, less those made anew at once; the most bytes for each second first."""
     gains, near = _Gains(kept, micro_batch, at_once), kept.near
     recomputed = gains.recomputed
     known = [gains.turn(k) for k in range(len(near))]
@@ -406,7 +419,7 @@ def _steps(
         if found[0] >= 0:
             return
         _, step_s, freed, added = gains.of(k)
-        recomputed.update(added)
+        gains.recompute(added)
         yield added, step_s, freed
         touched = set().union(*(near[j] for j in added))
         # What makes a neighbour's storages counts there, too.
