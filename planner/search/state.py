@@ -74,14 +74,16 @@ class Budget:
         Args:
             needed: though they may take longer than there is time.
         """
-        left = self.seconds_left
-        if not needed and left is not None and self.expected_s(operations) > left:
-            raise self.over()
+        if not needed:
+            self.check_time_for(operations)
         self.tried += 1
-        self.effort -= operations
-        if self.effort < 0 and self.tried > _LEAST_TRIED:
-            raise OutOfBudget("effort")
-        self.check()
+        self.take(operations)
+
+    def check_time_for(self, operations: int) -> None:
+        """Raises OutOfBudget where so many may take longer than there is time."""
+        left = self.seconds_left
+        if left is not None and self.expected_s(operations) > left:
+            raise self.over()
 
     def take(self, operations: int) -> None:
         """Take what so many operations take, for what isn't a plan tried. Raises as `spend`."""

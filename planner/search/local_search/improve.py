@@ -582,7 +582,9 @@ def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]
     if local.list_scheduled:
         operations = operations_of(first.variant, first.stages, first.micro_batches)
         each, at_all = operations // _LISTED_SHARE, operations * _LISTED_AT_ALL
-    local.search.budget.take(each * len(pipelines) + at_all)
+    takes = each * len(pipelines) + at_all
+    local.search.budget.check_time_for(takes)
+    local.search.budget.take(takes)
     found: list[float] = periods_s(pipelines).tolist()
     return found
 
