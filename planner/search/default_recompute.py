@@ -1,4 +1,4 @@
-"""Recomputation by default: none, unless nothing fits without."""
+"""Recomputation by default: none, unless nothing fits without, or memory makes that slow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,26 @@ import msgspec
 
 from ...profiles.errors import InfeasibleError, PlanError
 from ...profiles.profile import Profile
+from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
 from ..costs.tied_parameters import Tied
+from ..partition.problem import SAME
 from ..plan import Plan
 from ..question import Question
 from ..systems.orders import Order
 from ..systems.variants import Variant
 from .answer.fitting import Fitting
+from .answer.two_searches import beside
 from .branching import SearchRequest, explore, read_asked
-from .parts import INTERRUPTED
+from .parts import INTERRUPTED, LEAST_GAIN
 from .solve import solve
+
+_QUICK, _QUICK_SHARE, _AGAIN_SHARE = 200_000, 1 / 8, 1 / 4
+"""Simulated operations, and of the time, for a plan without recomputation, and for one with it
+where memory is what that may be slow for, to see which is to be looked for."""
+
+_HALF = 0.5
+"""Of a device's memory: where no plan's stage needs more, twice as much could be in flight."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Ask:
             return self._solved(tied, share, asked, self.recompute)
         fits = self._fits_without(tied, asked)
         if fits is not None:
-            found = self._solved if fits else self._with_recompute
+            found = self._faster if fits else self._with_recompute
             return found(tied, share, asked)
         # Why nothing fits without is of no interest where something may with it.
         last = bool(self.system.recompute_refusal)
@@ -72,15 +82,51 @@ class Ask:
                 raise
             return self._with_recompute(tied, share, asked)
 
-    def _with_recompute(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
+    def _with_recompute(
+        self,
+        tied: Tied,
+        share: float,
+        asked: Mapping[str, Any],
+        why: str = ", as no plan was found that fits without",
+    ) -> Plan:
         plan = self._solved(tied, share, asked, "auto")
         if not any(stage.recompute for stage in plan.stages):
             return plan
-        return choosing(
-            plan,
-            "--recompute auto, as no plan was found that fits without; --recompute off asks for "
-            "none",
-        )
+        return choosing(plan, f"--recompute auto{why}; --recompute off asks for none")
+
+    def _faster(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
+        """Without recomputation; or with it, where a plan that is soon found has a period that is
+        shorter by `LEAST_GAIN`, as memory leaves too little in flight without."""
+        effort = min(asked.get("effort", _QUICK), _QUICK)
+        quick = {**asked, "effort": effort, "explains": False}
+        try:
+            plan = self._solved(tied, share * _QUICK_SHARE, quick)
+            if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
+                again = self._solved(tied, share * _AGAIN_SHARE, quick, "on")
+                if again.predicted.period_s <= plan.predicted.period_s * (1 - LEAST_GAIN):
+                    without = format_seconds(plan.predicted.period_s)
+                    why = f", as plans soon found have {without} without"
+                    found = self._with_recompute(tied, share, asked, why)
+                    if found.predicted.period_s <= again.predicted.period_s * SAME:
+                        return found
+                    again = beside(again, found.solver, self.profile)
+                    return choosing(again, f"--recompute on{why}; --recompute off asks for none")
+        except InfeasibleError:
+            return self._solved(tied, share, asked)
+        done = plan.solver.optimal or plan.solver.stopped == INTERRUPTED
+        return plan if done else self._solved(tied, share, asked)
+
+    def _may_gain(self, plan: Plan, tied: Tied, asked: Mapping[str, Any]) -> bool:
+        """Whether memory is what a plan may be slow for."""
+        if self.system.recompute_refusal:
+            return False
+        needs = plan.predicted.needs(plan.stages, self.cluster)
+        if not any(need > limit * _HALF for _, need, limit in needs):
+            return False
+        search = explore(*self.question(tied, asked), lambda *_: None)
+        shared_out_s = search.relaxation.seconds.shared_out_s
+        least_s = min((shared_out_s(b.micro_batches) for b in search.branches), default=0.0)
+        return least_s <= plan.predicted.period_s * (1 - LEAST_GAIN)
 
     def _solved(
         self, tied: Tied, share: float, asked: Mapping[str, Any], recompute: str = "off"

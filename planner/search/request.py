@@ -185,7 +185,7 @@ class PlanRequest(EqualDevices):
     cluster lists them."""
     recompute: Annotated[
         Literal["off", "on", "selective", "auto"] | None,
-        Option(STAGES, usual="off; auto where nothing fits so"),
+        Option(STAGES, usual="off; auto where nothing fits so, or it is soon found to be faster"),
     ] = None
     """Stages compute activations again instead of keeping them: none, all, those of some layers, or
     whatever is best."""

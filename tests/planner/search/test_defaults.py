@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest.mock import ANY
 
 import msgspec
@@ -127,6 +128,20 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
         best_plan(profile, tight, system, recompute="off")
     with pytest.raises(InfeasibleError, match="with --recompute auto neither"):
         best_plan(profile, uniform_cluster(2, "1kB"), system)
+
+
+def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise():
+    """Of stages that keep everything, few mini-batches may be in flight."""
+    profile, tight = chain(8, parameters=1, saved=1000), uniform_cluster(4, "9kB", **FAST)
+    asked = {"stages_per_device": 1, "replicas": False}
+    without = best_plan(profile, tight, "pipedream", recompute="off", **asked)
+    assert not any(stage.recompute for stage in without.stages)
+    plan = best_plan(profile, tight, "pipedream", **asked)
+    best = solve(profile, tight, "pipedream", recompute="auto", replicas=False)
+    assert plan.predicted.period_s == best.predicted.period_s
+    assert plan.predicted.period_s < 0.95 * without.predicted.period_s
+    (line,) = chosen(plan)
+    assert re.match(r"--recompute (auto|on), as plans soon found have \S+ \S+ without; ", line)
 
 
 def test_devices_with_several_stages_compute_again_only_where_they_must():
