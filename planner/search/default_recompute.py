@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from .branching import SearchRequest, explore, read_asked
 from .parts import INTERRUPTED, LEAST_GAIN
 from .solve import solve
 
-_QUICK, _QUICK_SHARE, _AGAIN_SHARE = 200_000, 1 / 8, 1 / 4
+_QUICK, _QUICK_SHARE, _ON_SHARE = 200_000, 1 / 8, 1 / 4
 """Simulated operations, and of the time, for a plan without recomputation, and for one with it
 where memory is what that may be slow for, to see which is to be looked for."""
 
@@ -82,39 +82,51 @@ class Ask:
                 raise
             return self._with_recompute(tied, share, asked)
 
-    def _with_recompute(
-        self,
-        tied: Tied,
-        share: float,
-        asked: Mapping[str, Any],
-        why: str = ", as no plan was found that fits without",
-    ) -> Plan:
+    def _with_recompute(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
         plan = self._solved(tied, share, asked, "auto")
         if not any(stage.recompute for stage in plan.stages):
             return plan
-        return choosing(plan, f"--recompute auto{why}; --recompute off asks for none")
+        return choosing(
+            plan,
+            "--recompute auto, as no plan was found that fits without; --recompute off asks for "
+            "none",
+        )
 
     def _faster(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
         """Without recomputation; or with it, where a plan that is soon found has a period that is
         shorter by `LEAST_GAIN`, as memory leaves too little in flight without."""
         effort = min(asked.get("effort", _QUICK), _QUICK)
         quick = {**asked, "effort": effort, "explains": False}
-        try:
-            plan = self._solved(tied, share * _QUICK_SHARE, quick)
-            if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
-                again = self._solved(tied, share * _AGAIN_SHARE, quick, "on")
-                if again.predicted.period_s <= plan.predicted.period_s * (1 - LEAST_GAIN):
-                    without = format_seconds(plan.predicted.period_s)
-                    why = f", as plans soon found have {without} without"
-                    found = self._with_recompute(tied, share, asked, why)
-                    if found.predicted.period_s <= again.predicted.period_s * SAME:
-                        return found
-                    again = beside(again, found.solver, self.profile)
-                    return choosing(again, f"--recompute on{why}; --recompute off asks for none")
-        except InfeasibleError:
+        plan = tried(replace(self, recompute="off"), tied, share * _QUICK_SHARE, **quick)
+        if not isinstance(plan, Plan):
             return self._solved(tied, share, asked)
+        if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
+            on = replace(self, recompute="on")
+            recomputing = tried(on, tied, share * _ON_SHARE, before=plan, **quick)
+            most_s = plan.predicted.period_s * (1 - LEAST_GAIN)
+            if isinstance(recomputing, Plan) and recomputing.predicted.period_s <= most_s:
+                return self._recomputing(recomputing, plan, tied, share, asked)
+            stopped = (
+                recomputing.solver.stopped if isinstance(recomputing, Plan) else str(recomputing)
+            )
+            if stopped == INTERRUPTED:
+                return plan
         done = plan.solver.optimal or plan.solver.stopped == INTERRUPTED
         return plan if done else self._solved(tied, share, asked)
+
+    def _recomputing(
+        self, recomputing: Plan, plan: Plan, tied: Tied, share: float, asked: Mapping[str, Any]
+    ) -> Plan:
+        """A plan that computes everything again, or one that is as good and needn't."""
+        found = tried(replace(self, recompute="auto"), tied, share, before=recomputing, **asked)
+        best, way = recomputing, "on"
+        if isinstance(found, Plan):
+            best = beside(recomputing, found.solver, self.profile)
+            if found.predicted.period_s <= recomputing.predicted.period_s * SAME:
+                best, way = found, "auto"
+        without = format_seconds(plan.predicted.period_s)
+        why = f"as plans soon found have {without} without; --recompute off asks for none"
+        return choosing(best, f"--recompute {way}, {why}")
 
     def _may_gain(self, plan: Plan, tied: Tied, asked: Mapping[str, Any]) -> bool:
         """Whether memory is what a plan may be slow for."""

@@ -583,8 +583,8 @@ def _at_once_s(local: LocalSearch, pipelines: Sequence[Pipeline]) -> list[float]
         operations = operations_of(first.variant, first.stages, first.micro_batches)
         each, at_all = operations // _LISTED_SHARE, operations * _LISTED_AT_ALL
     takes = each * len(pipelines) + at_all
-    local.search.budget.check_time_for(takes)
     local.search.budget.take(takes)
+    local.search.budget.check_time_for(takes)
     found: list[float] = periods_s(pipelines).tolist()
     return found
 
