@@ -162,10 +162,10 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
     are asked for, too, they come later and on top: else those would get less than without that
     freedom."""
     covered, budget = any(map(cycles.covers, search.branches)), search.budget
-    # Bounds of large models take long, and less where there is a plan.
-    replicas = search.relaxation.freedom.replicas
-    many = replicas and len(search.question.cluster.devices) > _MANY
-    first = covered and (search.large or many)
+    # Bounds of large models and of split backwards take long, and less where there is a plan.
+    relaxation = search.relaxation
+    many = relaxation.freedom.replicas and len(search.question.cluster.devices) > _MANY
+    first = covered and (search.large or many or relaxation.variant.split_backward)
     if first:
         _start(search, local)
     if covered:

@@ -354,9 +354,11 @@ class LocalSearch:
         seen = [(found, p) for p in points if (found := self.foreseen(p)) is not None]
         if not seen:
             return []
-        expected = [found.least_s for found, _ in seen]
-        if simulates_together(seen[0][0].pipeline) and not self.list_scheduled:
-            expected = _at_once_s(self, [found.pipeline for found, _ in seen])
+        expected, pipelines = [found.least_s for found, _ in seen], [x.pipeline for x, _ in seen]
+        if simulates_together(pipelines[0]) and not self.list_scheduled:
+            expected = _at_once_s(self, pipelines)
+        elif simulates_like(pipelines[0]) and len(seen) >= _FEW_LIKE:
+            expected = _like_s(self, pipelines[0], pipelines)
         best_s, most = self.search.period_s, _MOST_STARTS
         operations = operations_of(
             self.relaxation.variant, points[0].stages, points[0].micro_batches
@@ -531,10 +533,7 @@ def _run_alike(local: LocalSearch, some: Sequence[_Ranked], here: Standing) -> l
     one = here.found.pipeline
     if len(some) < _FEW_LIKE:
         return [*some]
-    operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
-    local.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(some))
-    pipelines = [one, *(seen.pipeline for seen, _ in some)]
-    mine_s, *periods = periods_like_s(one, pipelines).tolist()
+    mine_s, *periods = _like_s(local, one, [one, *(seen.pipeline for seen, _ in some)])
     given = has_row(one.variant)
     limit_s, found = mine_s * (_VAGUE if given else _STANDS_IN), list[_Ranked]()
     for (seen, point), period_s in zip(some, periods, strict=True):
@@ -543,6 +542,14 @@ def _run_alike(local: LocalSearch, some: Sequence[_Ranked], here: Standing) -> l
             found.append((seen._replace(expected_s=expected), point))
     found.sort(key=lambda item: item[0].expected_s)
     return found[: _MOST_LISTED if given else None]
+
+
+def _like_s(local: LocalSearch, one: Pipeline, pipelines: Sequence[Pipeline]) -> list[float]:
+    """Periods as one of them runs. Raises OutOfBudget when the budget is used up."""
+    operations = 2 * one.stages * (3 if one.weight_s else 2) * one.micro_batches
+    local.search.budget.take(_LIKE_AT_ALL * operations + _LIKE * len(pipelines))
+    found: list[float] = periods_like_s(one, pipelines).tolist()
+    return found
 
 
 def _has_likes(pipeline: Pipeline) -> bool:
