@@ -22,7 +22,7 @@ from ..tracing.graph import GraphBody
 from . import capture
 from .platforms import Clock, CudaMeter, LiveBytes, Platform, Reserved
 from .saved_bytes import MicroBatchCase, count_saved
-from .step import CapturedStep, Phase, PiecewiseStep, Probe, roots_of
+from .step import CapturedStep, Partly, Phase, PiecewiseStep, Probe, roots_of
 
 # How sure a time is, and when to stop measuring -------------------------------------------------
 
@@ -183,18 +183,17 @@ class Bench:
         for case in self.cases:
             case.captured = None
 
-    def _step(self, case: MicroBatchCase) -> PiecewiseStep:
-        return PiecewiseStep(
-            pieces=case.pieces,
-            result=case.result,
-            inputs=tuple(node.name for node in case.traced.inputs),
-            roots=lambda result: roots_of(self.target, result, case.target),
-            has_loss=self.target.task is not None,
-            forward_context=self.platform.forward_context,
+    def _run_layers(self, case: MicroBatchCase, probe: Probe, partly: Partly | None = None) -> None:
+        """Run a step layer by layer."""
+        names = (node.name for node in case.traced.inputs)
+        step = PiecewiseStep(
+            case.pieces,
+            case.result,
+            dict(zip(names, (t.clone() for t in case.inputs), strict=False)),
+            lambda result: roots_of(self.target, result, case.target),
+            self.target.task is not None,
         )
-
-    def _run_layers(self, case: MicroBatchCase, probe: Probe) -> None:
-        self._step(case).run(case.inputs, probe)
+        step.run(self.platform.forward_context(), probe, partly)
 
     def _begin(self, case: MicroBatchCase) -> None:
         """Forget gradients where a step of this size is to find none: a mini-batch in one
@@ -213,7 +212,7 @@ class Bench:
         case.workspace = [0] * len(self.parts)
         with self.platform.meter() as meter:
             say = f"bytes at micro-batch size {case.size}"
-            self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
+            self._run_layers(case, _WorkspaceProbe(self, case, meter, say))
         self._forget_gradients()
 
     def _run_halves(self, case: MicroBatchCase, probe: Probe) -> None:
@@ -230,7 +229,7 @@ class Bench:
             halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
             halves[k].inputs()
 
-        self._step(case).run(case.inputs, probe, partly)
+        self._run_layers(case, probe, partly)
         case.postponed = [0] * len(self.parts)
         for k, half in halves.items():
             case.postponed[k] = half.held_bytes

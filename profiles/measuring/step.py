@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -56,78 +55,71 @@ class Probe:
         """Layers are given these from outside of them."""
 
 
-@dataclass(frozen=True)
 class PiecewiseStep:
-    """What a step in pieces is made of.
+    """A step in pieces, to be run once."""
 
-    Attributes:
-        pieces: one for each layer.
-        result: the piece behind them that makes the model's result.
-        inputs: names of the model's inputs.
-        roots: where the backward of a result begins (`roots_of`); gradients of ones enter there.
-        has_loss: they are a loss, which is a part of the step.
-        forward_context: what forwards run under, such as autocast.
-    """
-
-    pieces: Sequence[Piece]
-    result: Piece
-    inputs: tuple[str, ...]
-    roots: Callable[[Any], list[Tensor]]
-    has_loss: bool
-    forward_context: Callable[[], AbstractContextManager[Any]]
-
-    def run(self, tensors: Sequence[Tensor], probe: Probe, partly: Partly | None = None) -> None:
-        """Run it once; gradients of the parameters accumulate.
-
-        Args:
-            partly: runs a layer's backward to its inputs alone, instead of the whole of it.
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        result: Piece,
+        inputs: dict[str, Any],
+        roots: Callable[[Any], list[Tensor]],
+        has_loss: bool,
+    ) -> None:
         """
-        walk = _Walk(self, dict(zip(self.inputs, (t.clone() for t in tensors), strict=False)))
-        probe.keep(walk.values.values())
-        with self.forward_context():
-            for k in range(len(self.pieces)):
-                walk.forward(k, probe)
-            roots = walk.result(probe)
-        walk.first_backward(roots, probe)
-        for k in reversed(range(len(self.pieces))):
-            walk.backward(k, probe, partly)
-
-
-@dataclass
-class _LayerBackward:
-    """What a layer's backward needs: where gradients enter and where they leave."""
-
-    edges: dict[str, GradientEdge] = field(default_factory=dict)
-    inlets: dict[str, Inlet] = field(default_factory=dict)
-
-
-class _Walk:
-    def __init__(self, step: PiecewiseStep, inputs: dict[str, Any]) -> None:
-        self.step = step
+        Args:
+            pieces: one for each layer.
+            result: the piece behind them that makes the model's result.
+            inputs: of the model, by name; they are let go after their last use.
+            roots: where the backward of a result begins (`roots_of`); gradients of ones enter
+                there.
+            has_loss: they are a loss, which is a part of the step.
+        """
+        self.pieces, self.result, self.roots, self.has_loss = pieces, result, roots, has_loss
         self.values = inputs
         self.needs_grad = {n: t.requires_grad for n, t in inputs.items()}
-        self.graphs: list[_LayerBackward] = []
+        self.graphs: list[tuple[dict[str, GradientEdge], dict[str, Inlet]]] = []
+        """Of each layer, where gradients enter and where they leave."""
         self.gradients: dict[str, list[Tensor]] = {}
         self.last_use: dict[str, int] = {}
-        for k, piece in enumerate((*step.pieces, step.result)):
+        for k, piece in enumerate((*pieces, result)):
             self.last_use.update(dict.fromkeys(piece.inputs, k))
 
-    def _admit(self, k: int, piece: Piece) -> tuple[_LayerBackward, list[Any]]:
-        graph = _LayerBackward()
+    def run(
+        self, context: AbstractContextManager[Any], probe: Probe, partly: Partly | None = None
+    ) -> None:
+        """Run it; gradients of the parameters accumulate.
+
+        Args:
+            context: what forwards run under, such as autocast.
+            partly: runs a layer's backward to its inputs alone, instead of the whole of it.
+        """
+        probe.keep(self.values.values())
+        with context:
+            for k in range(len(self.pieces)):
+                self._forward(k, probe)
+            roots = self._result(probe)
+        self._first_backward(roots, probe)
+        for k in reversed(range(len(self.pieces))):
+            self._backward(k, probe, partly)
+
+    def _admit(self, k: int, piece: Piece) -> tuple[dict[str, Inlet], list[Any]]:
+        inlets: dict[str, Inlet] = {}
         arguments = []
         for name in piece.inputs:
             value = self.values[name]
             if self.last_use[name] == k:
                 del self.values[name]
             if self.needs_grad.get(name):
-                graph.inlets[name] = Inlet()
-                value = graph.inlets[name].admit(value)
+                inlets[name] = Inlet()
+                value = inlets[name].admit(value)
             arguments.append(value)
-        return graph, arguments
+        return inlets, arguments
 
-    def forward(self, k: int, probe: Probe) -> None:
-        piece = self.step.pieces[k]
-        graph, arguments = self._admit(k, piece)
+    def _forward(self, k: int, probe: Probe) -> None:
+        piece = self.pieces[k]
+        inlets, arguments = self._admit(k, piece)
+        edges: dict[str, GradientEdge] = {}
         probe.before(k, "F", ())
         out = piece.module(*arguments)
         probe.after(k, "F")
@@ -135,45 +127,43 @@ class _Walk:
             if isinstance(value, Tensor):
                 self.needs_grad[name] = value.requires_grad
                 if value.requires_grad:
-                    graph.edges[name] = get_gradient_edge(value)
+                    edges[name] = get_gradient_edge(value)
                 value = value.detach()
             if name in self.last_use:
                 self.values[name] = value
-        self.graphs.append(graph)
+        self.graphs.append((edges, inlets))
 
-    def result(self, probe: Probe) -> list[Tensor]:
-        end = len(self.step.pieces)
-        graph, arguments = self._admit(end, self.step.result)
-        self.graphs.append(graph)
-        found = self.step.result.module(*arguments)[0]
+    def _result(self, probe: Probe) -> list[Tensor]:
+        end = len(self.pieces)
+        inlets, arguments = self._admit(end, self.result)
+        self.graphs.append(({}, inlets))
+        found = self.result.module(*arguments)[0]
         probe.keep([found])
-        if not self.step.has_loss:
-            return self.step.roots(found)
-        probe.before(end, "F", ())
-        roots = self.step.roots(found)
-        probe.after(end, "F")
+        if self.has_loss:
+            probe.before(end, "F", ())
+        roots = self.roots(found)
+        if self.has_loss:
+            probe.after(end, "F")
         return roots
 
-    def first_backward(self, roots: list[Tensor], probe: Probe) -> None:
-        timed = self.step.has_loss
-        end = len(self.step.pieces)
-        if timed:
+    def _first_backward(self, roots: list[Tensor], probe: Probe) -> None:
+        end = len(self.pieces)
+        if self.has_loss:
             probe.before(end, "B", ())
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        if timed:
+        if self.has_loss:
             probe.after(end, "B")
         roots.clear()
-        self._collect(self.graphs.pop())
+        self._collect(self.graphs.pop()[1])
 
-    def backward(self, k: int, probe: Probe, partly: Partly | None) -> None:
-        graph = self.graphs.pop()
-        found = [(e, self.gradients.pop(n)) for n, e in graph.edges.items() if n in self.gradients]
+    def _backward(self, k: int, probe: Probe, partly: Partly | None) -> None:
+        ends, inlets = self.graphs.pop()
+        found = [(e, self.gradients.pop(n)) for n, e in ends.items() if n in self.gradients]
         if not found:
             return
         edges, arrived = [e for e, _ in found], [g for _, g in found]
         del found
         phase: Phase = "B" if partly is None else "I"
-        inlets = list(graph.inlets.values())
         if partly is not None and not inlets:
             return
         probe.before(k, phase, [gradient for parts in arrived for gradient in parts])
@@ -183,13 +173,13 @@ class _Walk:
         if partly is None:
             torch.autograd.backward(edges, gradients)
         else:
-            partly(k, edges, gradients, inlets)
+            partly(k, edges, gradients, list(inlets.values()))
         probe.after(k, phase)
-        self._collect(graph)
+        self._collect(inlets)
 
-    def _collect(self, graph: _LayerBackward) -> None:
+    def _collect(self, inlets: dict[str, Inlet]) -> None:
         """Gradients for the layers before."""
-        for name, inlet in graph.inlets.items():
+        for name, inlet in inlets.items():
             if inlet.grad is not None:
                 self.gradients.setdefault(name, []).append(inlet.grad)
                 inlet.grad = None

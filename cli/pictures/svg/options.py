@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypedDict
 
 import click
@@ -13,18 +14,19 @@ from ....planner.plan import Plan
 from ....planner.recordings.predicted import default_mini_batches, predicted
 from ....planner.recordings.recording import Recording
 from ....profiles.errors import UserError
-from ....profiles.files import MAX_COUNT, write_bytes
+from ....profiles.files import MAX_COUNT, PDF_MARK, write_bytes
 from ...options.command import group, refuse
 from ...options.values import FigureName, Whole
 from ..curves import CurveTarget, RunCurve, as_csv, is_table
 from .curves import curves_svg
-from .figure_file import write_figure
 from .frame import FigureSettings, window_of
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
 from .timeline import timelines_svg
 
 _UNITS = {"mm": POINTS_PER_MM, "cm": 10 * POINTS_PER_MM, "pt": 1.0, "in": 72.0}
+
+_SIZE = re.compile(r'width="[^"]*" height="[^"]*" viewBox="0 0 ([\d.]+) ([\d.]+)"')
 
 _NARROWEST, _WIDEST = 60 * POINTS_PER_MM, 2000 * POINTS_PER_MM
 
@@ -226,3 +228,26 @@ def limits(plan: Plan, recording: Recording) -> list[int | None]:
         plan.cluster.devices[plan.stages[lane.stages[0]].devices[lane.replica]].memory_bytes
         for lane in recording.lanes
     ]
+
+
+def write_figure(path: str, svg: str) -> None:
+    """Write a figure as what its name says: SVG, or PDF, where lines and text stay what they are
+    and fonts are within. The same drawing gives the same bytes on the same machine.
+
+    Raises FileError, and UserError where PDF takes what isn't installed.
+    """
+    if Path(path).suffix.lower() != ".pdf":
+        write_bytes(path, svg.encode())
+        return
+    try:
+        import vl_convert
+    except ImportError:
+        raise UserError(
+            f"{path}: PDF takes the package vl-convert-python: in the checkout, "
+            "pip install -e '.[pdf]'; or let the name end in .svg"
+        ) from None
+    # It makes a point of each pixel, and a drawing's own unit is the point.
+    in_points = _SIZE.sub(r'width="\1" height="\2" viewBox="0 0 \1 \2"', svg, count=1)
+    pdf: bytes = vl_convert.svg_to_pdf(in_points)
+    # What stands behind the end is a comment; by it the file is known as ours.
+    write_bytes(path, pdf.rstrip() + b"\n" + PDF_MARK + b"\n")

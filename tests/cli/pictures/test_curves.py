@@ -25,8 +25,7 @@ from timeprest.cli.pictures.curves import (
     thinned,
 )
 from timeprest.cli.pictures.svg.curves import curves_svg
-from timeprest.cli.pictures.svg.figure_file import write_figure
-from timeprest.cli.pictures.svg.options import write_curves
+from timeprest.cli.pictures.svg.options import write_curves, write_figure
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.files import Kind, check_output, write_bytes
 
