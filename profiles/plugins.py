@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .errors import PluginError, StoppedError
@@ -250,10 +251,17 @@ def _of_file(plugin: str) -> Any:
     path = Path(plugin)
     if not path.is_file():
         raise PluginError(f"{plugin}: no such file")
-    name = f"timeprest_plugin_{path.stem}"
+    module = import_file(path, f"timeprest_plugin_{path.stem}")
+    if module is None:
+        raise PluginError(f"{plugin}: can't be imported as Python; give a file.py")
+    return module
+
+
+def import_file(path: Path, name: str) -> ModuleType | None:
+    """The module of that name that a file's code makes; None for a file that isn't Python's."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PluginError(f"{plugin}: can't be imported as Python; give a file.py")
+        return None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -163,7 +163,9 @@ class Target:
             return None
         call, _ = self._first_batch
         rows = rows_of(call.tensors, "train")
-        if rows <= samples or not any(_may_count(tensor) for tensor in call.tensors):
+        # Numbers that may count in all of the batch.
+        whole = [t for t in call.tensors if not (t.is_floating_point() or t.is_complex())]
+        if rows <= samples or all(tensor.dtype == torch.bool for tensor in whole):
             return None
         ends = torch.arange(samples), torch.arange(rows - samples, rows)
         return call, [call.with_tensors(pick(call.tensors, end, rows)) for end in ends]
@@ -285,10 +287,6 @@ TASK_NEEDED = (
     "with tp-run --task"
 )
 """What to do about a model that is to be trained."""
-
-
-def _may_count(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = False) -> Target:

@@ -109,7 +109,9 @@ class GroupedCommand(OneLineCommand):
         if given.get(PRINT):
             # A file of options says nothing of what the command is for.
             command = copy(self)
-            command.params = [_optional(param) for param in self.params]
+            command.params = [copy(param) for param in self.params]
+            for param in command.params:
+                param.required = False
         rest = super(GroupedCommand, command).parse_args(ctx, args)
         if given.get(PRINT):
             self.print_config(ctx)
@@ -158,12 +160,4 @@ def command_of(program: str, name: str) -> click.Command | None:
     if not isinstance(found, click.Command):
         what = f"command {program}.{name}: is a {type(found).__name__}"
         raise PluginError(f"{what}; give a click.Command")
-    return found
-
-
-def _optional(param: click.Parameter) -> click.Parameter:
-    if not param.required:
-        return param
-    found = copy(param)
-    found.required = False
     return found

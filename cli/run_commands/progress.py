@@ -147,9 +147,10 @@ class BusyShares:
             self.look(read_statuses(self._folder), time.monotonic())
 
     def look(self, found: dict[int, WorkerStatus], now: float) -> None:
-        """Add a sample."""
+        """Add a sample: who is at an operation and waits for nobody."""
+        busy = {rank: bool(of.at) and not of.waits_for for rank, of in found.items()}
         with self._lock:
-            self._looks.append((now, {rank: is_busy(status) for rank, status in found.items()}))
+            self._looks.append((now, busy))
             while now - self._looks[0][0] > _WINDOW_S:
                 self._looks.popleft()
 
@@ -170,11 +171,6 @@ class BusyShares:
         """Sample from now on, in a thread that ends with the process."""
         if not self._thread.is_alive():
             self._thread.start()
-
-
-def is_busy(status: WorkerStatus) -> bool:
-    """Whether it is at an operation and waits for nobody."""
-    return bool(status.at) and not status.waits_for
 
 
 def busy_text(shares: Sequence[float]) -> str:

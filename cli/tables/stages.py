@@ -154,11 +154,6 @@ def _alike(figures: Sequence[_Figures], apart: float) -> list[range]:
     return rows
 
 
-def row_name(row: range) -> str:
-    """``3``, or ``3–17``."""
-    return str(row.start) if len(row) == 1 else f"{row.start}–{row.stop - 1}"
-
-
 def ranged(values: Iterable[float], text: Callable[[float], str]) -> str:
     """``"3.2 GiB"``, ``"3.2–4.1 GiB"`` or ``"980.0 MiB–1.2 GiB"``: the least to the most."""
     found = list(values)
@@ -374,7 +369,9 @@ def _memory_title(limits: Sequence[int | None]) -> str:
 
 
 def _keys(rows: Sequence[range]) -> Column:
-    return fixed("stage", [row_name(row) for row in rows], left=True)
+    """``3``, or ``3–17``."""
+    names = [f"{r.start}" if len(r) == 1 else f"{r.start}–{r.stop - 1}" for r in rows]
+    return fixed("stage", names, left=True)
 
 
 def recomputed_layers(stage: PlanStage) -> int:

@@ -279,8 +279,6 @@ def read_rows(where: str, text: str) -> list[TableRow]:
     rows: list[TableRow] = []
     taken: set[tuple[str, int | None]] = set()
     for at, cells in lines:
-        if len(cells) != len(header):
-            raise FileError(f"{at}: has {len(cells)} cells; the header has {len(header)}")
         row = _row(at, cells, columns)
         if (row.name, row.micro_batch) in taken:
             what = "has a row already; names must be unique"
@@ -301,12 +299,10 @@ def _row(at: str, cells: Sequence[str], columns: dict[str, tuple[int, str]]) -> 
         return text + unit if re.fullmatch(r"[\d.eE+-]+", text) else text
 
     def seconds(column: str) -> float:
-        with _at(at):
-            return parse_seconds(cell(column), column)
+        return parse_seconds(cell(column), column)
 
     def count(column: str) -> int:
-        with _at(at):
-            return parse_bytes(cell(column), column, most=MAX_BYTES)
+        return parse_bytes(cell(column), column, most=MAX_BYTES)
 
     name = " ".join(cells[columns["layer"][0]].split())
     if not name or name == "output":
@@ -315,22 +311,23 @@ def _row(at: str, cells: Sequence[str], columns: dict[str, tuple[int, str]]) -> 
     def there(column: str) -> bool:
         return column in columns and cells[columns[column][0]].strip() != ""
 
-    return TableRow(
-        name=readable(name),
-        forward_s=seconds("forward"),
-        backward_s=seconds("backward"),
-        parameter_bytes=count("parameter"),
-        activation_bytes=count("activation"),
-        saved_bytes=count("saved") if there("saved") else None,
-        micro_batch=_size(at, cell(MICRO_BATCH)) if MICRO_BATCH in columns else None,
-        update_s=seconds("update") if there("update") else None,
-        workspace_bytes=count("workspace") if there("workspace") else None,
-    )
+    with _at(at):
+        return TableRow(
+            name=readable(name),
+            forward_s=seconds("forward"),
+            backward_s=seconds("backward"),
+            parameter_bytes=count("parameter"),
+            activation_bytes=count("activation"),
+            saved_bytes=count("saved") if there("saved") else None,
+            micro_batch=_size(cell(MICRO_BATCH)) if MICRO_BATCH in columns else None,
+            update_s=seconds("update") if there("update") else None,
+            workspace_bytes=count("workspace") if there("workspace") else None,
+        )
 
 
-def _size(at: str, text: str) -> int:
+def _size(text: str) -> int:
     if not text.isdecimal() or not text.isascii() or not 0 < len(text) < 10 or not int(text):
-        raise FileError(f"{at}: {MICRO_BATCH}: {readable(text)!r}: give a whole number from 1")
+        raise UserError(f"{MICRO_BATCH}: {readable(text)!r}: give a whole number from 1")
     return int(text)
 
 
@@ -345,8 +342,6 @@ def read_edges(where: str, names: Sequence[str]) -> list[TableEdge]:
         raise FileError(f"{at}: expected the columns from, to and, if need be, bytes")
     found: dict[tuple[int, int], TableEdge] = {}
     for at, cells in lines:
-        if len(cells) != len(columns):
-            raise FileError(f"{at}: has {len(cells)} cells; the header has {len(columns)}")
         ends = [readable(" ".join(cell.split())) for cell in cells[:2]]
         for name in ends:
             if name not in position:
@@ -362,12 +357,17 @@ def read_edges(where: str, names: Sequence[str]) -> list[TableEdge]:
 
 
 def _records(where: str, text: str) -> Iterator[tuple[str, list[str]]]:
-    """Where each line that isn't empty stands, and its cells. Raises FileError."""
+    """Where each line that isn't empty stands, and its cells, as many as the first has. Raises
+    FileError."""
+    width = 0
     reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
     try:
         for cells in reader:
             if any(cell.strip() for cell in cells):
-                yield f"{where}:{reader.line_num}", cells
+                at, width = f"{where}:{reader.line_num}", width or len(cells)
+                if len(cells) != width:
+                    raise FileError(f"{at}: has {len(cells)} cells; the header has {width}")
+                yield at, cells
     except csv.Error as error:
         raise FileError(f"{where}:{reader.line_num}: isn't CSV: {error}") from None
 

@@ -305,8 +305,8 @@ class Bench:
                 case.times["F"].append(probe.seconds("F"))
                 case.times["B"].append(probe.seconds("B"))
                 case.whole.append(whole)
-                for phase, times in probe.empty_seconds().items():
-                    case.empty_s[phase] += times
+                for phase, pairs in probe.empty_marks.items():
+                    case.empty_s[phase] += [clock.seconds(*pair) for pair in pairs]
                 if case.captured:
                     case.note_starts()
 
@@ -388,12 +388,6 @@ class _TimeProbe(Probe):
         start = self.clock.mark()
         torch.autograd.backward(edges, grads)
         return start, self.clock.mark()
-
-    def empty_seconds(self) -> dict[Phase, list[float]]:
-        return {
-            phase: [self.clock.seconds(*pair) for pair in pairs]
-            for phase, pairs in self.empty_marks.items()
-        }
 
     def seconds(self, phase: Phase) -> list[float]:
         """Of every part; 0 where it has no such phase."""

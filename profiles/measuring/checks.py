@@ -29,7 +29,7 @@ from ..tasks.loading import loading_s_per_sample
 from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
 from ..tasks.task import Task
 from ..tracing.call import Call, unchanged
-from ..tracing.front_ends import TRACE_SAMPLES, trace
+from ..tracing.front_ends import TRACE_SAMPLES, trace_alike
 from ..tracing.graph import why_not_evaluated
 from ..tracing.pieces import map_items
 from .bench import Bench
@@ -142,14 +142,7 @@ def try_stages(bench: Bench, call: Call) -> None:
     model.eval()
     try:
         with unchanged(model), bench.platform.forward_context():
-            evaluated = trace(
-                model,
-                name,
-                call,
-                front_end=traced.front_end,
-                granularity=traced.granularity,
-                verify=False,
-            )
+            evaluated = trace_alike(traced, model, name, call)
         if odd := why_not_evaluated(traced, evaluated):
             warn(f"{name}: {odd}")
     except Exception as error:  # what else the user's forward does in this mode, a run tells

@@ -15,7 +15,7 @@ from ..profile import Profile, check_profile
 from ..target import Target
 from ..tasks.objects import misspelt_hooks
 from ..tracing.call import Call, settle, unchanged
-from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
+from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace, trace_alike
 from ..tracing.graph import TracedModel, fingerprint, unused_parameters
 from .bench import Bench, Progress
 from .checks import (
@@ -220,14 +220,7 @@ def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call)
     size = call.tensors[0].shape[0]
     if traced.only_size in (None, size):
         return traced
-    found = trace(
-        model,
-        target.name,
-        call,
-        front_end=traced.front_end,
-        granularity=traced.granularity,
-        verify=False,
-    )
+    found = trace_alike(traced, model, target.name, call)
     names = [[layer.name for layer in t.layers] for t in (traced, found)]
     if names[0] != names[1]:
         raise TargetError(

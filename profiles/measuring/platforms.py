@@ -323,8 +323,7 @@ class Platform:
     def place(self, tensor: Tensor) -> Tensor:
         """The tensor on this device."""
         if self._fake is not None:
-            found: Tensor = self._fake.from_tensor(tensor)
-            return found
+            return self._fake.from_tensor(tensor)  # type: ignore[no-any-return]
         return tensor.to(self.device)
 
     def build(self, make: Callable[[], nn.Module], *, first: bool) -> nn.Module:
@@ -343,7 +342,10 @@ class Platform:
                 with self.working():
                     return make()
             except TargetError as failure:
-                if not _needs_real_tensors(failure.__cause__):
+                cause = failure.__cause__
+                # Of a module whose parameters are fake, torch can't always change the dtype.
+                swapping = isinstance(cause, RuntimeError) and "Couldn't swap" in str(cause)
+                if not swapping and not isinstance(cause, DataDependentOutputException):
                     raise
         model = make()
         for module in model.modules():
@@ -355,15 +357,6 @@ class Platform:
                 if buffer is not None:
                     module._buffers[name] = self.place(buffer)
         return model
-
-
-def _needs_real_tensors(cause: BaseException | None) -> bool:
-    """Whether building a model failed for its tensors being fake, and not for a fault of its own.
-
-    Torch can't always change the dtype of a module whose parameters are fake (`model.double()`).
-    """
-    swapping = isinstance(cause, RuntimeError) and "Couldn't swap" in str(cause)
-    return swapping or isinstance(cause, DataDependentOutputException)
 
 
 def platform_of(device: str, spec: str | None = None, autocast: str | None = None) -> Platform:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -92,7 +92,7 @@ def assemble(
         reserved_share=msgspec.UNSET if reserved is None else round(reserved.share, 4),
         unversioned=unversioned or msgspec.UNSET,
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
-        assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench)),
+        assumptions=(*assumptions, *_assumptions(bench)),
     )
 
 
@@ -112,25 +112,20 @@ def _shared(
     )
 
 
-def _of_values(bench: Bench) -> tuple[str, ...]:
-    names, bound = bench.names, sorted({k for group in bench.by_values for k in group})
-    if not bound:
-        return ()
-    return (
-        f"From {names[bound[0]]} to {names[bound[-1]]} tensors between layers have shapes that "
-        "depend on values: such layers stay on one stage, and their costs are those of the "
-        "samples at hand.",
-    )
-
-
-def _assumptions(bench: Bench) -> tuple[str, ...]:
+def _assumptions(bench: Bench) -> Iterator[str]:
     spec = bench.platform.spec
-    if spec is None:
-        return ()
-    return (
-        f"Nothing was run: times are the roofline of {spec.name} ({spec.source}), bytes are "
-        "those that PyTorch's CPU operations would keep.",
-    )
+    if spec is not None:
+        yield (
+            f"Nothing was run: times are the roofline of {spec.name} ({spec.source}), bytes are "
+            "those that PyTorch's CPU operations would keep."
+        )
+    names, bound = bench.names, sorted({k for group in bench.by_values for k in group})
+    if bound:
+        yield (
+            f"From {names[bound[0]]} to {names[bound[-1]]} tensors between layers have shapes that "
+            "depend on values: such layers stay on one stage, and their costs are those of the "
+            "samples at hand."
+        )
 
 
 def _seconds(case: MicroBatchCase, k: int, phase: Phase, empty: Phase) -> float:

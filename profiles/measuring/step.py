@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from ..autograd.boundary import Inlet
 from ..target import Target
 from ..tasks.task import root_of
-from ..tracing.pieces import Piece
+from ..tracing.pieces import Piece, tensors_in
 from .capture import Capture
 
 Phase = Literal["F", "B", "I", "W"]
@@ -31,7 +30,7 @@ def roots_of(target: Target, result: Any, expected: Any) -> list[Tensor]:
     tensors that need a gradient."""
     if target.task is not None:
         return [root_of(target.task.loss(result, expected))]
-    leaves = [v for v in tree_leaves(result) if isinstance(v, Tensor) and v.requires_grad]
+    leaves = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..autograd.dropout import HeldStatistics, WithoutDropout
 from ..tracing.call import Call, unchanged
-from ..tracing.pieces import fill, take_apart
+from ..tracing.pieces import fill, take_apart, tensors_in
 from ..tracing.random_states import own_states, same_own_states, same_states, states
 from .hooks import is_ctrl_c
 from .loss_parts import output_names
@@ -279,7 +278,7 @@ def noted_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     made: list[tuple[str, Tensor]] = []
 
     def note(where: str, given: Any) -> None:
-        leaves = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.dim()]
+        leaves = [t for t in tensors_in(given) if t.dim()]
         figures = torch.zeros(0, 2)
         for leaf in [t for t in leaves if t.is_floating_point()][:1]:
             rows = leaf.detach().double().reshape(len(leaf), -1)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_ours, is_users
 from ..tracing.call import Call, unchanged
-from ..tracing.pieces import map_tensors
+from ..tracing.pieces import map_tensors, tensors_in
 from ..tracing.random_states import GENERATORS, seed_everywhere, set_own_states, state_of
 from ..tracing.remembered import Remembered, changes, kept_in, marks_of_places, places_of, scope_of
 from .task import Loss, Split, Task, read_figure, read_loss
@@ -98,7 +98,7 @@ def check_depends(loss: Loss, output: Any) -> None:
     """Raises TargetError for a loss that knows nothing of an output that gradients could reach."""
     if loss.value.requires_grad or not torch.is_grad_enabled():
         return
-    if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+    if any(tensor.requires_grad for tensor in tensors_in(output)):
         raise TargetError(
             "the task's loss gives a number without a gradient: it must be computed from the "
             "model's output, without .item(), .detach() or no_grad()"
@@ -341,7 +341,7 @@ def task_figures(task: Task, means: Mapping[str, float]) -> dict[str, float]:
 
 def _each_twice(output: Any, target: Any) -> tuple[Any, Any]:
     """The same samples once more behind themselves. Raises ValueError where there are none."""
-    rows = [t.shape[0] for t in tree_leaves(target) if isinstance(t, Tensor) and t.dim()]
+    rows = [tensor.shape[0] for tensor in tensors_in(target) if tensor.dim()]
     if not rows or not rows[0]:
         raise ValueError
 

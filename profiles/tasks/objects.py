@@ -25,6 +25,7 @@ from torch import nn
 
 from ..errors import TargetError, UserError, one_line
 from ..files import is_file
+from ..plugins import import_file
 from .hooks import described, in_one_line
 from .task import Task
 
@@ -151,19 +152,12 @@ def _import(name: str, head: str) -> Any:
     path = Path(head)
     if not is_file(path):
         raise TargetError(f"{name}: no such file: {head}")
-    module_name = f"timeprest_target_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise TargetError(f"{name}: {head} can't be imported as Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
     # Like a script's folder: the file may import its neighbours.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    loader = spec.loader
-    call_users_code(name, "importing it", lambda: loader.exec_module(module))
-    return module
+    module = f"timeprest_target_{path.stem}"
+    return call_users_code(name, "importing it", lambda: import_file(path, module))
 
 
 def _attribute(name: str, module: Any, attribute: str) -> Any:

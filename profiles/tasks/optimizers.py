@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ..errors import RunError, TargetError, TimeprestError
+from ..tracing.pieces import tensors_in
 from .hooks import call_hook, described, needed_arguments
 from .task import Task
 
@@ -219,7 +219,7 @@ def steps_otherwise(optimizer: Optimizer) -> str | None:
 def state_bytes(optimizer: Optimizer) -> int:
     """What it keeps, in tensors as large as their parameters; not counts of steps."""
     kept = optimizer.state_dict() if has_own_state(optimizer) else [*optimizer.state.values()]
-    found = {id(t): t for t in tree_leaves(kept) if isinstance(t, Tensor) and t.dim()}
+    found = {id(tensor): tensor for tensor in tensors_in(kept) if tensor.dim()}
     return sum(t.numel() * t.element_size() for t in found.values())
 
 

@@ -182,6 +182,13 @@ def trace(
     raise TraceError(_explain(model, target, furthest, failures, whole)) from furthest.error
 
 
+def trace_alike(traced: TracedModel, model: nn.Module, target: str, call: Call) -> TracedModel:
+    """The graph for another call, or mode, by the front end of a graph that there is; nothing is
+    held against the model. Raises as `trace`."""
+    name, granularity = traced.front_end, traced.granularity
+    return trace(model, target, call, front_end=name, granularity=granularity, verify=False)
+
+
 @dataclass(frozen=True)
 class _Failure:
     """Why a front end doesn't take a model.

@@ -60,34 +60,28 @@ def is_leaf(module: nn.Module) -> bool:
 
 def matches(path: str, granularity: str) -> bool:
     """Whether a module's path matches the granularity's name patterns."""
-    if granularity in (LAYER, OP):
-        return False
-    return any(fnmatchcase(path, pattern.strip()) for pattern in granularity.split(","))
+    return any(fnmatchcase(path, pattern) for pattern in _patterns(granularity))
+
+
+def _patterns(granularity: str) -> list[str]:
+    return [] if granularity in (LAYER, OP) else [*map(str.strip, granularity.split(","))]
 
 
 def check_granularity(model: nn.Module, granularity: str) -> None:
     """Raise TraceError when name patterns match no module of the model."""
-    if granularity in (LAYER, OP):
-        return
     paths = [path for path, _ in model.named_modules() if path]
-    for pattern in granularity.split(","):
-        if not any(fnmatchcase(path, pattern.strip()) for path in paths):
+    for pattern in _patterns(granularity):
+        if not any(fnmatchcase(path, pattern) for path in paths):
             raise TraceError(
-                f"--granularity {granularity!r}: no module's name matches {pattern.strip()!r}; "
+                f"--granularity {granularity!r}: no module's name matches {pattern!r}; "
                 f"give layer, op, or patterns of names such as {', '.join(paths[:4])}"
             )
 
 
 def without_effect(layers: Sequence[LayerNodes], granularity: str) -> list[str]:
     """Name patterns that make no layer: what they match is inside another, or isn't called."""
-    if granularity in (LAYER, OP):
-        return []
     names = [layer.name.partition("@")[0] for layer in layers]
-    return [
-        pattern
-        for pattern in map(str.strip, granularity.split(","))
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
+    return [p for p in _patterns(granularity) if not any(fnmatchcase(n, p) for n in names)]
 
 
 def group(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import TraceError
 from .call import Call, numbers_unchanged, unchanged
@@ -118,7 +119,7 @@ def run(
             raise TraceError(_remembers(left, marks_of_places(model)))
         buffers = [_buffers(model, module)]
         gradients = None
-        if learns and not any(_is_fake(leaf) for leaf in leaves):
+        if learns and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
             gradients = _sketches(model, leaves)
         del leaves
         changed = any(not _same(buffers[0].get(name), value) for name, value in before.items())
@@ -177,7 +178,7 @@ def _compare_buffers(found: RunResult, wanted: RunResult) -> None:
     # A third call would show nothing that the second didn't.
     for mine_then, own_then in zip(found.buffers, wanted.buffers, strict=False):
         for name, own in own_then.items():
-            if not _is_fake(own) and not _same(mine_then.get(name), own):
+            if not isinstance(own, FakeTensor) and not _same(mine_then.get(name), own):
                 raise TraceError(
                     f"its graph leaves another value in buffer {name!r} than the model does: a "
                     "trace sees what is written into a buffer (copy_, mul_), and not a new tensor "
@@ -187,7 +188,7 @@ def _compare_buffers(found: RunResult, wanted: RunResult) -> None:
 
 def _compare_leaves(found: Sequence[Any], wanted: Sequence[Any]) -> None:
     for mine, own in zip(found, wanted, strict=False):
-        if isinstance(own, Tensor) and not _is_fake(own) and not _same(mine, own):
+        if isinstance(own, Tensor) and not isinstance(own, FakeTensor) and not _same(mine, own):
             raise TraceError(
                 f"its graph computes something else than the model does: {_FROM_OUTSIDE}"
             )
@@ -247,17 +248,11 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _is_fake(value: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(value, FakeTensor)
-
-
 def _same(mine: Any, own: Tensor) -> bool:
     """Equal but for rounding: on a GPU, another algorithm may be taken for the same operation."""
     if not isinstance(mine, Tensor) or mine.shape != own.shape or mine.dtype != own.dtype:
         return False
-    if _is_fake(own):
+    if isinstance(own, FakeTensor):
         return True
     # Under autocast, what is computed in half may be handed on in single precision.
     coarse = _coarse(own) or torch.is_autocast_enabled(own.device.type)
@@ -430,7 +425,7 @@ def _moved(model: nn.Module) -> Iterator[None]:
     before: list[tuple[nn.Parameter, Tensor | None, float]] = []
     with torch.no_grad():
         for k, p in enumerate(model.parameters()):
-            if not p.is_floating_point() or not p.numel() or _is_fake(p):
+            if not p.is_floating_point() or not p.numel() or isinstance(p, FakeTensor):
                 continue
             value = p.detach().flatten()[0]
             if bool((p == value).all()):

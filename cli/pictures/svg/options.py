@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -23,6 +23,9 @@ from .frame import FigureSettings, window_of
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
 from .timeline import timelines_svg
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
 
 _UNITS = {"mm": POINTS_PER_MM, "cm": 10 * POINTS_PER_MM, "pt": 1.0, "in": 72.0}
 
@@ -104,17 +107,14 @@ stacked_options = group(
 """The same of several plans."""
 
 
-class _Drawn(TypedDict):
+class Figures(TypedDict):
+    """Values of `figure_options` and `stacked_options`, but for the mini-batches."""
+
     svg: str | None
     svg_width: float
     svg_messages: bool
     svg_versions: bool
-
-
-class Figures(_Drawn, total=False):
-    """Values of `figure_options` and `stacked_options`, but for the mini-batches."""
-
-    svg_memory: str | None
+    svg_memory: NotRequired[str | None]
 
 
 def write_plan_figures(
