@@ -66,13 +66,8 @@ class OrderError(PlanError):
 
 
 class InfeasibleError(UserError):
-    """No plan fits the limits.
-
-    Attributes:
-        stage: the stage that lacks memory in the plan that came closest, or None
-            when memory isn't what is in the way.
-        missing_bytes: bytes by which that stage is over its device's memory, or None.
-    """
+    """No plan fits the limits. In the plan that came closest, stage `stage` lacks `missing_bytes`
+    of its device's memory; both are None when memory isn't what is in the way."""
 
     def __init__(
         self, message: str, *, stage: int | None = None, missing_bytes: int | None = None
@@ -111,11 +106,7 @@ def is_ours(file: str) -> bool:
 
 def is_users(file: str, *, models: bool = False) -> bool:
     """Whether a file, as tracebacks name it, is the user's: not ours, Python's or a library's.
-
-    Args:
-        models: what is looked for is a model's line, and the models of libraries and of our zoo are
-            the user's, too.
-    """
+    `models`: where a model's line is looked for, those of libraries and of our zoo are, too."""
     ours = ["profiles/tracing"] if models else ["profiles", "planner", "runtime", "cli"]
     libraries = ["stdlib"] if models else ["stdlib", "purelib", "platlib"]
     others = [package / folder for package in _PACKAGES for folder in ours]

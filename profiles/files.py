@@ -135,9 +135,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 def read_file(path: str | Path, kind: type[T]) -> T:
     """Read a file of the given struct type.
 
-    Raises:
-        FileError: missing, unreadable, too large, not JSON, of another format, or a field
-            that is unknown, missing or out of range; the message names the file and field.
+    Raises FileError naming the file and field: missing, unreadable, too large, not JSON, of another
+    format, or a field that is unknown, missing or out of range.
     """
     path = Path(path)
     text = read_json(path, _how_to_make(kind), most=kind.most)
@@ -182,10 +181,8 @@ def read_json(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
 def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of a file that is no larger than `most`.
 
-    Args:
-        hint: where there is no such file, what to do about it.
-
-    Raises FileError: missing, unreadable, too large, or no file: a pipe or device has no end.
+    Raises FileError: missing, with a hint what to do about it, unreadable, too large, or no file: a
+    pipe or device has no end.
     """
     check_regular(path, hint)
     with file_errors(path, "read"), path.open("rb") as file:
@@ -218,10 +215,8 @@ def file_errors(path: Path, done: str) -> Iterator[None]:
 
 
 def read_lines(path: Path, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines of a log that are whole, each a JSON object, counted from 1.
-
-    Args:
-        size: of its beginning alone, so many bytes.
+    """The lines of a log, or of its first `size` bytes, that are whole, each a JSON object, counted
+    from 1.
 
     A log that isn't there has none; of one that is being written, the last line may be a part.
 
@@ -522,10 +517,8 @@ def save_file(path: str | Path, value: TaggedFile) -> None:
 
 
 def check_outputs(*wanted: tuple[str, str | Path | None, Kind]) -> None:
-    """The same for all outputs of a command, before it writes the first one.
-
-    Args:
-        wanted: each with its option; None: it isn't asked for.
+    """The same for all outputs of a command, each with its option, before it writes the first one;
+    None isn't asked for.
 
     Raises as `check_output`; UserError: two of them would go to one file.
     """

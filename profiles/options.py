@@ -203,11 +203,8 @@ def kind_of(hint: Any) -> Kind:
 
 
 def spelled_out(record: Any, values: Mapping[str, Any]) -> list[str]:
-    """Options and their values, as commands take them, of those that aren't the default.
-
-    Args:
-        values: by the fields' names, as read or as files have them; what is no option is left out.
-    """
+    """Options and their values, as commands take them, of those that aren't the default; `values`
+    are by the fields' names, as read or as files have them."""
     found = list[str]()
     for name, field in option_fields(record).items():
         value = values.get(name, field.default)
@@ -299,11 +296,8 @@ def auto_or_whole(value: object, name: str) -> int | None:
 def read_record(
     record: Any, spelled: Spelled = str, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What is meant by each option of a record, by its field's name. Raises UserError.
-
-    Args:
-        without: fields that others read.
-    """
+    """What is meant by each option of a record, by its field's name, but for fields that others
+    read (`without`). Raises UserError."""
     return {
         name: read_field(field, getattr(record, name), spelled(name))
         for name, field in option_fields(type(record)).items()

@@ -94,10 +94,8 @@ _FILES: dict[str, Any] = {}
 
 
 def names(kind: Kind) -> list[str]:
-    """What there is of a kind; nothing is loaded but files of plugins.
-
-    Raises PluginError for a file that can't be loaded.
-    """
+    """What there is of a kind; nothing is loaded but files of plugins. Raises PluginError for one
+    that can't be."""
     return list(_loaders(kind))
 
 
@@ -269,11 +267,8 @@ def import_file(path: Path, name: str) -> ModuleType | None:
 
 
 def call_plugin(plugin: str, run: Callable[[], _T], part: str = "") -> _T:
-    """What a plugin's code gives. Raises PluginError where it fails, or would end the program.
-
-    Args:
-        part: of the plugin, for the message; it is the whole file otherwise.
-    """
+    """What the code of a plugin, or of a part of it, gives. Raises PluginError where it fails, or
+    would end the program."""
     try:
         return run()
     except (PluginError, StoppedError):

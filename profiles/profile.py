@@ -396,9 +396,8 @@ class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 def check_profile(profile: Profile, where: str = "profile") -> Profile:
     """Return the profile if the planner can rely on it.
 
-    Raises:
-        FileError: an unknown front end, a name that is used twice or stands for nothing, an edge
-            against the order of the layers, or measurements that don't match the micro-batch sizes.
+    Raises FileError: an unknown front end, a name that is used twice or stands for nothing, an edge
+    against the order of the layers, or measurements that don't match the micro-batch sizes.
     """
     check_front_end(profile, where)
     position = {layer.name: k for k, layer in enumerate(profile.layers)}

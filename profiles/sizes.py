@@ -16,13 +16,11 @@ _COSTS = tuple(
 
 
 def measured_at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
-    """What was measured at a size; else what lies on the line through the two nearest sizes.
+    """What was measured at a size; else what lies on the line through the two nearest of the sizes,
+    which rise.
 
     Beyond the measured sizes, what more samples cost is never less than what fewer do, nor are
     fewer cheaper than in proportion. Where a single size was measured, all is in proportion.
-
-    Args:
-        measurements: at rising sizes, one or more.
     """
     for m in measurements:
         if m.micro_batch == micro_batch:

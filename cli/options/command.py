@@ -50,11 +50,7 @@ def group(name: str, *found: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def examples(*lines: str, more: str = "") -> str:
-    """The epilog of a command's help: examples, each in its own line.
-
-    Args:
-        more: a paragraph before them.
-    """
+    """The epilog of a command's help: `more`, and then examples, each in its own line."""
     text = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
     return f"{more}\n\n{text}" if more else text
 
@@ -80,12 +76,8 @@ def grouped(command: click.Command, context: click.Context) -> dict[str, list[cl
 
 
 def refuse(names: Collection[str], why: str) -> None:
-    """Raise UserError where one of these options is on the command line, and nothing would come
-    of it. A file of --config may have all.
-
-    Args:
-        names: parameters of the command at hand.
-    """
+    """Raise UserError where one of these parameters of the command at hand is on the command line,
+    and nothing would come of it. A file of --config may have all."""
     context = click.get_current_context()
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))

@@ -39,10 +39,7 @@ def keys_of(command: click.Command) -> dict[str, click.Option]:
 
 
 def read_config(context: click.Context, path: str, given: Collection[str]) -> dict[str, Any]:
-    """What the file says, by parameter; what the command line says is left out.
-
-    Args:
-        given: parameters that the command line has.
+    """What the file says, by parameter, but for those that the command line has (`given`).
 
     Raises click.UsageError: the file can't be read, an unknown key, or a value of another type;
     the message names file and key.
@@ -105,12 +102,8 @@ def _as_given(context: click.Context, option: click.Option, value: Any, where: s
 
 
 def config_text(context: click.Context, groups: Mapping[str, list[click.Option]]) -> str:
-    """The options of a context as a file that `read_config` takes; those without a value are
-    comments.
-
-    Args:
-        groups: options by the heading that they have in help.
-    """
+    """The options of a context, by their headings in help, as a file that `read_config` takes;
+    those without a value are comments."""
     keys = {option.name: key for key, option in keys_of(context.command).items()}
     lines = [f"# {context.command_path}"]
     for heading, options in groups.items():

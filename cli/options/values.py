@@ -93,13 +93,10 @@ class WordOrPlugin(click.Choice[str]):
 
 
 class Name(click.types.StringParamType):
-    """A name that a shell completes; whoever uses it checks it.
-
-    Attributes:
-        completes: "file" or "dir": the shell knows them.
-    """
+    """A name that a shell completes; whoever uses it checks it."""
 
     completes = ""
+    """"file" or "dir": the shell knows them."""
 
     def words(self) -> Iterable[str]:
         """Names that it may be besides."""

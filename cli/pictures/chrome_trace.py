@@ -43,12 +43,8 @@ _PLACES = {"load": COMPUTE, "wait": WAITING, "send": COMMUNICATION, "sum": COMMU
 
 
 def trace(recordings: Sequence[tuple[str, Recording]]) -> dict[str, Any]:
-    """The trace as plain data.
-
-    Args:
-        recordings: each with a name that tells it from the others; with one alone, it may be
-            empty.
-    """
+    """The trace of recordings as plain data. Each has a name that tells it from the others; that of
+    one alone may be empty."""
     events: list[Event] = []
     first = flow = 0
     for name, recording in recordings:

@@ -49,11 +49,8 @@ class Panel:
 def timetable(
     console: Console, recording: Recording, lanes: Sequence[int], panels: Sequence[Panel]
 ) -> Group:
-    """The panels below each other, in the console's width and all at one scale.
-
-    Args:
-        lanes: positions of the lanes to draw.
-    """
+    """The panels below each other, in the console's width and all at one scale, with the lanes at
+    these positions."""
     names = [lane_name(recording.lanes, k) for k in lanes]
     head = "stages" if _several(recording) else "stage"
     label = 1 + max(len(head), *map(len, names))

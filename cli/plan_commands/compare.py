@@ -53,11 +53,7 @@ STAGE_FIGURES: tuple[tuple[str, Callable[[Plan, int, int], str]], ...] = (
 
 
 class Move(NamedTuple):
-    """Layers that are on another stage in another plan.
-
-    Attributes:
-        source, target: stages in the one and in the other.
-    """
+    """Layers that are on the stage `source` in one plan and on `target` in another."""
 
     layers: tuple[str, ...]
     source: int

@@ -27,11 +27,8 @@ def adjusted() -> dict[str, Any]:
 
 
 def check_resumable(run_dir: str | None, asked: Mapping[str, Any]) -> None:
-    """Raise UserError for options that a resumed run can't have.
-
-    Args:
-        asked: what the options of `RunSettings` and of optimizers say.
-    """
+    """Raise UserError for options of `RunSettings` and of optimizers (`asked`) that a resumed run
+    can't have."""
     if run_dir is None:
         raise UserError("--resume: name the run with --run-dir")
     if asked["start_from"] is not None:

@@ -38,12 +38,8 @@ from .stages import (
 
 
 def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
-    """Print tables, verdict, notes and first operations, in the console's width.
-
-    Args:
-        count: operations of each stage's schedule to print.
-        every: each stage has a row of its own, however many there are.
-    """
+    """Print tables, verdict, notes and each stage's first `count` operations, in the console's
+    width. `every`: each stage has a row of its own, however many there are."""
     console = output()
     console.print(stage_table(plan, console.width, every=every))
     console.print(memory_table(plan, console, console.width, every=every))
@@ -352,11 +348,8 @@ def idle_devices(plan: Plan) -> str | None:
 
 
 def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
-    """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2.
-
-    Args:
-        every: of all stages, however many there are.
-    """
+    """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2; with
+    `every`, of all stages, however many there are."""
     pipeline = pipeline_of(plan)
     schedule = make_schedule(
         pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2

@@ -217,11 +217,8 @@ def what_if_table(
 def comparison(
     plans: Mapping[str, Plan], failed: Mapping[str, str], points: Sequence[ParetoPoint], width: int
 ) -> Group:
-    """Of tp-plan solve --variant all: each system's best plan, and why others have none.
-
-    Args:
-        points: of the Pareto front; systems whose best plan is on it are marked.
-    """
+    """Of tp-plan solve --variant all: each system's best plan, marked where it is on the Pareto
+    front of these points, and why others have none."""
     found = list(plans.values())
     prices = ("period_s", "memory_bytes", "delay")
     own = [tuple(IN_ROWS[key].value(plan) for key in prices) for plan in found]

@@ -174,11 +174,8 @@ _LEAST_BAR, _MOST_BAR = 12, 32
 
 
 def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
-    """Table of layers, devices and times of each stage; fits `width` columns.
-
-    Args:
-        every: no rows are folded.
-    """
+    """Table of layers, devices and times of each stage; fits `width` columns. `every`: no rows are
+    folded."""
     rows = folded(plan, every=every).rows
     stages = plan.predicted.stages
 
@@ -208,11 +205,7 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
 
 def memory_table(plan: Plan, console: Console, width: int, *, every: bool = False) -> Group:
     """Table of the peak memory of each stage, or of each device where they share those: a bar
-    against its limit, and by kind; fits `width`.
-
-    Args:
-        every: no rows are folded.
-    """
+    against its limit, and by kind; fits `width`. `every`: no rows are folded."""
     found = on_devices(plan)
     rows = _device_rows(plan, found, every=every)
     held = [each.predicted for each in found]
@@ -318,10 +311,8 @@ def memory_bar(
 ) -> Text:
     """Kinds stacked in a bar of `width` columns that stands for `whole` bytes.
 
-    Each column has the letter of what most of it is; on a terminal, in that kind's colour.
-
-    Args:
-        free: what at its end stays free.
+    Each column has the letter of what most of it is; on a terminal, in that kind's colour. `free`
+    bytes at its end stay so.
     """
     bar = Text()
     held = sum(kinds.values())

@@ -51,11 +51,8 @@ def relative_error(times: Sequence[float]) -> float:
 
 
 def worst_error(layers: Sequence[Sequence[float]]) -> float:
-    """Largest relative error among the layers that make up most of the time.
-
-    Args:
-        layers: for each layer its repeated times.
-    """
+    """Largest relative error among the layers, of each its repeated times, that make up most of the
+    time."""
     middles = [median(times) for times in layers]
     total = sum(middles)
     heavy = [t for t, m in zip(layers, middles, strict=True) if m >= HEAVY_SHARE * total]

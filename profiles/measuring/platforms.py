@@ -132,15 +132,12 @@ class CudaClock(Clock):
 
 
 class Reserved(NamedTuple):
-    """Memory of a GPU besides tensors.
-
-    Attributes:
-        nbytes: of each process: CUDA's context, kernels, workspaces of libraries.
-        share: of the allocator, for each byte of tensors.
-    """
+    """Memory of a GPU besides tensors."""
 
     nbytes: int
+    """Of each process: CUDA's context, kernels, workspaces of libraries."""
     share: float
+    """Of the allocator, for each byte of tensors."""
 
 
 _AT_FIRST: dict[int, int] = {}
@@ -303,14 +300,8 @@ class Platform:
                 yield live
 
     def reserved(self, step: Callable[[], object]) -> Reserved | None:
-        """What a process takes of a GPU besides its tensors, when all that runs there has run.
-
-        Args:
-            step: of training, on the largest micro-batch.
-
-        Returns:
-            None on any other device, and where it can't be measured.
-        """
+        """What a process takes of a GPU besides its tensors, by steps of training on the largest
+        micro-batch. None on any other device, and where it can't be measured."""
         return _reserved(self.device, step) if self.device.type == "cuda" else None
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -330,10 +321,7 @@ class Platform:
         """Build a model here.
 
         On a device that isn't there it takes no memory, unless building looks at values or
-        changes the model's dtype.
-
-        Args:
-            first: build it with real tensors and place it then.
+        changes the model's dtype, or it is to be built with real tensors `first` and placed then.
         """
         if self._fake is None:
             return make().to(self.device)

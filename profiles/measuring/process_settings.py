@@ -72,10 +72,7 @@ def keep_freed_memory() -> bool:
     """Have the C library keep what is freed, for this whole process; on Linux with glibc alone.
 
     For processes of our own, the commands and the stages: it is theirs to decide, not a library's
-    that is called from another program.
-
-    Returns:
-        Whether that was possible.
+    that is called from another program. Returns whether that was possible.
     """
     global _kept_for_good
     _kept_for_good = _set(_KEPT)

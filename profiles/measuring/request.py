@@ -131,11 +131,7 @@ class ProfileRequest:
     """Run forwards under torch.autocast with this dtype."""
 
     def read(self, spelled: Spelled = str) -> dict[str, Any]:
-        """What is asked, by field. Raises UserError for what can't be.
-
-        Args:
-            spelled: what messages call a field.
-        """
+        """What is asked, by field. Raises UserError for what can't be."""
         asked = read_record(self, spelled)
         check_sizes(asked["micro_batch_sizes"], asked["batch_size"], spelled("micro_batch_sizes"))
         if asked["together"] is not None and asked["device"] != "cpu":

@@ -56,15 +56,12 @@ class TrialCase:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """What a trial found.
-
-    Attributes:
-        lines: to warn of.
-        unversioned: parameters that a backward takes as memory has them then, by name.
-    """
+    """What a trial found."""
 
     lines: tuple[str, ...] = ()
+    """To warn of."""
     unversioned: tuple[str, ...] = ()
+    """Parameters that a backward takes as memory has them then, by name."""
 
 
 Trial = Callable[[TrialCase], TrialReport]
@@ -74,12 +71,8 @@ Trial = Callable[[TrialCase], TrialReport]
 def trial_samples(
     call: Call, expected: Any, place: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> tuple[tuple[Call, Any], ...]:
-    """A mini-batch in micro-batches, as `TrialCase` has them. Raises TargetError where it can't be
-    cut.
-
-    Args:
-        place: puts a tensor where it is needed.
-    """
+    """A mini-batch in micro-batches, as `TrialCase` has them, each tensor put where it is needed.
+    Raises TargetError where it can't be cut."""
     rows = rows_of(call.tensors, "train")
     each = rows // TRIAL_MICRO_BATCHES
     found = []

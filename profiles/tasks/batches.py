@@ -31,13 +31,10 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that the data put together.
-
-    Attributes:
-        inputs: each of shape ``[rows, ...]``.
-    """
+    """Samples that the data put together."""
 
     inputs: tuple[Tensor, ...]
+    """Each of shape ``[rows, ...]``."""
     target: Any
     rows: int
 

@@ -308,11 +308,8 @@ def by_sample(
     made: Sequence[tuple[str, Tensor]], sizes: Sequence[tuple[int, int]]
 ) -> list[tuple[str, Tensor | None]]:
     """The calls that were noted of one part after another: each with its figures of all samples;
-    None where it has nothing of each.
-
-    Args:
-        sizes: of the parts: without what fills them up, and with it.
-    """
+    None where it has nothing of each. `sizes`: of the parts without what fills them up, and with
+    it."""
     each, more = divmod(len(made), len(sizes))
     return [
         (made[k][0], _of_samples([figures for _, figures in made[k::each]], sizes))

@@ -61,10 +61,7 @@ def reading(split: Split) -> Iterator[None]:
 @contextmanager
 def before_training() -> Iterator[None]:
     """Trials of hooks in this block: what would fail a run is the user's mistake where none has
-    begun.
-
-    Raises TargetError in place of RunError.
-    """
+    begun. Raises TargetError in place of RunError."""
     try:
         yield
     except StoppedError:
@@ -365,22 +362,15 @@ def stand_in(value: Any) -> Any:
 
 
 class RunLength(NamedTuple):
-    """How long a run is.
-
-    Attributes:
-        steps: updates in all of it.
-        steps_per_epoch: updates in a whole epoch.
-    """
+    """How many updates there are in a run, and in a whole epoch."""
 
     steps: int
     steps_per_epoch: int
 
 
 def task_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLength) -> Any:
-    """What the task's `scheduler` makes of a stage's optimizer; None where it has none.
-
-    Args:
-        length: of the run, for a hook that asks for it by the names of its arguments.
+    """What the task's `scheduler` makes of a stage's optimizer, and of the run's length where its
+    arguments ask for that by name; None where it has none.
 
     Raises TargetError when it raises, asks for anything else, or gives what can't be stepped or
         is over another optimizer; or when the task's `scheduler_step` says something else than
@@ -417,10 +407,8 @@ def task_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLeng
 
 
 def scheduler_step(task: Task) -> str | None:
-    """When the task says that its scheduler is stepped: "update", "epoch"; None: it doesn't.
-
-    Raises TargetError for anything else.
-    """
+    """When the task says that its scheduler is stepped: "update", "epoch"; None: it doesn't. Raises
+    TargetError for anything else."""
     found: Any = getattr(task, "scheduler_step", None)
     if found not in (None, "update", "epoch"):
         raise TargetError(

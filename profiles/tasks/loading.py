@@ -20,17 +20,9 @@ _MOST = 1000
 def loading_s_per_sample(
     given: Any, mini_batch: int, names: Names = sorted, seconds: float = SECONDS
 ) -> float | None:
-    """Seconds between two samples of the training data, loaded as a run loads them, when nobody
-    does anything else.
-
-    Args:
-        given: what the task's data("train") gave.
-
-    Returns:
-        None for what is in memory, and for too few batches to tell.
-
-    Raises as `Batches.batch`.
-    """
+    """Seconds between two samples of what the task's data("train") gave, loaded as a run loads
+    them, when nobody does anything else; None for what is in memory, and for too few batches to
+    tell. Raises as `Batches.batch`."""
     if isinstance(given, TensorDataset):
         return None
     if not comes_in_batches(given):

@@ -66,11 +66,7 @@ class Ahead(Generic[T]):
         ahead: int = AHEAD,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """
-        Args:
-            ahead: so many of them.
-            lock: held while an item is made.
-        """
+        """`ahead`: how many at most. `lock`: held while an item is made."""
         self._items = items
         self._lock = nullcontext() if lock is None else lock
         self._ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=ahead)
@@ -80,14 +76,8 @@ class Ahead(Generic[T]):
         self._thread.start()
 
     def next(self, wait_s: float, what: str) -> T:
-        """The next item.
-
-        Args:
-            what: gives none, for the message.
-
-        Raises whatever making it raised, StopIteration at the end, and RunError when there is
-        none within `wait_s` seconds.
-        """
+        """The next item. Raises whatever making it raised, StopIteration at the end, and RunError
+        when `what` gives none within `wait_s` seconds."""
         try:
             good, found = self._ready.get(timeout=wait_s)
         except queue.Empty:

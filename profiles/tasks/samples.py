@@ -67,13 +67,8 @@ def batch_size_of(given: Given) -> int | None:
 
 
 def size_of(given: Given, split: Split, mini_batch: int) -> int | None:
-    """Number of samples in one pass; None: nobody can know.
-
-    Args:
-        mini_batch: samples in a batch, where the data don't say.
-
-    Raises TargetError for nothing at all.
-    """
+    """Number of samples in one pass, of batches of `mini_batch` where the data don't say; None:
+    nobody can know. Raises TargetError for nothing at all."""
     if not comes_in_batches(given):
         return dataset_size(given, split)
     size = _size(given, mini_batch)
@@ -184,17 +179,11 @@ def dataset_size(dataset: Dataset[Any], split: Split) -> int:
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
 ) -> tuple[Call, Any]:
-    """Collate the samples at `indices`.
+    """The samples at `indices`: the model's inputs, each ``[len(indices), ...]``, and the target,
+    collated alike. `names`: as for `read_batch`.
 
-    Args:
-        names: as for `read_batch`.
-
-    Returns:
-        The model's inputs, each ``[len(indices), ...]``, and the target, collated alike.
-
-    Raises:
-        TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
-            collated.
+    Raises TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
+    collated.
     """
     if isinstance(dataset, TensorDataset):
         # With a tensor as index, a third of the time that a list takes.

@@ -68,11 +68,8 @@ class Call:
         return Call(self.tensors, (None,) * len(self.tensors))
 
     def labels(self, parameters: Sequence[str]) -> list[str]:
-        """A name for each tensor: its argument's, and behind it where in the argument it is.
-
-        Args:
-            parameters: of the forward, by position.
-        """
+        """A name for each tensor: its argument's, of the forward's parameters where it goes by
+        position, and behind it where in the argument it is."""
         own = [
             name or (parameters[k] if k < len(parameters) else f"input_{k}")
             for k, name in enumerate(self.names)

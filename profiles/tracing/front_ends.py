@@ -31,12 +31,8 @@ from .verify import RunResult, compare, run
 
 
 def trace_sequential(model: nn.Module, call: Call, granularity: str) -> TracedModel:
-    """A chain of the children; nested nn.Sequentials are opened.
-
-    Raises:
-        TraceError: not an nn.Sequential with one input, or a child gives something that
-            can't go to the next one.
-    """
+    """A chain of the children; nested nn.Sequentials are opened. Raises TraceError: not an
+    nn.Sequential with one input, or a child gives something that can't go to the next one."""
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise TraceError("is not an nn.Sequential")
     if len(call.tensors) != 1 or call.nests is not None:

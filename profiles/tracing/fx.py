@@ -235,11 +235,8 @@ def without_gradient(value: Any) -> Any:
 def applied(
     function: type[Function], bound: tuple[tuple[int, Callable[..., Any]], ...] = ()
 ) -> Callable[..., Any]:
-    """What applies a custom Function, under its name.
-
-    Args:
-        bound: arguments that are functions, which no graph holds, by position.
-    """
+    """What applies a custom Function, under its name, with arguments that are functions, which no
+    graph holds, bound by position."""
 
     def apply(*arguments: Any) -> Any:
         given = list(arguments)

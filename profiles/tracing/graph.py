@@ -99,10 +99,7 @@ class GraphBody(nn.Module):
         return super().__new__(type(cls.__name__, (cls,), {}))
 
     def __init__(self, root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> None:
-        """
-        Args:
-            root: what the graph's nodes name is taken from; a mapping has it by those names.
-        """
+        """`root`: what the graph's nodes name is taken from; a mapping has it by those names."""
         super().__init__()
         targets = [str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")]
         if isinstance(root, nn.Module):
@@ -311,11 +308,8 @@ class SharedState(NamedTuple):
 
 
 def shared_state(traced: TracedModel, rewritten: Collection[int] = ()) -> SharedState:
-    """What layers share.
-
-    Args:
-        rewritten: storages of frozen parameters that forwards change, as they do buffers.
-    """
+    """What layers share; `rewritten`: storages of frozen parameters that forwards change, as they
+    do buffers."""
     users: dict[int, dict[int, list[Tensor]]] = {}
     for k, layer in enumerate(traced.layers):
         for tensor in state_of(traced, layer.nodes).values():

@@ -114,11 +114,8 @@ _KINDS = {Tensor: "tensor", torch.Size: "size", torch.dtype: "type", torch.devic
 
 def encode(value: Any, name: str) -> torch.Tensor:
     """A value between pieces as a tensor: sizes become int64 tensors, and so do types of tensors
-    (``x.to(h.dtype)``). Of a device nothing is sent: it is that of whoever gets it.
-
-    Raises:
-        TraceError: none of those.
-    """
+    (``x.to(h.dtype)``). Of a device nothing is sent: it is that of whoever gets it. Raises
+    TraceError for none of those."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (bool, int)):

@@ -42,11 +42,8 @@ class ValueSpec:
 
 
 class _NodeByNode(fx.Interpreter):
-    """Runs a graph, and keeps what its nodes of some names make.
-
-    Args:
-        on_node: is told the name of each node before it runs.
-    """
+    """Runs a graph, tells `on_node` the name of each node before it runs, and keeps what those of
+    some names make."""
 
     def __init__(
         self,
@@ -117,11 +114,8 @@ def specs_and_result(
 
 
 def rewritten_by(traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool) -> frozenset[int]:
-    """Storages of the parameters that aren't trained and that a forward changes.
-
-    Args:
-        fake: as for `specs_and_result`; what is written through `.data` doesn't show then.
-    """
+    """Storages of the parameters that aren't trained and that a forward changes. `fake`: as for
+    `specs_and_result`; what is written through `.data` doesn't show then."""
     frozen = [p for p in traced.module.parameters() if is_frozen(p)]
     # Operations on fake tensors write nothing into real ones, and count as if they did.
     mark = (lambda p: p._version) if fake else mark_of

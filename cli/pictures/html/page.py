@@ -185,11 +185,8 @@ def page(
     scripts: Sequence[str] = SCRIPTS,
     styles: Sequence[str] = STYLES,
 ) -> str:
-    """The page's HTML text.
-
-    Args:
-        scripts, styles: of the assets, by name, or others' by path; both without their suffix.
-    """
+    """The page's HTML text, with scripts and styles of the assets, by name, or others by path;
+    both without their suffix."""
     style = _palette_style() + "".join(_asset(f"{name}.css") for name in styles)
     script = "\n".join(_asset(f"{name}.js") for name in scripts)
     return Template(_asset("page.html")).substitute(

@@ -168,12 +168,8 @@ def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float
 
 
 def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: float) -> None:
-    """Names beside the lanes' middles; where lanes are narrow, of some alone.
-
-    Args:
-        lanes: each with the height of its middle.
-        pitch: from one lane to the next.
-    """
+    """Names beside the lanes, at the heights of their middles, which are a pitch apart; where that
+    is narrow, of some alone."""
     tallest = max((len(name_lines(lane)) for lane, _ in lanes), default=1)
     every = max(1, math.ceil(tallest * SIZE / pitch)) if pitch > 0 else 1
     with drawing.group(font_size=SIZE, fill=INK):

@@ -52,13 +52,8 @@ def memory_svg(
     limits: Sequence[int | None],
     settings: FigureSettings | None = None,
 ) -> str:
-    """What each lane holds over time as SVG text, on the scale of the timeline of these settings.
-
-    Args:
-        limits: of each lane, in bytes; None: no limit.
-
-    The same recording gives the same text.
-    """
+    """What each lane holds over time as SVG text, on the scale of the timeline of these settings,
+    with its limit in bytes where it has one. The same recording gives the same text."""
     settings = settings or FigureSettings()
     window = window_of(recording, settings)
     drawing = Drawing(settings.width, "memory")

@@ -162,13 +162,8 @@ def write_plan_figures(
 
 
 def plans_svg(plans: Sequence[tuple[str, Plan]], settings: FigureSettings) -> str:
-    """What plans predict, one above the other on one axis, as SVG text.
-
-    Args:
-        plans: each with the words to stand above it.
-
-    Raises ScheduleError as `recording.predicted`.
-    """
+    """What plans predict, one above the other on one axis, each below its words, as SVG text.
+    Raises ScheduleError as `recording.predicted`."""
     first = recorded(plans[0][1], settings)
     shown = window_of(first, settings)
     # The others' recordings have to be as long as what is drawn of the first.
@@ -179,15 +174,9 @@ def plans_svg(plans: Sequence[tuple[str, Plan]], settings: FigureSettings) -> st
 
 
 def write_run_figure(recordings: Sequence[tuple[str, Recording]], svg: str, width: float) -> None:
-    """Write timelines one above the other, all that the first one has recorded.
-
-    Args:
-        recordings: each with its name: of a run what was measured, then what was predicted; of
-            several what was measured.
-        width: in points.
-
-    Raises FileError.
-    """
+    """Write timelines one above the other, all that the first one has recorded, `width` points
+    wide: of a run what was measured, then what was predicted; of several what was measured. Raises
+    FileError."""
     settings = FigureSettings(width=width, mini_batches=MAX_COUNT)
     write_figure(svg, timelines_svg(recordings, settings))
 
