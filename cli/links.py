@@ -38,15 +38,12 @@ def links_command(
     """Measure, write the cluster file, and print what was found.
 
     Args:
-        path: the cluster file to write.
-        processes: how many local processes; neighbours are measured in pairs.
-        device: "cpu" or "cuda".
+        processes: how many local ones; neighbours are measured in pairs.
         rendezvous: of the processes that torchrun or srun has started: it is measured between
             them, and the first of them writes and prints.
 
-    Raises:
-        UserError: a bad path, too few processes or GPUs.
-        RunError: a worker died, got stuck, or failed. Nothing is written then.
+    Raises UserError: a bad path, too few processes or GPUs; RunError: a worker died, got stuck, or
+    failed. Nothing is written then.
     """
     follows = rendezvous is not None and rendezvous.rank > 0
     if not follows:

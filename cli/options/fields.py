@@ -34,13 +34,8 @@ _NAMES = {"file": FileName, "folder": FolderName, "target": TargetName, "system"
 def options_of(
     record: type, *groups: str, only: Collection[str] = (), without: Collection[str] = ()
 ) -> Callable[[F], F]:
-    """The options of a record, which bear its fields' names, under their headings.
-
-    Args:
-        groups: those of these headings alone, in this sequence; by default of all.
-        only: these fields; by default all.
-        without: fields that are none here.
-    """
+    """The options of a record, which bear its fields' names, under their headings: of these groups
+    alone, in this sequence, and of these fields (`only`, `without`); by default of all."""
     known = option_fields(record)
     fields = [known[name] for name in only or known if name not in without]
     headings = groups or tuple(dict.fromkeys(field.option.group for field in fields))

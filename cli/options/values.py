@@ -32,12 +32,8 @@ class Whole(click.types.IntParamType):
 
 
 class Number(click.types.FloatParamType):
-    """A finite number; help says nothing of its limits.
-
-    Args:
-        least, most: None: any.
-        above: `least` itself is too little.
-    """
+    """A finite number from `least` to `most`, or above `least`; None is no limit. Help says nothing
+    of these."""
 
     name = "number"
 

@@ -38,12 +38,8 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class RunCurve:
-    """How a quantity of a run went.
-
-    Attributes:
-        quantity: `TRAINING`, of each mini-batch; or "test" with a figure's name.
-        inline: all stages took turns in one process.
-    """
+    """How a quantity of a run went: `TRAINING`, of each mini-batch; or "test" with a figure's name.
+    `inline`: all stages took turns in one process."""
 
     run: str
     system: str
@@ -76,12 +72,8 @@ class CurveTarget:
 
 
 def curves_of(figures: Mapping[str, Any], of_epoch: int | None) -> tuple[RunCurve, ...]:
-    """All curves of a run.
-
-    Args:
-        figures: as `html.run_data.run_figures` gives them.
-        of_epoch: mini-batches of an epoch; None: of all that there are.
-    """
+    """All curves of a run, of what `html.run_data.run_figures` gives. `of_epoch`: mini-batches of
+    an epoch; None: of all that there are."""
     run, system, inline = figures["name"], figures["variant"], figures["mode"] == "inline"
     each = of_epoch or len(figures["losses"]) or 1
     points = [

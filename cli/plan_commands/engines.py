@@ -56,13 +56,9 @@ def in_run_of(engine: Engine | None, plan: Plan, receive_bytes_per_s: float) -> 
 
 
 def print_elsewhere(plan: Plan, found: Plan, *, with_table: bool = True) -> None:
-    """Period and memory of another engine's run, beside those of tp-run; and a warning where the
-    devices haven't got that memory.
-
-    Args:
-        found: the plan as that engine runs it.
-        with_table: of the memory.
-    """
+    """Period and memory of another engine's run (`found` is the plan as it runs it), beside those
+    of tp-run, with a table of the memory if asked for; and a warning where the devices haven't got
+    that memory."""
     if found.engine is msgspec.UNSET:
         return
     console, title = output(), ENGINE_COSTS[found.engine].title

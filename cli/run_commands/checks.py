@@ -27,13 +27,8 @@ if TYPE_CHECKING:
 def device_lines(
     plan: Plan, settings: RunSettings, workers: int, *, inline: bool = False, one_host: bool = True
 ) -> list[str]:
-    """Lines on the devices that a run computes on, printed before it trains.
-
-    Args:
-        workers: of the whole run.
-        inline: all of them in this process.
-        one_host: all of them on this one.
-    """
+    """Lines on the devices that a run of so many workers computes on, printed before it trains.
+    `inline`: all in this process; `one_host`: all on this one."""
     from ...runtime.communication.transport import between_processes, transport_of
     from ...runtime.prepare.devices import device_kind, gpu_count, turns_warning, usable_cores
 

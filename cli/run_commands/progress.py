@@ -54,12 +54,8 @@ class TrainingProgress(Callback):
         run_dir: Path | None,
         opening: Callable[[], Iterable[Any]],
     ) -> None:
-        """Show a run of `plan`.
-
-        Args:
-            run_dir: where the workers' processes write their status; None: there are none.
-            opening: makes the lines to print when training begins.
-        """
+        """`run_dir`: where the workers' processes write their status; None: there are none.
+        `opening`: makes the lines to print when training begins."""
         self._bar = bar
         self._opening = opening
         self._rate = Rate(plan.mini_batch)

@@ -27,15 +27,9 @@ from .resume import naming_checkpoint, place_of
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """A run as the command line asks for it.
-
-    Attributes:
-        where: the run directory.
-        rendezvous: where torchrun or srun has started the workers; None: they are started here.
-        inline: all stages in this process.
-        resumed: arguments of `resume`; None: a new run.
-        max_restarts: after failures.
-    """
+    """A run as the command line asks for it, in the directory `where`, by workers that torchrun or
+    srun has started (`rendezvous`), or by those that are started here. `resumed`: arguments of
+    `resume`; None: a new run."""
 
     plan: Plan
     settings: RunSettings

@@ -126,14 +126,8 @@ Cell = str | Text
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, and how narrow it can be.
-
-    Attributes:
-        natural: columns of text that it would have.
-        least: that it needs.
-        fit: its cells in a given width between the two.
-        left: words stand left, numbers right.
-    """
+    """A column of a table: as wide as its text would have it (`natural`), or narrower, as far as it
+    can be (`least`); `fit` gives its cells in such a width. Words stand left, numbers right."""
 
     name: str
     natural: int

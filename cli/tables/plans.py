@@ -191,13 +191,8 @@ def front_table(plans: Sequence[Plan], paths: Sequence[str], width: int) -> Grou
 def what_if_table(
     asked: Plan, plans: Mapping[str, Plan], failed: Mapping[str, str], width: int
 ) -> Group:
-    """Of tp-plan solve --what-if: the plan asked for, and the best ones after changes of devices
-    and links.
-
-    Args:
-        plans: by the change, as it was given.
-        failed: why there is none after other changes.
-    """
+    """Of tp-plan solve --what-if: the plan asked for, the best ones after changes of devices and
+    links, by the change as it was given, and why there is none after others."""
     rows = {"as it is": asked, **plans}
     found = list(rows.values())
     columns = [

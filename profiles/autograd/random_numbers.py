@@ -143,12 +143,8 @@ class _Place(NamedTuple):
 
 
 class SameNumbers(TorchDispatchMode):
-    """Gives each sample the same numbers in whatever piece and micro-batch it is.
-
-    Attributes:
-        calls: what it knows.
-        beyond: it met a call that it doesn't know, whose numbers stayed as they were.
-    """
+    """Gives each sample the same numbers in whatever piece and micro-batch it is. `beyond`: it met
+    a call that it doesn't know, whose numbers stayed as they were."""
 
     def __init__(self, calls: RandomCalls, seed: int) -> None:
         super().__init__()
@@ -157,13 +153,8 @@ class SameNumbers(TorchDispatchMode):
         self.beyond = False
 
     def begin(self, piece: int | None, mini_batch: tuple[int, ...], samples: range) -> None:
-        """A forward is about to run.
-
-        Args:
-            piece: of which; None: the whole model's.
-            mini_batch: which it is.
-            samples: of the epoch.
-        """
+        """A forward of a piece, or of the whole model (None), is about to run, on these samples of
+        the epoch, in this mini-batch."""
         self._go_to(_Place(piece, mini_batch, samples, 0))
 
     def _go_to(self, place: _Place) -> None:

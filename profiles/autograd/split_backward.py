@@ -45,12 +45,8 @@ class SplitBackward:
         inlets: Iterable[Inlet],
         parameters: Iterable[nn.Parameter],
     ) -> None:
-        """
-        Args:
-            roots: where gradients enter the graph.
-            grads: the gradients, of the roots' shapes.
-            inlets: what the stage received and must send gradients back for.
-        """
+        """Gradients of the roots' shapes enter the graph there; inlets are what the stage received
+        and must send gradients back for."""
         self._entries = list(zip(roots, grads, strict=True))
         self._anchors = [inlet.anchor for inlet in inlets if inlet.anchor is not None]
         self._parameters = list(parameters)

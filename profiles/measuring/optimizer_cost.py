@@ -78,12 +78,8 @@ def measure_optimizer(
     groups: Sequence[Sequence[nn.Parameter]],
     clock: Clock,
 ) -> OptimizerCost:
-    """Step an optimizer over all parameters and over the smallest layer's, with zero gradients.
-
-    Args:
-        make: the task's optimizer; without one, SGD with momentum 0.9 stands for it.
-        groups: parameters of each layer.
-    """
+    """Step an optimizer over all parameters and over those of the smallest layer, of these groups,
+    with zero gradients: the task's; without one, SGD with momentum 0.9 stands for it."""
     make = make or _stand_in
     trained = [p for p in parameters if p.requires_grad]
     small = min(
@@ -155,15 +151,12 @@ def _time_step(
 def optimizer_roofline(
     make: Make | None, spec: DeviceSpec, dtype: torch.dtype = torch.float32
 ) -> OptimizerCost:
-    """What an optimizer step would cost on a device, from one small real parameter.
+    """What a step of the task's optimizer, or of SGD with momentum 0.9 in its place, would cost on
+    a device, from one small real parameter.
 
     A fused step reads parameters, gradients and state, and writes parameters and state. It
     launches as many kernels as there are operations in the step for one parameter: torch's
     foreach optimizers do each of them for all parameters at once.
-
-    Args:
-        make: the task's optimizer; without one, SGD with momentum 0.9 stands for it.
-        dtype: of the parameters.
 
     Raises TargetError when the optimizer can't be made or stepped.
     """

@@ -348,15 +348,9 @@ class Platform:
 
 
 def platform_of(device: str, spec: str | None = None, autocast: str | None = None) -> Platform:
-    """The platform for "cpu", "cuda" or "meta".
-
-    Args:
-        spec: of the device that isn't there: a shipped one's name, or a TOML file.
-        autocast: "bfloat16" or "float16".
-
-    Raises:
-        UserError: no such device here, or options that don't go together.
-    """
+    """The platform for "cpu", "cuda" or "meta", with the spec of the device that isn't there, a
+    shipped one's name or a TOML file, and autocast to "bfloat16" or "float16". Raises UserError: no
+    such device here, or options that don't go together."""
     if device not in DEVICES:
         raise UserError(f"--device {device!r}: give one of {', '.join(DEVICES)}")
     if (spec is not None) != (device == META):

@@ -23,11 +23,10 @@ def end_with_parent(parent: int, look: bool = True) -> None:
     """Have this process killed when its parent is gone, however that ended.
 
     On Linux the kernel does it, whatever this process is doing: it may be stopped, out of
-    memory, or inside a call that lets no other thread run. Elsewhere a thread looks.
+    memory, or inside a call that lets no other thread run. Elsewhere a thread looks, or nobody.
 
     Args:
         parent: its process number, as the parent itself said, or as read when this one began.
-        look: with the thread; without, where the kernel doesn't do it, nobody does.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

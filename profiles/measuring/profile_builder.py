@@ -40,14 +40,9 @@ def assemble(
     varying: VaryingShapes | None,
     unversioned: tuple[str, ...],
 ) -> Profile:
-    """The profile that a bench's measurements make.
-
-    Args:
-        assumptions: made before them.
-        loading_s: between two samples; None: not known.
-        varying: shapes of the mini-batches; None: they are alike.
-        unversioned: parameters that backwards take as memory has them.
-    """
+    """The profile that a bench's measurements make, with what else is known: assumptions made
+    before them, shapes of mini-batches that vary, the seconds between two samples, and parameters
+    that backwards take as memory has them."""
     traced, first = bench.traced, bench.cases[0]
     bound = bench.bound | bench.by_values
     shared = shared_state(traced, first.saved.rewritten)

@@ -39,13 +39,9 @@ class Batch:
     rows: int
 
     def part(self, real: Sequence[int], size: int) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of these rows.
-
-        The inputs are filled up to `size` with copies of their first sample; the target is that
-        of the real ones, and None where there are none.
-
-        Raises TargetError where something has no row for every sample.
-        """
+        """Inputs of these rows, filled up to `size` with copies of the first of them, and their
+        target; None where there are no rows. Raises TargetError where something has no row for
+        every sample."""
         if isinstance(real, range) and real and len(real) == size:
             taken: slice | Tensor = slice(real.start, real.stop, real.step)
             return pick(self.inputs, taken, self.rows), pick(self.target, taken, self.rows)
@@ -112,10 +108,8 @@ class Batches:
         """The batch of this number in an epoch. Cheap where they are asked for in their sequence,
         and for the last two once more.
 
-        Raises:
-            TargetError: it failed in the user's code, isn't what a batch may be, or there is
-                none.
-            RunError: a worker of the loader died, or gave nothing for too long.
+        Raises TargetError: it failed in the user's code, isn't what a batch may be, or isn't there;
+        RunError: a worker of the loader died, or gave nothing for too long.
         """
         if epoch != self._epoch or (number < self._next and number not in self._kept):
             self._open(epoch, number)

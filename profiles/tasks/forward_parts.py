@@ -245,14 +245,8 @@ def what_mixes(
     in_parts: Sequence[tuple[str, Tensor | None]],
     within: float,
 ) -> Iterator[str]:
-    """What mixes samples, in sentences: the first module whose samples come out otherwise, and
-    terms.
-
-    Args:
-        odd: as of `odd_in`.
-        names: of the tensors in the result.
-        whole, in_parts: calls, as of `by_sample`.
-    """
+    """What mixes samples, in sentences: the first module whose samples come out otherwise in calls
+    of `by_sample`, and terms, by the names of the tensors that are odd as of `odd_in`."""
     if not all(odd.values()):
         where = (
             name

@@ -36,9 +36,8 @@ def call_hook(
 
     Args:
         doing: what failed, where that isn't the hook itself but what it gave: "step()".
-        kind: of the error: RunError where training is under way.
 
-    Raises `kind` naming the hook when it raises.
+    Raises `kind` naming the hook when it raises: RunError where training is under way.
     """
     try:
         return hook(*arguments)
@@ -267,14 +266,8 @@ def try_loss(task: Task, output: Any, target: Any) -> None:
 
 
 def try_figures(task: Task, output: Any, target: Any, *, metrics: bool = True) -> list[str]:
-    """Call loss and metrics as an evaluation does.
-
-    Args:
-        metrics: else the loss alone.
-
-    Returns:
-        A line for each figure that seems to be a sum over the samples: it doubles where each of
-        them is there twice.
+    """Call the loss, and the metrics unless left out, as an evaluation does. Returns a line for
+    each figure that seems to be a sum over the samples: it doubles where each is there twice.
 
     Raises as the hooks do, and TargetError for a figure that isn't a number.
     """
@@ -505,12 +498,7 @@ def in_one_line(
     """Where the user's code runs, or a library on what the user gave: whatever that raises is told
     in one line. Errors of ours and Ctrl-C stay what they are.
 
-    Args:
-        what: failed.
-        mend: what to do about it, behind the error.
-        text: of the error.
-
-    Raises `kind`.
+    Raises `kind`: what failed, the error's text, and what to do about it.
     """
     try:
         yield

@@ -119,13 +119,8 @@ def loss_in_parts(
 def fixed_in(
     shapes: Sequence[Sequence[int]], others: Sequence[Sequence[int]], size: int, other: int
 ) -> set[int] | None:
-    """Positions of the tensors in a model's result that have nothing of each sample.
-
-    Args:
-        shapes, others: for two numbers of samples.
-
-    Returns None where some have samples, and not first.
-    """
+    """Positions of the tensors in a model's result that have nothing of each sample, by their
+    shapes for two numbers of samples; None where some have samples, and not first."""
     if len(shapes) != len(others):
         return None
     fixed = set()

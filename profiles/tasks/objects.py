@@ -228,10 +228,8 @@ def hooks_of(found: Any) -> list[str]:
 
 
 def task_of(name: str, found: Any, *, has_inputs: bool) -> Task | None:
-    """The task that the object of a name is, or that its class makes; None: it isn't meant as one.
-
-    Args:
-        has_inputs: it is said what it takes, which a task knows by itself.
+    """The task that the object of a name is, or that its class makes; None: it isn't meant as one,
+    as where it is said what it takes (`has_inputs`), which a task knows by itself.
 
     Raises TargetError: it can't be made, or lacks a method that a task must have.
     """

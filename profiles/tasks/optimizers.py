@@ -28,12 +28,9 @@ _SHOWN_NAMES = 3
 def task_groups(
     task: Task, trained: Named, own: Collection[nn.Parameter]
 ) -> ParameterGroups | None:
-    """What the task's `parameter_groups` makes of the whole model, and of that what is a stage's:
-    each group in its place, empty where the stage has nothing of it. None: the task has none.
-
-    Args:
-        trained: the parameters to train of the whole model.
-        own: those of the stage.
+    """What the task's `parameter_groups` makes of the parameters to train of the whole model, and
+    of that what is a stage's own: each group in its place, empty where the stage has nothing of
+    it. None: the task has none.
 
     Raises TargetError when it raises, or its groups don't hold each parameter once.
     """

@@ -28,16 +28,12 @@ SEEDS = 2**63 - 1
 
 def only(given: Any, parts: Parts, names: Names) -> Any:
     """A map-style data set with the same samples in the same sequence, of which it reads these
-    parts alone; the other part of a sample is whatever it likes.
+    parts alone; the other part of a sample is whatever it likes. None where it can't be had: what
+    a sample is made of is known to its ``__getitem__`` alone.
 
     It is had of tensors in memory, of whatever has a method ``only(parts)``, of `datasets`' own
-    sets with columns, and of torch's Subset and ConcatDataset of such.
-
-    Args:
-        names: of the model's arguments, or what makes them of the names of columns.
-
-    Returns:
-        None where it can't be had: what a sample is made of is known to its ``__getitem__`` alone.
+    sets with columns, and of torch's Subset and ConcatDataset of such. `names`: of the model's
+    arguments, or what makes them of the names of columns.
 
     Raises TargetError where the user's `only` fails, or gives another number of samples.
     """
@@ -156,15 +152,9 @@ def fetch_parts(
     parts: Parts,
     seeds: Sequence[int] | None = None,
 ) -> tuple[tuple[Tensor, ...], Any, bool]:
-    """As `fetch`, of what `only` gave for these parts.
-
-    Args:
-        seeds: of the random numbers of each sample; None: they are drawn as they come.
-
-    Returns:
-        Inputs, target, and whether anything was drawn, where there are seeds. What isn't among the
-        parts is () or None.
-    """
+    """As `fetch`, of what `only` gave for these parts: inputs, target, and whether anything was
+    drawn, where there are seeds of each sample's random numbers. What isn't among the parts is ()
+    or None."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2 and parts != ALL:
         # Of what nobody wants none is taken.
         inputs, target = dataset.tensors
@@ -203,12 +193,8 @@ def each_alone(
     take: Callable[[int], Any], indices: Sequence[int], seeds: Sequence[int]
 ) -> tuple[list[Any], bool]:
     """Samples, each with random numbers of its own seed: they don't depend on what was read of the
-    samples before it.
-
-    Returns:
-        The samples, and whether any drew. Torch's, Python's and NumPy's own generators are then as
-        they were.
-    """
+    samples before it; and whether any drew. Torch's, Python's and NumPy's own generators are then
+    as they were."""
     before, drew, found = states(), False, []
     try:
         for index, seed in zip(indices, seeds, strict=True):

@@ -268,12 +268,9 @@ def _of_tensors(value: Any) -> bool:
 
 
 def some_samples(given: Given, split: Split, count: int, names: Names = sorted) -> tuple[Call, Any]:
-    """Inputs and target of so many samples, the first ones again where there are fewer.
-
-    Of batches that are put together elsewhere, rows of the first one.
-
-    Raises TargetError as `read_batch` does, and for a stream that gives nothing.
-    """
+    """Inputs and target of so many samples, the first ones again where there are fewer; of batches
+    that are put together elsewhere, rows of the first one. Raises TargetError as `read_batch` does,
+    and for a stream that gives nothing."""
     if not comes_in_batches(given):
         size = dataset_size(given, split)
         return fetch(given, [k % size for k in range(count)], names)

@@ -221,16 +221,12 @@ def settle(model: nn.Module, call: Call, target: str, *, fake: bool = False) -> 
     """Have a model do for good what it does at its first forward alone: hook modules, exchange
     them, freeze weights. Every look after it begins from there, as every mini-batch does.
 
-    Where a forward does none of that, nothing stays of it. Else attributes stay, for one of them
-    says that it is done; not the numbers of weights and buffers, random states, nor what the next
-    forward makes others of: what is carried from mini-batch to mini-batch.
+    Where a forward does none of that, which may be seen on fake tensors, nothing stays of it. Else
+    attributes stay, for one of them says that it is done; not the numbers of weights and buffers,
+    random states, nor what the next forward makes others of: what is carried from mini-batch to
+    mini-batch.
 
-    Args:
-        fake: look on fake tensors whether there is such a thing.
-
-    Raises:
-        TargetError: the first forward makes parameters.
-        Whatever the forward raises.
+    Raises TargetError: the first forward makes parameters; and whatever the forward raises.
     """
     before = _Makeup(model)
     made = dict(model.named_parameters(remove_duplicate=False))

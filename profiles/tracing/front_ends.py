@@ -214,11 +214,8 @@ def _attempt(
     crosses: bool = True,
 ) -> tuple[TracedModel | None, list[str]]:
     """The graph that a front end makes, and what of the model's attributes it doesn't count in;
-    None where it doesn't take the model, with the failure added.
-
-    Args:
-        wanted: what the model does on `call`; None: nothing is held against it.
-        crosses: look whether what goes from layer to layer can.
+    None where it doesn't take the model, with the failure added. `wanted`: what the model does on
+    `call`, if that is held against it. `crosses`: look whether what goes from layer to layer can.
     """
     traced, left = None, list[str]()
     with modules_called() as called:

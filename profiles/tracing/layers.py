@@ -87,12 +87,8 @@ def without_effect(layers: Sequence[LayerNodes], granularity: str) -> list[str]:
 def group(
     graph: fx.Graph, granularity: str, homes: ModuleStack, model: nn.Module
 ) -> tuple[LayerNodes, ...]:
-    """Group the operations of a graph into layers.
-
-    Args:
-        homes: the module calls around each operation.
-        model: the user's model; tells which modules are leaves.
-    """
+    """Group the operations of a graph into layers, by the module calls (`homes`) around each, and
+    by which modules of the user's model are leaves."""
     groups: list[list[fx.Node]] = []
     owner: dict[fx.Node, int] = {}
     current: Home | None = None

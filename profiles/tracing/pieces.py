@@ -43,11 +43,9 @@ def cut(traced: TracedModel, groups: Sequence[Sequence[int]]) -> list[Piece]:
     """Cut the model into pieces; the last one also makes the model's result.
 
     Args:
-        groups: for each piece the positions of its layers, rising. Every layer in one group;
-            no group may need a value of a later one.
+        groups: for each piece the positions of its layers, rising.
 
-    Raises:
-        ValueError: the groups don't partition the layers, or need a later group's value.
+    Raises ValueError: not every layer is in exactly one group, or one needs a later group's value.
     """
     group_of = {layer: g for g, group in enumerate(groups) for layer in group}
     if sorted(k for group in groups for k in group) != list(range(len(traced.layers))):

@@ -87,12 +87,8 @@ def entries(value: Any) -> tuple[int, Iterable[tuple[Any, Any]]] | None:
 
 def mark(value: Any, own: Collection[int] = (), *, gradients: bool = True) -> Any:
     """What tells a number, text, a tensor or a generator's state from others, and collections and
-    objects by those in them; None of anything else.
-
-    Args:
-        own: tensors that are left out, by id.
-        gradients: else those that need gradients are left out, too.
-    """
+    objects by those in them; None of anything else, of tensors that are left out by id, and,
+    without `gradients`, of those that need some."""
     budget = [_MOST]
 
     def of(value: Any, inside: frozenset[int]) -> Any:

@@ -92,11 +92,8 @@ def specs_and_result(
     traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
 ) -> tuple[dict[str, ValueSpec], Any]:
     """Specs of all values that layers take from each other, for inputs of this size; and the
-    model's result: of fake tensors where the model ran on such.
-
-    Args:
-        fake: run the model on fake tensors, which takes no memory but two seconds to set up;
-            where an operation has no fake form, it runs for real all the same.
+    model's result. On fake tensors, which takes no memory but two seconds to set up, it is of such;
+    where an operation has no fake form, the model runs for real all the same.
     """
     wanted = {value.node.name for value in values(traced)}
     if fake:

@@ -144,14 +144,9 @@ def _remembers(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def compare(model: nn.Module, module: nn.Module, call: Call, wanted: RunResult) -> list[str]:
-    """Raise TraceError where a graph of the model does something else on these inputs.
-
-    Args:
-        wanted: what the model itself did on them.
-
-    Returns:
-        Names of attributes that the model changes and the graph doesn't, which made no difference.
-    """
+    """Raise TraceError where a graph of the model does something else on these inputs than the
+    model itself did. Returns names of attributes that the model changes and the graph doesn't,
+    which made no difference."""
     twice, backward = wanted.second is not None, wanted.gradients is not None
     found = run(model, module, call.flat(), backward=backward, twice=twice)
     if len(found.leaves) != len(wanted.leaves):

@@ -267,15 +267,10 @@ def _variables(colours: Iterable[tuple[str, str, str]]) -> str:
 
 
 def plan_part(plan: Plan, name: str, *, recorded: bool = True) -> dict[str, Any]:
-    """The plan as its file has it, with a recording of what it predicts: of as many mini-batches as
-    become steady, fewer where they are too many to look at.
-
-    Args:
-        name: what the page calls it: its file's name, say.
-        recorded: False: without one.
-
-    Raises ScheduleError for a plan whose stages wait for each other.
-    """
+    """The plan as its file has it, by the name that the page calls it, and, unless it is to have
+    none, a recording of what it predicts: of as many mini-batches as become steady, fewer where
+    they are too many to look at. Raises ScheduleError for a plan whose stages wait for each
+    other."""
     part: dict[str, Any] = {
         "name": name,
         "plan": msgspec.to_builtins(plan),

@@ -30,12 +30,8 @@ def curves_svg(
     width: float,
     target: CurveTarget | None = None,
 ) -> str:
-    """Curves as SVG text. Losses have a logarithmic scale where all of them are positive.
-
-    Args:
-        axes: of `AXES`.
-        width: in points.
-    """
+    """Curves over these of `AXES` as SVG text, `width` points wide. Losses have a logarithmic scale
+    where all of them are positive."""
     drawing = Drawing(width, "curves")
     runs = {curve.run: curve.system for curve in curves}
     names = dict(zip(runs, names_by_system(list(runs.values()), list(runs)), strict=True))

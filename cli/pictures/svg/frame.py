@@ -20,15 +20,9 @@ GRID = "#c9ced6"
 
 @dataclass(frozen=True)
 class FigureSettings:
-    """How a figure is drawn.
-
-    Attributes:
-        width: in points.
-        first: the first mini-batch.
-        mini_batches: how many are drawn whole; None: the filling and two more.
-        messages: draw them.
-        versions: say on each operation which weight version it had.
-    """
+    """How a figure is drawn: `width` in points, from the mini-batch `first` on, so many of them
+    whole (None: the filling and two more), with messages, and with the weight version that each
+    operation had."""
 
     width: float = 178 * 72 / 25.4
     first: int = 0
@@ -39,12 +33,8 @@ class FigureSettings:
 
 @dataclass(frozen=True)
 class TimeWindow:
-    """The part of a recording that is drawn.
-
-    Attributes:
-        first, last: mini-batches that lie in it whole; the last one's end is its own.
-        begin_s, end_s: in the recording's time.
-    """
+    """The part of a recording that is drawn, in the recording's time. Mini-batches from `first` to
+    `last` lie in it whole; its end is that of the last one."""
 
     first: int
     last: int
@@ -208,14 +198,8 @@ def rule_width(height: float) -> float:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a legend.
-
-    Attributes:
-        fills: one or two, side by side.
-        stroke: of a line instead of a box.
-        dashes: of the line.
-        rules: lines at the top of the box.
-    """
+    """One line of a legend: a box with one or two fills side by side, and `rules`, lines at its
+    top; or a line with this stroke and dashes."""
 
     label: str
     fills: tuple[str, ...] = ()

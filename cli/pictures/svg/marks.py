@@ -24,14 +24,8 @@ _KIND_ORDER = "FBWU"
 
 
 class Mark(NamedTuple):
-    """A box of a lane.
-
-    Attributes:
-        stage: where the lane has several.
-        spans: the operations that it stands for.
-        cut: the window ends within it.
-        version, forward_version: of the weights, as in `Span`.
-    """
+    """A box of a lane, and of a stage where the lane has several, for so many operations (`spans`).
+    `cut`: the window ends within it. Versions are of the weights, as in `Span`."""
 
     lane: int
     stage: int | None
@@ -132,14 +126,9 @@ def _joined(marks: Iterable[Mark]) -> Iterator[Mark]:
 
 
 class Label(NamedTuple):
-    """Words on a mark, or on a row of them.
-
-    Attributes:
-        lines: one, or the mini-batch above the micro-batch.
-        x: of the middle.
-        row: marks that it stands for.
-        below: the weights' version, smaller; empty where it doesn't fit or isn't wanted.
-    """
+    """Words on a mark, or on a row of so many: one line, or the mini-batch above the micro-batch,
+    around the middle `x`; and `below` the weights' version, smaller, empty where it doesn't fit or
+    isn't wanted."""
 
     lines: tuple[str, ...]
     mark: Mark
@@ -169,12 +158,8 @@ VERSION_SIZE = 5.0
 
 
 def lettering(marks: Sequence[Mark], height: float, versions: bool = False) -> Lettering:
-    """The labels that fit, as large as they do.
-
-    Args:
-        height: of a lane.
-        versions: say below each label which weights it had.
-    """
+    """The labels that fit in lanes of a height, as large as they do; with `versions`, which weights
+    each had is said below it."""
     lifted = VERSION_SIZE + 0.5 if versions and height > 2.4 * VERSION_SIZE else 0.0
     height -= lifted
     size, form = _size_and_form(marks, height)

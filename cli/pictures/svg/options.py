@@ -123,10 +123,8 @@ def write_plan_figures(
     mini_batches: int | None,
     figures: Figures,
 ) -> list[str]:
-    """Write the figures of plans that are asked for. Returns the files' names.
-
-    Args:
-        plans: by the words to stand above each timeline; one alone where memory is asked for.
+    """Write the figures of plans that are asked for, each below its words; of one alone where
+    memory is asked for. Returns the files' names.
 
     Raises FileError where a file can't be written, UserError for options that nothing comes of,
     ScheduleError as `recording.predicted`.

@@ -40,12 +40,8 @@ def number(value: float) -> str:
 
 
 class Drawing:
-    """Elements one after another, from back to front.
-
-    Args:
-        width: in points.
-        name: begins the ids, so that several figures can stand in one document.
-    """
+    """Elements one after another, from back to front, `width` points wide. Ids begin with the name,
+    so that several figures can stand in one document."""
 
     def __init__(self, width: float, name: str) -> None:
         self.width = width
@@ -87,11 +83,8 @@ class Drawing:
         self._lines.append(f"<text{_attributes({'x': x, 'y': y, **more})}>{_escaped(text)}</text>")
 
     def finished(self, height: float, title: str, facts: Iterable[str]) -> str:
-        """The whole document.
-
-        Args:
-            title, facts: for readers of the file and for screen readers; not drawn.
-        """
+        """The whole document, with a title and facts for readers of the file and for screen
+        readers, which aren't drawn."""
         size = f"{number(self.width)} {number(height)}"
         millimetres = [f"{number(edge / POINTS_PER_MM)}mm" for edge in (self.width, height)]
         head = [

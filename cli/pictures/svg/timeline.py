@@ -42,11 +42,8 @@ _OUTLINED = 1.2
 def timelines_svg(
     recordings: Sequence[tuple[str, Recording]], settings: FigureSettings | None = None
 ) -> str:
-    """Timelines one above the other, on one scale, as SVG text. The same recordings give the same
-    text.
-
-    Args:
-        recordings: each with the words to stand above it.
+    """Timelines one above the other, on one scale, each below its words, as SVG text. The same
+    recordings give the same text.
 
     All show the mini-batches that the first one shows, and begin where the first of these begins.
     Of a run, give what was measured first and what was predicted below it.
