@@ -56,22 +56,13 @@ main.add_command(simulate_plan)
     help="What the plan was made from.",
 )
 @click.option(
-    "-o",
-    "--output",
-    "path",
-    type=FileName(),
-    help="Write the plan with its predictions made anew.",
+    "-o", "--output", "path", type=FileName(), help="Write the plan with its predictions made anew."
 )
 @plugin_option
 @common_options
 @errors_as_lines
 def check(
-    plan_path: str,
-    profile_path: str,
-    path: str | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    plan_path: str, profile_path: str, path: str | None, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
     """Recompute an edited PLAN's edges, period and memory from PROFILE; say what changed.
 

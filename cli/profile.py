@@ -48,12 +48,7 @@ _options = options(
             help="Measure the links between local processes, or those that torchrun or srun has "
             "started, instead → cluster.toml.",
         ),
-        click.option(
-            "--processes",
-            type=Whole(2),
-            default=2,
-            help="With --links: how many.",
-        ),
+        click.option("--processes", type=Whole(2), default=2, help="With --links: how many."),
         click.option(
             "--machines",
             metavar="GPU:NxM",

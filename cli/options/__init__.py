@@ -102,8 +102,7 @@ task_options = options_of(RunSettings, only=("task", "ragged"))
 """What is trained on, and how its samples are dealt."""
 
 optimizer_options = options(
-    options_of(OptimizerChoice),
-    options_of(RunSettings, OPTIMIZER, without=("warmup",)),
+    options_of(OptimizerChoice), options_of(RunSettings, OPTIMIZER, without=("warmup",))
 )
 """Of the optimizer, read by `optimizer_choice`, and of its learning rate."""
 

@@ -38,9 +38,7 @@ _MOST_OPERATIONS = 200_000
 )
 @click.argument("plan_path", type=FileName(), metavar="PLAN")
 @click.option(
-    "--mini-batches",
-    type=Whole(),
-    help="How many to run.  [default: enough for a steady state]",
+    "--mini-batches", type=Whole(), help="How many to run.  [default: enough for a steady state]"
 )
 @engine_option
 @receive_option

@@ -180,13 +180,7 @@ def _next(plan: Plan, path: str) -> str:
     return f"next: tp-run {shlex.quote(path)}"
 
 
-def _solve_all(
-    planning: Planning,
-    path: str,
-    *,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def _solve_all(planning: Planning, path: str, *, as_json: bool, quiet: bool) -> None:
     """Each system's plan and the Pareto front of all, or those of the least time to a target."""
     with Bar("planning", quiet=quiet) as bar:
         found = plans_of_systems(planning, bar)

@@ -47,9 +47,7 @@ from .report import report
     "[default: one file; hf: 5GB]",
 )
 @click.option(
-    "--at",
-    type=Whole(),
-    help="Mini-batches done at the checkpoint to take.  [default: the newest]",
+    "--at", type=Whole(), help="Mini-batches done at the checkpoint to take.  [default: the newest]"
 )
 @plugin_option
 @quiet_option
@@ -96,10 +94,7 @@ class WithOthers(OneRankCommand):
     """A command that runs another one where its first argument is that one's name: one of its own,
     or of a plugin ("run.NAME" for tp-run)."""
 
-    others: Mapping[str, click.Command] = {
-        "export": export,
-        "report": report,
-    }
+    others: Mapping[str, click.Command] = {"export": export, "report": report}
 
     @classmethod
     def list_commands(cls, ctx: click.Context) -> list[str]:

@@ -48,11 +48,7 @@ class TrainingProgress(Callback):
     waited_for = False
 
     def __init__(
-        self,
-        bar: Bar,
-        plan: Plan,
-        run_dir: Path | None,
-        opening: Callable[[], Iterable[Any]],
+        self, bar: Bar, plan: Plan, run_dir: Path | None, opening: Callable[[], Iterable[Any]]
     ) -> None:
         """`run_dir`: where the workers' processes write their status; None: there are none.
         `opening`: makes the lines to print when training begins."""

@@ -91,10 +91,7 @@ def verdict(plan: Plan) -> Table:
             *_placed(plan),
             ("busiest", busy),
             ("memory", fullest(plan)),
-            (
-                "staleness",
-                f"{staleness}{sequences(plan)}; {held}",
-            ),
+            ("staleness", f"{staleness}{sequences(plan)}; {held}"),
             *_advice(plan),
             *_to_target(plan),
             *_given(plan),

@@ -138,11 +138,7 @@ class Cost:
 
 
 def costs_of(
-    size: int,
-    forward_s: float,
-    backward_s: float,
-    saved_bytes: float = 0,
-    workspace_bytes: int = 0,
+    size: int, forward_s: float, backward_s: float, saved_bytes: float = 0, workspace_bytes: int = 0
 ) -> Measurement:
     """What a file says of a layer at one size."""
     return Measurement(

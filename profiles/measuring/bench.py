@@ -218,10 +218,7 @@ class Bench:
         halves: dict[int, SplitBackward] = {}
 
         def partly(
-            k: int,
-            edges: Sequence[GradientEdge],
-            grads: Sequence[Tensor],
-            inlets: Sequence[Inlet],
+            k: int, edges: Sequence[GradientEdge], grads: Sequence[Tensor], inlets: Sequence[Inlet]
         ) -> None:
             halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
             halves[k].inputs()

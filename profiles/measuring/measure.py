@@ -199,10 +199,7 @@ def _cases(
 
 
 def _without_ones(
-    target: Target,
-    model: nn.Module,
-    placed: Mapping[int, tuple[Call, Any]],
-    sizes: tuple[int, ...],
+    target: Target, model: nn.Module, placed: Mapping[int, tuple[Call, Any]], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The sizes without 1 where the model refuses it, as BatchNorm over one value does."""
     if len(sizes) == 1 or sizes[0] > 1:

@@ -181,9 +181,7 @@ STYLES = ("page",)
 
 
 def page(
-    data: Mapping[str, Any],
-    scripts: Sequence[str] = SCRIPTS,
-    styles: Sequence[str] = STYLES,
+    data: Mapping[str, Any], scripts: Sequence[str] = SCRIPTS, styles: Sequence[str] = STYLES
 ) -> str:
     """The page's HTML text, with scripts and styles of the assets, by name, or others by path;
     both without their suffix."""

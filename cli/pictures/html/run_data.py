@@ -171,10 +171,7 @@ def _no_operations(settings: RunSettings, summary: RunSummary | None) -> str:
 def _progress(
     path: Path,
 ) -> tuple[
-    tuple[tuple[float, ...], ...],
-    int | None,
-    tuple[EpochRecord, ...],
-    tuple[EvaluationRecord, ...],
+    tuple[tuple[float, ...], ...], int | None, tuple[EpochRecord, ...], tuple[EvaluationRecord, ...]
 ]:
     """Losses by epoch, mini-batches of an epoch, the epochs that are done, and the evaluations
     within epochs. An epoch that was the last, and went on when the run grew, counts as several."""
@@ -219,10 +216,7 @@ def run_figures(facts: RunFacts) -> dict[str, Any]:
         "missing": list(facts.missing),
         "mini_batches": sum(len(each) for each in facts.losses),
         "period": {"measured_s": facts.period_s, "predicted_s": predicted.period_s},
-        "samples_per_s": {
-            "measured": _last_rate(facts),
-            "predicted": predicted.samples_per_s,
-        },
+        "samples_per_s": {"measured": _last_rate(facts), "predicted": predicted.samples_per_s},
         "sequence_distance_predicted": predicted.sequence_distance,
         **_losses(facts),
         "epochs": _epochs(facts),
@@ -240,10 +234,7 @@ def run_part(facts: RunFacts) -> dict[str, Any]:
         "memory_kinds": list(MEMORY_KINDS),
         "recordings": {
             source: None if recording is None else columns(recording)
-            for source, recording in (
-                ("measured", facts.measured),
-                ("predicted", facts.predicted),
-            )
+            for source, recording in (("measured", facts.measured), ("predicted", facts.predicted))
         },
     }
 

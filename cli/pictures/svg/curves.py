@@ -25,10 +25,7 @@ DASHES = ("", "4.5 1.5", "1.2 1.2", "6 1.5 1.2 1.5", "2.5 1.2", "8 2")
 
 
 def curves_svg(
-    curves: Sequence[RunCurve],
-    axes: Sequence[str],
-    width: float,
-    target: CurveTarget | None = None,
+    curves: Sequence[RunCurve], axes: Sequence[str], width: float, target: CurveTarget | None = None
 ) -> str:
     """Curves over these of `AXES` as SVG text, `width` points wide. Losses have a logarithmic scale
     where all of them are positive."""

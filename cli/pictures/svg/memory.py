@@ -48,9 +48,7 @@ class MemoryStep(NamedTuple):
 
 
 def memory_svg(
-    recording: Recording,
-    limits: Sequence[int | None],
-    settings: FigureSettings | None = None,
+    recording: Recording, limits: Sequence[int | None], settings: FigureSettings | None = None
 ) -> str:
     """What each lane holds over time as SVG text, on the scale of the timeline of these settings,
     with its limit in bytes where it has one. The same recording gives the same text."""

@@ -93,10 +93,7 @@ stacked_options = group(
     width_option,
     *_marks,
     click.option(
-        "--from-mini-batch",
-        "first",
-        type=Whole(0),
-        help="With --svg: begin there; 0 is the first.",
+        "--from-mini-batch", "first", type=Whole(0), help="With --svg: begin there; 0 is the first."
     ),
     click.option(
         "--mini-batches",
@@ -118,10 +115,7 @@ class Figures(TypedDict):
 
 
 def write_plan_figures(
-    plans: Mapping[str, Plan],
-    first: int | None,
-    mini_batches: int | None,
-    figures: Figures,
+    plans: Mapping[str, Plan], first: int | None, mini_batches: int | None, figures: Figures
 ) -> list[str]:
     """Write the figures of plans that are asked for, each below its words; of one alone where
     memory is asked for. Returns the files' names.
