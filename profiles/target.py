@@ -43,12 +43,9 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model input given by hand: shape of one sample, dtype, and for integers their bound.
-
-    Attributes:
-        name: of the forward's argument, or of an ONNX file's input; None: by position.
-        says_dtype: the dtype was given, too.
-    """
+    """A model input given by hand: shape of one sample, dtype, whether that was given, too, and for
+    integers their bound; by the name of the forward's argument, or of an ONNX file's input, or by
+    position (None)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

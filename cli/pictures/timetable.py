@@ -210,13 +210,13 @@ _FORWARD_COLUMNS = 3
 def timeline(
     console: Console, plan: Plan, first: int | None, count: int | None, *, every: bool = False
 ) -> Group:
-    """The plan's schedule as a timetable in the console's width.
+    """The plan's schedule as a timetable in the console's width, of all lanes, however many there
+    are, with `every`.
 
     Args:
         first: the first mini-batch to show. None: the beginning of the run, and a part of its
             steady state.
         count: mini-batches to show; by default as many as are easy to read.
-        every: all lanes, however many there are.
 
     Raises UserError where that would be too many operations.
     """

@@ -10,11 +10,9 @@ from torch import Tensor
 
 
 class Inlet:
-    """Where a tensor from elsewhere enters a graph, and its gradient leaves it.
-
-    After the backward, `grad` holds the gradient for the tensor's producer.
-
-    `anchor` is the leaf behind it, for backwards that run to some leaves alone.
+    """Where a tensor from elsewhere enters a graph, and its gradient leaves it: after the backward,
+    `grad` holds that for the tensor's producer. `anchor` is the leaf behind it, for backwards that
+    run to some leaves alone.
 
     Unlike a leaf that requires grad, the tensor isn't kept alive unless some operation saves
     it, and a first operation that works in place may overwrite it.

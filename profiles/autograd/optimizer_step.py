@@ -17,15 +17,13 @@ _COMPILER, _CHOSEN = "torch._dynamo", "__dynamo_disable"
 
 
 def fuse(optimizer: Optimizer) -> bool:
-    """Let the optimizer step with torch's fused kernel on the CPU; call it before a step.
+    """Let the optimizer step with torch's fused kernel on the CPU; call it before a step. Returns
+    whether that is settled: it isn't as long as some parameter has no gradient, since the kernel
+    takes dense ones alone.
 
     torch's own choice there goes over the weights once for each term of the rule: up to three times
     the time. The result is the same but for rounding. What the optimizer was told about how
     to step stays, and so does one that there is no kernel for.
-
-    Returns:
-        Whether that is settled. It isn't as long as some parameter has no gradient: the kernel
-        takes dense ones alone.
     """
     if type(optimizer) not in _HAVE_ONE:
         return True

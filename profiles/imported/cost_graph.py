@@ -190,8 +190,7 @@ def make_profile(
         uses: (producer, consumer, tensor).
         storage_bytes: of storages that are larger than the tensors in them.
 
-    Raises:
-        FileError: layers whose bytes get out of bounds at the sizes asked for.
+    Raises FileError: layers whose bytes get out of bounds at the sizes asked for.
     """
     edges, storages = _edges(where, sizes, uses, storage_bytes or {})
     layers = tuple(_layer(where, cost, sizes) for cost in costs)

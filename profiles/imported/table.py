@@ -45,7 +45,6 @@ _HEADER = re.compile(
     r"(?: ?\(? ?(s|ms|us|µs|ns|[kmgt]?i?b) ?\)?)?"
 )
 MICRO_BATCH = "micro-batch"
-_EDGE_COLUMNS = ("from", "to")
 _ROUNDED = 0.02
 """How far bytes may be off by rounding."""
 
@@ -123,9 +122,8 @@ def profile_of(
         edges: between layers, counted as they first come.
         assumptions: more sentences about what was taken to be so.
 
-    Raises:
-        FileError: edges that form a cycle, or costs beyond what a profile can hold, or rows of one
-            layer that contradict each other.
+    Raises FileError: edges that form a cycle, costs beyond what a profile can hold, or rows of one
+    layer that contradict each other.
     """
     import networkx as nx
 
@@ -338,7 +336,7 @@ def read_edges(where: str, names: Sequence[str]) -> list[TableEdge]:
     lines = _records(where, text)
     at, header = next(lines, (where, []))
     columns = [cell.strip().lower() for cell in header]
-    if columns not in ([*_EDGE_COLUMNS], [*_EDGE_COLUMNS, "bytes"]):
+    if columns not in (["from", "to"], ["from", "to", "bytes"]):
         raise FileError(f"{at}: expected the columns from, to and, if need be, bytes")
     found: dict[tuple[int, int], TableEdge] = {}
     for at, cells in lines:

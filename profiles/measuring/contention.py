@@ -47,11 +47,8 @@ def measure_together(
     autocast: torch.dtype | None,
     seconds: float,
 ) -> Together:
-    """Time steps alone and beside `processes` − 1 others.
-
-    Args:
-        inputs: what the target was found with (`target.parse_input`).
-        seconds: to spend on it; 5 rounds at least are made.
+    """Time steps alone and beside `processes` − 1 others, for so many seconds, 5 rounds at least.
+    `inputs`: what the target was found with (`target.parse_input`).
 
     Raises TargetError when another process can't run the model.
     """

@@ -63,13 +63,12 @@ def measure(
     trial: Trial | None = None,
     **asked: Any,
 ) -> Profile:
-    """Profile a target in train mode.
+    """Profile a target in train mode, by default on the CPU, as these fields of `ProfileRequest`
+    ask.
 
     Args:
-        platform: where; by default on the CPU.
         seed: for the model's initial weights.
         trial: a training that is tried before anything is measured.
-        asked: fields of `ProfileRequest` of how a target is measured.
 
     Raises:
         UserError: an argument that can't be.

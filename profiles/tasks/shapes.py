@@ -24,12 +24,8 @@ ALONE, ALONE_SECONDS = 2048, 1.0
 
 @dataclass(frozen=True)
 class LookedAt:
-    """Some mini-batches of the training data.
-
-    Attributes:
-        varying: None: all had the same shapes.
-        largest, smallest: by bytes; the smallest may be a sample alone.
-    """
+    """Some mini-batches of the training data: the shapes that vary, None where all had the same,
+    and those with most and least bytes; the smallest may be a sample alone."""
 
     varying: VaryingShapes | None
     largest: Batch
@@ -54,14 +50,12 @@ def look_at_batches(
     most: int | None = None,
     alone: Iterable[Batch] = (),
 ) -> LookedAt | None:
-    """Look at the training data's first mini-batches.
+    """Look at the training data's first mini-batches; None where there is none.
 
     Args:
         like: a call of the model.
         most: how many; None: BATCHES, within SECONDS.
         alone: samples, each a batch of its own, whose sizes others may have too (`samples_alone`).
-
-    Returns None where there is none.
 
     Raises TargetError where inputs have different numbers of dimensions, and as `Batches.batch`.
     """

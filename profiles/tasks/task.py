@@ -64,12 +64,8 @@ class Task(Protocol):
 
 
 class Loss(NamedTuple):
-    """What a task's loss gave for a micro-batch.
-
-    Attributes:
-        value: a mean over its samples, or the sum over what counts in it.
-        weight: how much counts; None: `value` is a mean.
-    """
+    """What a task's loss gave for a micro-batch: a mean over its samples, or the sum over what
+    counts in it, and then how much counts (`weight`)."""
 
     value: Tensor
     weight: float | None = None

@@ -26,13 +26,8 @@ LAYER, OP = "layer", "op"
 
 @dataclass(frozen=True)
 class Home:
-    """The module call that an operation belongs to.
-
-    Attributes:
-        path: the module's path in the user's model, "" for the model itself.
-        kind: the module's class.
-        call: tells two calls of the same module apart.
-    """
+    """The module call that an operation belongs to, of a class (`kind`), at a path in the user's
+    model, "" for the model itself; `call` tells two calls of one module apart."""
 
     path: str
     kind: str

@@ -26,11 +26,9 @@ LAYER = "timeprest_layer"
 class Piece:
     """A part of the model as a module of its own, under the model's own parameter names.
 
-    Attributes:
-        module: called with the values of `inputs` in order; returns those of `outputs` as a
-            tuple, and behind them the model's result where `has_result`.
-        inputs: names of the values it takes: other pieces' outputs and the model's inputs.
-        outputs: names of the values that other pieces, or the result, take from it.
+    It is called with the values of these names (`inputs`), other pieces' or the model's own, in
+    order; it returns a tuple of those that other pieces, or the result, take from it (`outputs`),
+    and behind them the model's result where `has_result`.
     """
 
     module: GraphBody
@@ -174,7 +172,6 @@ def map_items(
     """The same container with other items; what is no container as it is.
 
     Args:
-        change: from an item to what takes its place.
         make: of class, arguments and arguments by name, makes containers of classes of their own;
             by default it calls the class.
 
