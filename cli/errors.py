@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar
 
@@ -225,12 +225,7 @@ def _warnings_as_lines() -> Iterator[None]:
         others, shown = warnings.showwarning, set[str]()
 
         def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
         ) -> None:
             if issubclass(category, TaskWarning):
                 complain(f"warning: {message}")
@@ -242,9 +237,9 @@ def _warnings_as_lines() -> Iterator[None]:
                     complain(f"warning: {text}")
                 shown.add(words)
             else:
-                others(message, category, filename, lineno, file, line)
+                others(message, category, filename, lineno, *more)
 
-        warnings.showwarning = show
+        warnings.showwarning = show  # type: ignore[assignment]
         yield
 
 
@@ -285,14 +280,7 @@ def naming(plan_path: str) -> Iterator[None]:
 class OneLineCommand(click.Command):
     """A command whose usage errors are one line too."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *arguments: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """As click's, which prints the usage and a hint besides."""
         _open_closed()
         if os.environ.get("COLUMNS") == "0":
@@ -305,7 +293,7 @@ class OneLineCommand(click.Command):
         atexit.register(gc.freeze)
         try:
             with _printed():
-                code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+                code = super().main(*arguments, standalone_mode=False, **extra)  # type: ignore[call-overload]
             if not standalone_mode:
                 return code
         except (click.ClickException, click.Abort) as error:

@@ -105,11 +105,7 @@ class WithOthers(OneRankCommand):
         return cls.others.get(cmd_name) or errors_as_lines(command_of)("run", cmd_name)
 
     def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: Any,
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> click.Context:
         """The context of whichever command it is."""
         # Plans are files; what a plugin has is asked for where there is none of that name.

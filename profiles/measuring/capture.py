@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import shorten
 from typing import Any
@@ -61,11 +61,7 @@ class Capturable(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`."""
         given, name = tensors_in((args, dict(kwargs or {}))), str(func)
