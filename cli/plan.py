@@ -36,12 +36,6 @@ def main() -> None:
     """Decide how to cut a profiled model into pipeline stages."""
 
 
-main.add_command(solve)
-main.add_command(compare)
-main.add_command(show)
-main.add_command(simulate_plan)
-
-
 @command(
     "tp-plan check plan.json --profile profile.json",
     "tp-plan check plan.json --profile profile.json -o plan.json",
@@ -93,7 +87,8 @@ def check(
         raise UserError(f"{plan_path}: {found.over}")
 
 
-main.add_command(check)
+for each in (solve, compare, show, simulate_plan, check):
+    main.add_command(each)
 
 
 if __name__ == "__main__":

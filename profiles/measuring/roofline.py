@@ -234,11 +234,6 @@ def _recurrent(input: Tensor, of_input: Tensor, of_hidden: Tensor, *_: Any, **__
     return 2 * input.numel() // input.shape[-1] * (of_input.numel() + of_hidden.numel())
 
 
-def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
-    """As for any matrix product: once for the input's gradient, once for the weights'."""
-    return 2 * _recurrent(*args, **kwargs)
-
-
 def _matrix_vector(*args: Any, **_: Any) -> int:
     """Two for every element of the matrix; for a dot product, of the vector."""
     return 2 * int(max(value.numel() for value in args if isinstance(value, Tensor)))
@@ -251,7 +246,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten.convolution_backward: _convolution_backward,
     aten.mkldnn_rnn_layer: _recurrent,
-    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    # As for any matrix product: once for the input's gradient, once for the weights'.
+    aten.mkldnn_rnn_layer_backward: lambda *given, **more: 2 * _recurrent(*given, **more),
     **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten.vdot), _matrix_vector),
 }
 
