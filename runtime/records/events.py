@@ -32,7 +32,7 @@ class MiniBatchDone:
         epoch: counted from 0.
         done: mini-batches of this epoch, this one among them; `of` so many.
         loss: the mean over its samples; NaN where it wasn't finite.
-        figures: where the settings' `log` asks for them (`runtime.training.dashboard_figures`).
+        figures: where the settings' `log` asks for them (`runtime.training.loop.StepFigures`).
     """
 
     mini_batch: int

@@ -19,7 +19,7 @@ from ..records.metrics import StageReport
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from ..settings import RunSettings
-from .inline import run_inline
+from .train import train_inline
 
 
 class InlineWorkers:
@@ -48,7 +48,7 @@ class InlineWorkers:
     def train(self, prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
         """Train, in a run directory that is ready. Returns the reports of all replicas, by
         number."""
-        return run_inline(prepared, where, observer)
+        return train_inline(prepared, where, observer)
 
 
 class LocalWorkers(InlineWorkers):

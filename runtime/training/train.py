@@ -13,12 +13,15 @@ from ...profiles.tasks.optimizers import for_use
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.devices import peak_bytes, used_bytes
+from ..prepare.prepared import Prepared
 from ..records.metrics import StageReport, summed_counts, training_times, worker_epochs
 from ..records.operation_log import read_stage_epochs
 from ..records.progress import MetricsFile, Observer
 from ..records.run_dir import RunDir, save_tensors
 from ..stage.runner import StageRunner
 from .loop import Course
+from .runners import load_samples, local_runners
+from .warm_up import capture_graphs
 
 
 def train(
@@ -74,6 +77,16 @@ def train(
                 save_tensors(own, model.state(runner.number), model.tied_names(runner.number))
         where.write_report(runner.replica, report)
     return reports
+
+
+def train_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
+    """Train all workers in this process, in simulated order. Returns and raises as `train`."""
+    observer.starting("loading the data")
+    runners = local_runners(prepared, where)
+    load_samples(runners)
+    for runner in runners:
+        capture_graphs(runner)
+    return train(where, runners, observer)
 
 
 def _reports(

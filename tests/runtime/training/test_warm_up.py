@@ -11,7 +11,7 @@ from helpers.plans import plan_by_hand, profiled, with_times
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.training import inline
+from timeprest.runtime.training import train as training
 from timeprest.runtime.training import warm_up as warming
 
 
@@ -19,12 +19,12 @@ from timeprest.runtime.training import warm_up as warming
 def warms_up(monkeypatch):
     """Has stages of inline runs warm up, as those on GPUs do."""
 
-    def load_samples(runners, load=inline.load_samples):
+    def load_samples(runners, load=training.load_samples):
         load(runners)
         for runner in runners:
             warming.warm_up(runner)
 
-    monkeypatch.setattr(inline, "load_samples", load_samples)
+    monkeypatch.setattr(training, "load_samples", load_samples)
 
 
 @pytest.fixture
