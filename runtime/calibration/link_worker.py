@@ -32,7 +32,6 @@ from ..prepare.messages import message_series
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous, join
 from ..records.growing_file import GrowingFile
-from .link_timing import lead
 from .links import (
     FAR_TIMEOUT_S,
     MESSAGE_BYTES,
@@ -44,6 +43,7 @@ from .links import (
     Progress,
     backend_of,
     check_gpus,
+    lead,
     link_routes,
 )
 
