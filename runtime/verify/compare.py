@@ -88,13 +88,14 @@ def compare(
         spread: by parameter, what else its final weights may differ by.
     """
     state = dict(found.state)
-    for name, rounded in _rounding_alone(found, wanted, tolerance).items():
+    gradients, rounded = _gradients(found, wanted, tolerance, 1 if drifts else len(wanted.updates))
+    for name, alone in rounded.items():
         if name in state and name in wanted.state:
-            state[name] = torch.where(rounded, wanted.state[name], state[name])
+            state[name] = torch.where(alone, wanted.state[name], state[name])
     weights = _weights(state, wanted.state, tolerance, spread or {})
     return (
         _losses(found.losses, wanted.losses, tolerance),
-        _gradients(found, wanted, wanted.updates[:1] if drifts else wanted.updates, tolerance),
+        gradients,
         msgspec.structs.replace(weights, counts=not drifts),
     )
 
@@ -117,47 +118,32 @@ def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -
     return _worst("loss", differences)
 
 
-def _rounding_alone(
-    found: TrainingResults, wanted: TrainingResults, tolerance: float
-) -> dict[str, Tensor]:
-    """By parameter, of which numbers some gradient was so small that rounding errors changed it:
-    what updates made of it is no more than those, however far Adam's go."""
-    rounded: dict[str, Tensor] = {}
-    for k in range(len(wanted.updates)):
-        floor = _floor(wanted, k, tolerance)
-        mine = dict(gradients_in(found.gradients, k))
-        for name, gradient in gradients_in(wanted.gradients, k):
-            if name in mine:
-                off = (_wide(mine[name]) - _wide(gradient)).abs()
-                now = (off > tolerance * _wide(gradient).abs()) & (off <= floor)
-                rounded[name] = rounded[name] | now if name in rounded else now
-    return rounded
-
-
-def _floor(wanted: TrainingResults, update: int, tolerance: float) -> float:
-    sizes = (largest(gradient) for _, gradient in gradients_in(wanted.gradients, update))
-    return FLOOR * tolerance * max(sizes, default=0.0)
-
-
 def _gradients(
-    found: TrainingResults, wanted: TrainingResults, updates: Sequence[int], tolerance: float
-) -> Difference:
+    found: TrainingResults, wanted: TrainingResults, tolerance: float, counted: int
+) -> tuple[Difference, dict[str, Tensor]]:
+    """The largest difference, over the first `counted` updates; and by parameter, of which numbers
+    some gradient was so small that rounding errors changed it: what updates made of it is no more
+    than those, however far Adam's go."""
     missing: set[str] = set()
-    differences = []
-    for k, b in enumerate(updates):
+    differences, rounded = [], dict[str, Tensor]()
+    for k, b in enumerate(wanted.updates):
         scales = {name: largest(g) for name, g in gradients_in(wanted.gradients, k)}
-        floor = _floor(wanted, k, tolerance)
+        floor = FLOOR * tolerance * max(scales.values(), default=0.0)
         mine = dict(gradients_in(found.gradients, k))
+        odd = {name for name in mine if name not in scales and mine[name].any()}
         for name, gradient in gradients_in(wanted.gradients, k):
-            if name in mine:
-                off = _apart(mine[name], gradient)
-                allowed = tolerance * scales[name] + floor
-                differences.append(_difference("gradient", off, scales[name], allowed, name, b))
-            elif gradient.any():
-                missing.add(name)
-        missing |= {name for name in mine if name not in scales and mine[name].any()}
+            if name not in mine:
+                odd |= {name} if gradient.any() else set()
+                continue
+            off = (_wide(mine[name]) - _wide(gradient)).abs()
+            now = (off > tolerance * _wide(gradient).abs()) & (off <= floor)
+            rounded[name] = rounded[name] | now if name in rounded else now
+            if k < counted:
+                most, allowed = _apart(mine[name], gradient), tolerance * scales[name] + floor
+                differences.append(_difference("gradient", most, scales[name], allowed, name, b))
+        missing |= odd if k < counted else set()
     result = _worst("gradient", differences)
-    return msgspec.structs.replace(result, missing=tuple(sorted(missing)))
+    return msgspec.structs.replace(result, missing=tuple(sorted(missing))), rounded
 
 
 def _weights(
