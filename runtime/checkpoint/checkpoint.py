@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 FORMAT = "timeprest-checkpoint/1"
 INFO = "checkpoint.json"
 _SUMS = ".sums"
+_OF_STAGE = r"state/stage\d+\.json"
+"""Numbers of a stage's first replica; the others have the same."""
 
 Agree = Callable[[bool], bool]
 """Whether all workers say yes; all of them call it together."""
@@ -178,18 +180,16 @@ class Saved:
     def weights(self) -> dict[str, Tensor]:
         """Those of all stages that it has, under the model's own names. Raises FileError."""
         found: dict[str, Tensor] = {}
-        for name in self.info.files:
-            if name.startswith("weights/"):
-                found.update(self.tensors(name))
+        for name in self._files(r"weights/.*"):
+            found.update(self.tensors(name))
         return found
 
     def tied_names(self) -> dict[str, str]:
         """Names of `weights` that stand for what another name does, and that one. Raises
         FileError."""
         found: dict[str, str] = {}
-        for name in self.info.files:
-            if name.startswith("weights/"):
-                found.update(tensor_metadata(self.path / name))
+        for name in self._files(r"weights/.*"):
+            found.update(tensor_metadata(self.path / name))
         return found
 
     def kept(self) -> dict[str, tuple[str, Any]]:
@@ -201,12 +201,9 @@ class Saved:
         from .worker_state import unpack
 
         found: dict[str, tuple[str, Any]] = {}
-        for name in self.info.files:
-            # Replicas have the same.
-            match = re.fullmatch(r"state/(stage\d+)\.json", name)
-            if match is None:
-                continue
-            state, tensors = self.worker_state(match[1]), self.tensors(f"{name[:-5]}.safetensors")
+        for name in self._files(_OF_STAGE):
+            state = self.worker_state(Path(name).stem)
+            tensors = self.tensors(f"{name[:-5]}.safetensors")
             if state.optimizer is not None and state.kept is not None:
                 for parameter, kept in unpack(state.kept, tensors).items():
                     found[parameter] = (state.optimizer, kept)
@@ -214,12 +211,15 @@ class Saved:
 
     def with_own_state(self) -> str | None:
         """The class of an optimizer in it that has a state_dict of its own. Raises FileError."""
-        for name in self.info.files:
-            if re.fullmatch(r"state/stage\d+\.json", name) and (self.path / name).exists():
+        for name in self._files(_OF_STAGE):
+            if (self.path / name).exists():
                 state = self.worker_state(Path(name).stem)
                 if state.own is not None:
                     return state.optimizer
         return None
+
+    def _files(self, pattern: str) -> list[str]:
+        return [name for name in self.info.files if re.fullmatch(pattern, name)]
 
     def verify(self) -> None:
         """Raises FileError that names the first file that is missing or broken."""

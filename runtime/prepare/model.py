@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -89,7 +89,10 @@ class PreparedModel:
     @property
     def has_statistics(self) -> bool:
         """Whether something in it has running statistics, as batch norms do."""
-        return _has_statistics(self.whole, [piece.module for piece in self.pieces])
+        nodes = (node for piece in self.pieces for node in graph_of(piece.module).nodes)
+        return any(name.endswith("running_mean") for name, _ in self.whole.named_buffers()) or any(
+            node.target in BATCH_NORMS for node in nodes
+        )
 
     @property
     def first_written(self) -> dict[str, str]:
@@ -234,10 +237,3 @@ def _check_state(piece: Piece) -> None:
                 f"the model's state {name!r} is of torch.complex128, which checkpoints can't hold: "
                 "make it torch.complex64, or hold it as numbers (torch.view_as_real)"
             )
-
-
-def _has_statistics(model: nn.Module, bodies: Iterable[GraphBody]) -> bool:
-    """Whether something of a model, which is cut into these bodies, has running statistics."""
-    return any(name.endswith("running_mean") for name, _ in model.named_buffers()) or any(
-        node.target in BATCH_NORMS for body in bodies for node in graph_of(body).nodes
-    )

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from ...profiles.autograd.dropout import WithoutDropout
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
@@ -74,7 +75,7 @@ class Course:
             checkpoints.begin([runner.stage for runner in runners])
         for runner in runners:
             if runner.replica.is_reporter:
-                runner.on_mini_batch = self._report
+                runner.on_mini_batch = partial(self._report, runner)
 
     def run(self) -> None:
         """Train all segments and evaluate after each epoch; fewer, where the observer says so."""
@@ -167,12 +168,10 @@ class Course:
         together = zip(self.runners, random, self.sums, strict=True)
         self._checkpoints.write(segment, list(together))
 
-    def _report(self, segment: Segment, mini_batch: int, loss: float) -> None:
+    def _report(self, runner: StageRunner, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
-        figures: dict[str, float] = {}
-        if self.prepared.settings.log:
-            (reporter,) = (runner for runner in self.runners if runner.replica.is_reporter)
-            figures = self._figures(reporter, segment, mini_batch)
+        logs = self.prepared.settings.log
+        figures = self._figures(runner, segment, mini_batch) if logs else {}
         of = segment.offset + segment.mini_batches + segment.rest
         self.observer.mini_batch(segment.epoch, done, of, loss, figures)
 

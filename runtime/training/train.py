@@ -35,8 +35,7 @@ def train(
 
     Args:
         observer: is told of progress, where one of them is the one that reports.
-        agree: whether all workers say yes, waited for; `replicas_agree`: the other replicas of this
-            process's stages; by default, this process has all of them.
+        agree, replicas_agree: as of `Course`.
     """
     prepared = runners[0].prepared
     more = prepared.settings.resumed
