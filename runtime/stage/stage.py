@@ -210,7 +210,7 @@ class Stage:
 
         Returns the new version; the old one is copied if it is needed.
         """
-        self.policy.keep_needed()
+        self.weights.keep_needed(self.policy.walk)
         if not steps:
             self._let_gradients_go()
         # Graphs that hold the parameters are to run backward on what they are then.
@@ -220,7 +220,7 @@ class Stage:
             self.account.note(boundary_bytes)
             self.hooks.after_update()
             self._let_gradients_go()
-            return self.policy.advance()
+            return self.weights.update(self.policy.walk)
 
     # Steps of an operation ---------------------------------------------------------------
 

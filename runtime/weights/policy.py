@@ -20,7 +20,7 @@ from ...planner.systems.operations import BACKWARD, FORWARD, Op, Schedule
 from ...planner.systems.variants import Variant
 from ...planner.systems.versions import VersionWalk, entry_versions
 from ..settings import RunSettings
-from .stash import WeightVersions, advance, keep_needed
+from .stash import WeightVersions
 
 DECAYS: dict[str, Callable[[float, int], float]] = {
     "exponential": lambda rate, d: math.exp(-rate * d),
@@ -243,14 +243,6 @@ class WeightPolicies:
         for policy in self.shared:
             policy.walk.backward(op)
         return self.own.walk.backward(op)
-
-    def keep_needed(self) -> None:
-        """An update of the stage's own weights comes: copy the latest, where they are needed."""
-        keep_needed(self.own.weights, self.walk)
-
-    def advance(self) -> int:
-        """It has come. Returns the new version."""
-        return advance(self.own.weights, self.walk)
 
     def finish(self, op: Op) -> None:
         """The backward is done."""

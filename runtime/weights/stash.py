@@ -160,6 +160,17 @@ class WeightVersions:
         self._bytes[self.latest] = sum(map(storage_bytes, copies))
         self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
 
+    def keep_needed(self, walk: VersionWalk | SharedWalk) -> None:
+        """An update comes: copy the latest weights, if operations of the walk still need them."""
+        if walk.latest in walk.needed():
+            self.keep_latest()
+
+    def update(self, walk: VersionWalk | SharedWalk) -> int:
+        """It has come, and the parameters hold the next version. Returns its number."""
+        needed, version = walk.needed(), walk.update()
+        self.advance(needed)
+        return version
+
     def advance(self, needed: set[int]) -> None:
         """The parameters hold the next version; drop what isn't needed."""
         self.keep_memory()
@@ -405,19 +416,3 @@ def let_go(versions: WeightVersions, made: Sequence[Tensor]) -> None:
     for owner in (versions, *(other for _, other in versions._joined)):
         for tensor in made:
             owner._index.pop(storage_key(tensor), None)
-
-
-def keep_needed(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> None:
-    """An update is about to overwrite the latest weights: copy them, where they are needed.
-
-    `walk`: over the operations that use them.
-    """
-    if walk.latest in walk.needed():
-        versions.keep_latest()
-
-
-def advance(versions: WeightVersions, walk: VersionWalk | SharedWalk) -> int:
-    """It has: the parameters hold the next version. Returns its number."""
-    needed, version = walk.needed(), walk.update()
-    versions.advance(needed)
-    return version

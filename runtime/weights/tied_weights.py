@@ -16,7 +16,7 @@ from ...planner.systems.operations import Op
 from ...planner.systems.versions import SharedWalk
 from ..prepare.devices import dense_bytes
 from .policy import WeightPolicy
-from .stash import WeightVersions, advance, keep_needed
+from .stash import WeightVersions
 
 
 class TiedWeights:
@@ -126,11 +126,11 @@ class StageTies(StageHooks):
 
     def before_update(self) -> None:
         for tied in self.updated:
-            keep_needed(tied.versions, tied.walk)
+            tied.versions.keep_needed(tied.walk)
 
     def after_update(self) -> None:
         for tied in self.updated:
-            advance(tied.versions, tied.walk)
+            tied.versions.update(tied.walk)
 
     def drop(self) -> None:
         """Let go of versions that no stage needs any more."""
