@@ -32,14 +32,9 @@ def with_restarts(
     most: int,
     on_restart: Callable[[RestartDue], None],
 ) -> T:
-    """Call `first`, and after a failure of the run `resume_run`, `most` times at most.
-
-    Args:
-        on_restart: is told of each failure that is followed by a restart.
-
-    Raises RunError: the last failure. What the user's input is the cause of isn't tried again,
-    nor what a signal has stopped.
-    """
+    """Call `first`, and after a failure of the run `resume_run`, `most` times at most. Raises the
+    last RunError. What the user's input is the cause of isn't tried again, nor what a signal has
+    stopped."""
     attempt = first
     for restart in range(1, most + 1):
         try:

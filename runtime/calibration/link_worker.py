@@ -55,13 +55,11 @@ LOADING_S_PER_PROCESS = 2.0
 def measure_here(
     rendezvous: Rendezvous, device: str, progress: Progress, **more: Any
 ) -> LinkTimes | None:
-    """Measure the links between the processes that torchrun or srun have started.
+    """Measure the links between the processes that torchrun or srun have started. In process 0
+    `progress` is told how far it is, and what was measured returned; None in the others.
 
     Args:
-        progress: is told how far it is, in process 0.
         more: other fields of `LinkSettings`.
-
-    Returns what was measured in process 0; None in the others.
 
     Raises:
         UserError: a process alone, another device in each, no GPU for one of them.

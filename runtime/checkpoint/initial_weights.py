@@ -100,14 +100,10 @@ def start_from(runner: StageRunner, path: Path) -> None:
 
 def give_weights(runner: StageRunner, weights: Mapping[str, Tensor], where: str) -> None:
     """Write weights by the model's names into a stage's parameters and buffers, and into what no
-    stage uses, so that it is written again as it was.
+    stage uses, so that it is written again as it was. Parameters that another stage of the worker
+    updates are left to that one.
 
-    Parameters that another stage of the worker updates are left to that one.
-
-    Args:
-        where: names their file in messages.
-
-    Raises FileError when one is missing or has another shape.
+    Raises FileError, which calls their file `where`, when one is missing or has another shape.
     """
     model, module = runner.prepared.model, runner.stage.piece.module
     elsewhere = model.names_elsewhere(runner.number)

@@ -205,13 +205,8 @@ def put_back(
     tensors: Mapping[str, Tensor],
     where: str,
 ) -> Tensor:
-    """Give a worker what a checkpoint has of it.
-
-    Args:
-        written: the weights of its stage, as the file has them.
-        where: names that file in messages.
-
-    Returns the state of its random numbers.
+    """Give a worker what a checkpoint has of it: the weights of its stage as they are `written` in
+    a file, which messages call `where`, and its state. Returns that of its random numbers.
 
     Raises FileError as `give_weights`, KeyError, ValueError or RuntimeError as `restore`.
     """

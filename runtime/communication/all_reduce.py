@@ -135,11 +135,8 @@ class Pool:
     def __init__(
         self, groups: Groups, others: AllReducer | None = None, here: Collection[int] = ()
     ) -> None:
-        """
-        Args:
-            others: sums over processes; None: this one has all replicas.
-            here: numbers of those in this process, where there are others.
-        """
+        """`others`: sums over processes, of which this one has the replicas `here`, by number;
+        None: it has all."""
         # What is summed up here, worker by worker.
         self.groups = {
             name: [mine for mine in members if others is None or mine[0] in here]

@@ -87,11 +87,8 @@ class Channels(Protocol):
         """The next message, waiting for it no longer than the bound. Raises PeerError."""
 
     def throttle(self, most: int) -> None:
-        """Wait, within the bound, until no peer has more than `most` messages still to take.
-
-        Training is held back by its in-flight limits; a pass of forwards alone by this.
-        Raises PeerError.
-        """
+        """Wait, within the bound, until no peer has more than `most` messages still to take:
+        training is held back by its in-flight limits, forwards alone by this. Raises PeerError."""
         return
 
     def close(self) -> None:
@@ -116,11 +113,8 @@ class PeerChannels(Channels):
     def __init__(
         self, names: Sequence[str], timeout_s: float, status: Status | None = None
     ) -> None:
-        """
-        Args:
-            names: of all workers, by rank; for messages.
-            status: is told whom this worker waits for.
-        """
+        """`names`: of all workers, by rank, for errors; `status`: is told whom this one waits
+        for."""
         self.names = names
         self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)

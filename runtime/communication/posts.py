@@ -66,14 +66,11 @@ def posts(
     shares: Sequence[Share],
     routes: Iterable[MessageRoute],
 ) -> list[Post]:
-    """A worker's messages, to it and from it, in the sequence in which it posts them.
-
-    Of two messages between the same replicas, in the same direction, both ends post the same one
-    first.
+    """A worker's messages, to it and from it, in the sequence in which it posts them. Of two
+    messages between the same replicas, in the same direction, both ends post the same one first.
 
     Args:
-        replicas, routes: of all workers.
-        shares: by the replicas' numbers.
+        replicas, routes: of all workers; shares by the replicas' numbers.
     """
     # A receiver's room goes by what all its senders send.
     every = _messages(sequence, [c for c in routes if not c.handed_over], shares)

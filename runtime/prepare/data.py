@@ -88,14 +88,9 @@ class Segment:
 
 
 def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
-    """Samples in the training data; where nobody can know, as many as the run's steps take.
-
-    Args:
-        given: what the task's data("train") gave.
-
-    Raises TargetError for batches of another size than the plan's, and where nobody can know how
-    long a run of epochs would be.
-    """
+    """Samples in the training data that data("train") gave; where nobody can know, as many as the
+    run's steps take. Raises TargetError for batches of another size than the plan's, and where
+    nobody can know how long a run of epochs would be."""
     check_batches(given, "train", plan.mini_batch)
     size = size_of(given, "train", plan.mini_batch)
     if size is not None:
@@ -179,8 +174,7 @@ def places_within(first: int, count: int, every: int | None, update_every: int) 
     of the same mini-batches with and without it.
 
     Args:
-        first: mini-batches of the run before the epoch.
-        count: in the epoch.
+        first, count: mini-batches of the run before the epoch, and in it.
         every: mini-batches of the run; None: at the epoch's end; 0: nowhere.
         update_every: mini-batches that an update is made after.
     """
@@ -320,14 +314,11 @@ def check_result(
     other: int,
     advice: str,
 ) -> None:
-    """Check that padding can be cut off the model's result.
+    """Raise TargetError, with this advice, where padding can't be cut off the model's result.
 
     Args:
         shapes: of the result's tensors for a micro-batch of `size` samples.
         others: the same for `other` samples: what merely happens to have a row for each shows.
-        advice: what to do where it can't, for the message.
-
-    Raises TargetError.
     """
     for shape, moved in zip(shapes, others, strict=True):
         rows = shape[0] if shape else 0

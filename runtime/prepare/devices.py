@@ -132,14 +132,8 @@ def usable_cores() -> int:
 
 
 def turns_warning(workers: int, count: int, what: str, threads: int = 1) -> str | None:
-    """A warning where a host's workers take turns, which plans don't know; None: they don't.
-
-    Args:
-        workers: that compute there.
-        count: cores of the host that may be used, or its GPUs.
-        what: "core" or "GPU".
-        threads: of each worker.
-    """
+    """A warning where a host's workers, of so many threads, take turns on its `count` cores or
+    GPUs, which plans don't know; None: they don't. `what`: "core" or "GPU"."""
     at_once = max(count // threads, 1)
     if workers <= at_once:
         return None

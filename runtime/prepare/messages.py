@@ -279,12 +279,8 @@ class MessageSeries:
 def message_series(
     kind: str, steps: Iterable[Sequence[MessageRoute]], rounds: int
 ) -> MessageSeries:
-    """A series of which the messages of a step are received together.
-
-    Args:
-        steps: of one mini-batch; each has as many messages.
-        rounds: mini-batches.
-    """
+    """A series over `rounds` mini-batches. The messages of one of their `steps` are received
+    together; each has as many."""
     found = [tuple(step) for step in steps]
     routes = tuple(route for step in found for route in step)
     ahead = RECEIVES_AHEAD[kind] * len(found[0])

@@ -124,13 +124,9 @@ class Samples:
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of the samples at these positions of an epoch's own shuffle.
 
-        The inputs are filled up with copies of their first sample; the target is that of the
-        real ones, and None where there are none.
-
-        Args:
-            size: samples with padding; by default a micro-batch.
-
-        Raises TargetError where the data have no such samples, or fail.
+        The inputs are filled up to `size`, by default a micro-batch, with copies of their first
+        sample; the target is that of the real ones, and None where there are none. Raises
+        TargetError where the data have no such samples, or fail.
         """
         size = size or self.micro_batch
         if self._in_memory:
@@ -251,12 +247,8 @@ class Samples:
         return -(-self.size // self.micro_batch)
 
     def evaluation(self, k: int) -> tuple[tuple[Tensor, ...], Any, int]:
-        """Inputs, target and number of samples of the k-th micro-batch.
-
-        The last one, and of batches that are put together elsewhere the last of each, is filled
-        up to full size with its own first sample; the target holds only what is real, and so
-        must what is made of the output.
-        """
+        """Inputs, target and number of samples of the k-th micro-batch. The last one, and of
+        batches that are put together elsewhere the last of each, is filled up as in `take`."""
         if self._batches is not None:
             number, real = self._evaluated[k]
             inputs, target = self._batches.batch(0, number).part(real, self.micro_batch)

@@ -102,15 +102,8 @@ class TracedTask:
     modes: OtherModes
 
     def look(self, samples: int, graph: TracedModel | None = None) -> ForwardLook:
-        """Run the model on so many samples.
-
-        Args:
-            graph: one of `training`; that for so many samples by default.
-
-        Raises:
-            TargetError: the model fails.
-            TraceError: what a layer gives can't cross a cut.
-        """
+        """Run the model on so many samples, by a graph of `training`, by default that of so many.
+        Raises TargetError where it fails, TraceError where what a layer gives can't cross a cut."""
         graph = graph or self.training[samples]
         call, wanted = self.target.call(samples)
         with in_one_line(f"{self.target.name}: the model failed on its own inputs"):

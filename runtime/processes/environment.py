@@ -248,12 +248,9 @@ ENDING_SIGNALS = (
 
 
 def take_signals(handler: Callable[[int, object], None]) -> dict[int, Any]:
-    """Have signals that would end this process call `handler` instead.
-
-    What the process ignores (nohup) or handles itself stays so; only a main thread takes signals.
-
-    Returns what was there before, by the signals' numbers.
-    """
+    """Have signals that would end this process call `handler` instead. What it ignores (nohup) or
+    handles itself stays so; only a main thread takes signals. Returns what was there before, by
+    the signals' numbers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     numbers = [getattr(signal, name) for name in ENDING_SIGNALS if hasattr(signal, name)]

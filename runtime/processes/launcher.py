@@ -48,8 +48,8 @@ def launch(
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
+            UserError where the user's input is the cause.
         StoppedError: a signal ended the run.
-        UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
     tail, start = Tail(run_dir.metrics, observer), _StartProgress(run_dir, len(labels), observer)

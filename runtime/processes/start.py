@@ -65,15 +65,11 @@ def start_process(
     libraries: Sequence[str] = (),
 ) -> WorkerProcess:
     """Start ``python -m module``, whose last argument is the number of the process that starts it.
-
-    The module has `main(arguments)`, which ends the process.
+    Its `main(arguments)` ends the process. Raises OSError where there can't be another one.
 
     Args:
         variables: of the environment, besides those of this process.
         libraries: modules that it will need, as `slow_libraries` names them.
-
-    Raises:
-        OSError: there can't be another process.
     """
     server = _server_of_this_thread(module, lambda: err)
     if server is not None:

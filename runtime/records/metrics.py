@@ -473,15 +473,8 @@ def measured_times(
     records: Sequence[EpochRecord],
     recording: Recording | None,
 ) -> LaneTimes | None:
-    """A worker's times per mini-batch, in seconds: of the epochs that are done.
-
-    Args:
-        epochs, records: as the worker and as the run has written them down.
-        recording: what counts until the first epoch is done.
-
-    Returns:
-        None while there is neither.
-    """
+    """A worker's times per mini-batch, in seconds: of the epochs that are done, as it and the run
+    have written them down; before the first, of the recording. None while there is neither."""
     # An epoch that was the last, and went on when the run grew, has several.
     done = list(zip(epochs, records, strict=False))
     if done:

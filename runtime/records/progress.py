@@ -189,13 +189,8 @@ _KINDS: dict[Any, type[Progress]] = {
 
 
 def read_progress(path: Path, size: int | None = None) -> Iterator[Progress]:
-    """The lines of a metrics file, one after another; none where there is no file.
-
-    Args:
-        size: of its beginning alone, so many bytes.
-
-    Raises FileError: it can't be read, or a line is damaged; the message has its number.
-    """
+    """The lines of a metrics file, or of its first `size` bytes; none where there is no file.
+    Raises FileError: it can't be read, or a line is damaged; the message has its number."""
     for number, line in read_lines(path, size):
         try:
             yield _progress(line)

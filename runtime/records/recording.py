@@ -127,14 +127,11 @@ _Logs = Mapping[int, Sequence[_Logged]]
 
 
 def measured(run_dir: str | Path, mini_batches: tuple[int, int] | None = None) -> Recording | None:
-    """The recording of a run, be it over or not.
+    """The recording of a run, be it over or not; None where no operations have been written down.
 
     Args:
         mini_batches: the first, and the one after the last; by default what was recorded of the
             pipeline as it ran steadily, or the first ones that were.
-
-    Returns:
-        None where no operations have been written down.
 
     Raises FileError where the directory holds no run, or a log is broken.
     """

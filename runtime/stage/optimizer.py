@@ -206,13 +206,10 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, most: float) -> None:
-    """Scale gradients in place to a norm of at most `most` (`torch.nn.utils.clip_grad_norm_`).
+    """Scale gradients in place to a norm of at most `most`; by NaN where the norm is NaN.
 
-    As torch.nn.utils.clip_grad_norm_ does it, which also scales by NaN where the norm is NaN.
-    Its other half, clip_grads_with_norm_, goes by a reciprocal: in float64 an ulp from this.
-
-    Args:
-        norm: a tensor's number isn't looked at, so nobody waits for it.
+    As torch.nn.utils.clip_grad_norm_ does it; its other half, clip_grads_with_norm_, goes by a
+    reciprocal: in float64 an ulp from this. A tensor's number isn't looked at: nobody waits for it.
     """
     scale = most / (norm + _EPSILON)
     if isinstance(scale, torch.Tensor):
@@ -234,12 +231,8 @@ def trained(parameters: Iterable[nn.Parameter]) -> int:
 
 def own_part(most: float, own: int, every: int) -> float:
     """The share of --clip-norm that a stage clips its own gradients to, where stages don't wait for
-    each other: X·√(its parameters / all).
-
-    Args:
-        most: for the whole model; it has that at most when all stages keep to their parts.
-        own, every: numbers that are trained on the stage, and on all stages.
-    """
+    each other: X·√(own / every), of numbers that are trained on it and on all. When all stages
+    keep to their parts, the whole model has X at most."""
     return most * math.sqrt(own / every) if every else most
 
 
@@ -285,8 +278,7 @@ def learning_rate_factor(shape: str, warmup: int, updates: int, update: int) -> 
 
     Args:
         shape: "constant", "linear" or "cosine".
-        updates: in the whole run.
-        update: counted from 0.
+        updates, update: in the whole run, and which of them, counted from 0.
     """
     if update < warmup:
         return (update + 1) / warmup
@@ -374,14 +366,9 @@ def scheduler_warning(task: Task, scheduler: Scheduler, length: RunLength) -> st
 
 
 def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimizer:
-    """The optimizer that the system updates with: the task's, or its Nesterov form.
-
-    Args:
-        optimizer: the user's, for this stage.
-
-    Raises TargetError for one that the system's rule, or stage-wise momentum, can't be had with;
-        PluginError where a system from outside makes none.
-    """
+    """The optimizer that the system updates with: the stage's own, or its Nesterov form. Raises
+    TargetError for one that the system's rule, or stage-wise momentum, can't be had with;
+    PluginError where a system from outside makes none."""
     if prepared.settings.stagewise_momentum:
         raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
     variant = prepared.pipeline.variant
@@ -440,9 +427,7 @@ def _undo_discount(optimizer: Optimizer, *_: Any) -> None:
 
 def check_updates(prepared: Prepared) -> None:
     """Make every stage's optimizer and scheduler once, so that a wrong one is refused before the
-    run has a directory.
-
-    Not for runs on GPUs, whose optimizers may want their parameters there: the workers find out.
+    run has a directory; not for GPUs, where they may want their parameters: the workers find out.
 
     Raises TargetError naming the stage and the hook, PluginError naming the system's maker.
     """

@@ -44,13 +44,8 @@ class MiniBatchMeans:
         self.aside_bytes = 0
 
     def settle(self, weight: float, together: int) -> None:
-        """A mini-batch's gradients are complete: make them its part of the update's.
-
-        Where nothing counts, there is no gradient.
-
-        Args:
-            together: mini-batches whose mean the update goes by.
-        """
+        """A mini-batch's gradients are complete: make them its part of the update's, which goes by
+        the mean of so many mini-batches. Where nothing counts, there is no gradient."""
         scale = 1 / (weight * together) if weight else 0.0
         for p in self._parameters:
             if p.grad is not None:

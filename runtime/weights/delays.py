@@ -49,11 +49,7 @@ class Rescheduling(StageHooks):
     """A stage's learning rate while its delay is being got used to."""
 
     def __init__(self, delay: int, updates: int) -> None:
-        """
-        Args:
-            delay: d, the stage's.
-            updates: T; 0: the rate stays.
-        """
+        """`delay`: d of the stage; `updates`: T, where 0 has the rate stay."""
         self.delay, self.updates = delay, updates
 
     def rate(self, update: int) -> float:
@@ -76,17 +72,11 @@ MOST_MOMENTUM = 0.99
 
 
 def raise_momentum(optimizer: Optimizer, delay: int, stages: int) -> None:
-    """Give the optimizer the momentum of a stage with this delay: m + d·(0.99 − m)/S, never more
-    than for d = S.
+    """Give the optimizer (SGD's momentum; the first β of Adam, AdamW and NAdam) the momentum of a
+    stage with `delay` d of S `stages`: m + d·(0.99 − m)/S, never more than for d = S.
 
-    That is the rule in the code of 2505.01099, where d is S − 1 − s. It is for the momentum of SGD,
-    and the first β of Adam, AdamW and NAdam.
-
-    Args:
-        delay: d, the stage's version difference.
-        stages: S.
-
-    Raises TargetError for an optimizer without momentum, or with another rule.
+    That is the rule in the code of 2505.01099, where d is S − 1 − s. Raises TargetError for an
+    optimizer without momentum, or with another rule.
     """
 
     def raised(momentum: float) -> float:

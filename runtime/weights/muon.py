@@ -85,11 +85,8 @@ def is_muons(group: Mapping[str, Any]) -> bool:
 
 
 def orthogonal_step(momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What Muon would step along with this for its momentum, weight decay left out.
-
-    That is torch's own orthogonalisation, and its scale: a step from zero by a rate of one, with
-    the momentum as a gradient.
-    """
+    """What Muon would step along with this momentum, weight decay left out: by torch's own
+    orthogonalisation and scale, a step from zero by a rate of one, the momentum as a gradient."""
     stepped = nn.Parameter(torch.zeros_like(momentum))
     stepped.grad = momentum
     rule = {name: group[name] for name in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
