@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...planner.plan import Plan, check_cut
@@ -16,7 +15,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
 from ...profiles.tracing.graph import shared_state, values
 from ...profiles.tracing.shapes import ValueSpec
-from .messages import MessageRoute, Rows
+from .messages import MessageRoute, Rows, tensor_of
 from .traced_task import TracedTask
 from .workers import Replica, Share
 
@@ -137,8 +136,7 @@ def distribute(
         if whole and len(sources) != len(targets):
             if here.numbers != there.numbers:
                 _check_numbers(value, here, there, samples, varying=varying)
-                sent_as = torch.tensor(there.numbers, dtype=there.dtype)
-                known[value.target][value.name] = sent_as.reshape(there.shape)
+                known[value.target][value.name] = tensor_of(there)
                 continue
             dimension = _sample_dimension(value, here, there, samples)
         for a in sources:

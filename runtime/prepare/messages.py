@@ -287,6 +287,13 @@ def message_series(
     return MessageSeries(kind, routes, ahead, len(routes) * rounds)
 
 
+def tensor_of(spec: ValueSpec) -> Tensor:
+    """What travels, as far as it is known: a number or a size itself, else zeros."""
+    if spec.numbers:
+        return torch.tensor(spec.numbers, dtype=spec.dtype).reshape(spec.shape)
+    return torch.zeros(spec.shape, dtype=spec.dtype)
+
+
 def by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:
     """Routes by the name of their tensor."""
     found: dict[str, list[MessageRoute]] = {}

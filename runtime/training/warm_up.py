@@ -24,7 +24,7 @@ from ...profiles.tasks.hooks import task_unchanged
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import decode, encode
 from ..prepare.devices import forward_context, put, random_kept
-from ..prepare.messages import missing_gradients
+from ..prepare.messages import missing_gradients, tensor_of
 from ..stage.gradients import finiteness
 from ..stage.graphs import most_in_flight
 from ..stage.optimizer import step_optimizer
@@ -87,8 +87,7 @@ def _value(stage: Stage, name: str, values: Mapping[str, Tensor]) -> Tensor:
     spec, made = stage.piece.specs.get(name), values.get(name)
     if made is None:
         assert spec is not None
-        numbers = torch.tensor(spec.numbers) if spec.numbers else torch.zeros(())
-        made = numbers.to(spec.dtype).expand(spec.shape).contiguous()
+        made = tensor_of(spec)
     found: Tensor = put(made, stage.piece.device)
     return found
 

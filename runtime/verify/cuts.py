@@ -15,9 +15,9 @@ from ...profiles.target import resolve
 from ...profiles.tasks.hooks import in_one_line
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tracing.call import unchanged, without_data
-from ...profiles.tracing.pieces import encode
-from ...profiles.tracing.shapes import ValueSpec
+from ...profiles.tracing.pieces import decode, encode
 from ..prepare.devices import forward_context
+from ..prepare.messages import tensor_of
 from ..prepare.prepared import Prepared
 from ..prepare.tracing import is_small
 from ..processes.rendezvous import Rendezvous
@@ -43,7 +43,7 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
         named = dict(zip(prepared.model.inputs, inputs, strict=False))
         specs = prepared.model.stages[s].specs
         arguments = [
-            named[name] if name in named else _value_of(specs[name])
+            named[name] if name in named else decode(tensor_of(specs[name]), specs[name].kind)
             for name in prepared.model.pieces[s].inputs
         ]
         module = prepared.model.pieces[s].module
@@ -63,14 +63,6 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
                 )
         result = made[-1] if prepared.model.pieces[s].has_result else None
     return result, wanted
-
-
-def _value_of(spec: ValueSpec) -> Any:
-    if spec.kind == "number":
-        return spec.numbers[0]
-    if spec.kind == "size":
-        return torch.Size([int(n) for n in spec.numbers])
-    return torch.zeros(spec.shape, dtype=spec.dtype)
 
 
 def send_over_cuts(prepared: Prepared, rendezvous: Rendezvous) -> None:
