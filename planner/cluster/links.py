@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,9 +18,56 @@ Times = tuple[tuple[Annotated[float, Meta(gt=0, le=MAX_BYTES)], Seconds], ...]
 """Bytes of messages, rising, and the seconds that they take, latency included."""
 
 
-class Network(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
+class _Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What takes a latency, and time by its bytes: by bandwidth, or by a table, outside of which
+    times are in proportion to those of its first and last size."""
+
+    if TYPE_CHECKING:
+        # Each has them at their place in files.
+        bandwidth_bytes_per_s: Bandwidth
+        latency_s: Seconds
+        times: Times
+
+    def __post_init__(self) -> None:
+        _check_times(self.times, self.latency_s)
+
+    def wire_s(self, count: float) -> float:
+        """Seconds that `count` bytes take, latency left out."""
+        times, latency_s = self.times, self.latency_s
+        if not times:
+            return count / self.bandwidth_bytes_per_s
+        k = bisect_left(times, count, key=lambda point: point[0])
+        if k in (0, len(times)):
+            nbytes, seconds = times[min(k, len(times) - 1)]
+            return (seconds - latency_s) * count / nbytes
+        (low, low_s), (high, high_s) = times[k - 1 : k + 1]
+        return low_s - latency_s + (high_s - low_s) * (count - low) / (high - low)
+
+    @property
+    def top_bytes_per_s(self) -> float:
+        """The most bytes in a second, latency left out, whatever their number."""
+        # On a line between two sizes the rate rises or falls all the way.
+        rates = [nbytes / (seconds - self.latency_s) for nbytes, seconds in self.times]
+        return max(rates, default=self.bandwidth_bytes_per_s)
+
+    def with_costs(self: T, bandwidth_bytes_per_s: float, latency_s: float) -> T:
+        """With this bandwidth, of a table at its largest size and others as much more or less."""
+        faster = bandwidth_bytes_per_s / self.bandwidth_bytes_per_s
+        return msgspec.structs.replace(
+            self,
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+            latency_s=latency_s,
+            times=tuple(
+                (nbytes, latency_s + (seconds - self.latency_s) / faster)
+                for nbytes, seconds in self.times
+            ),
+        )
+
+
+T = TypeVar("T", bound=_Timed)
+
+
+class Network(_Timed, frozen=True, kw_only=True):
     """The link between two devices: a message of n bytes takes latency + n / bandwidth; or what a
     table says, between whose sizes times lie on straight lines."""
 
@@ -33,28 +80,8 @@ class Network(
     """Transfers overlap computing; else a device that sends or receives computes nothing."""
     times: Times = ()
 
-    def __post_init__(self) -> None:
-        _check_times(self.times, self.latency_s)
 
-    def wire_s(self, count: float) -> float:
-        """Seconds that `count` bytes keep the wire busy, latency left out."""
-        if self.times:
-            return _on_lines(self.times, self.latency_s, count)
-        return count / self.bandwidth_bytes_per_s
-
-    @property
-    def top_bytes_per_s(self) -> float:
-        """The most bytes in a second of the wire, of messages of any size."""
-        return _top(self)
-
-    def with_costs(self, bandwidth_bytes_per_s: float, latency_s: float) -> Network:
-        """With this bandwidth, of a table at its largest size and others as much more or less."""
-        return _with_costs(self, bandwidth_bytes_per_s, latency_s)
-
-
-class AllReduce(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
+class AllReduce(_Timed, frozen=True, kw_only=True):
     """A sum over processes as measured: latency + bytes of the tensor / bandwidth, or by a table as
     of `Network`."""
 
@@ -64,26 +91,9 @@ class AllReduce(
     bandwidth_bytes_per_s: Bandwidth
     times: Times = ()
 
-    def __post_init__(self) -> None:
-        _check_times(self.times, self.latency_s)
-
     def seconds(self, nbytes: float) -> float:
         """Seconds that summing a tensor of `nbytes` takes."""
-        if self.times:
-            return self.latency_s + _on_lines(self.times, self.latency_s, nbytes)
-        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
-
-    @property
-    def top_bytes_per_s(self) -> float:
-        """The most bytes in a second besides the latency, of tensors of any size."""
-        return _top(self)
-
-    def with_costs(self, bandwidth_bytes_per_s: float, latency_s: float) -> AllReduce:
-        """With this bandwidth, of a table at its largest size and others as much more or less."""
-        return _with_costs(self, bandwidth_bytes_per_s, latency_s)
-
-
-T = TypeVar("T", Network, AllReduce)
+        return self.latency_s + self.wire_s(nbytes)
 
 
 def _check_times(times: Times, latency_s: float) -> None:
@@ -95,35 +105,6 @@ def _check_times(times: Times, latency_s: float) -> None:
             raise ValueError(f"times: {high:g} bytes take less than {low:g}")
     if times and times[0][1] <= latency_s:
         raise ValueError("times: the smallest size takes no longer than the latency")
-
-
-def _on_lines(times: Times, latency_s: float, count: float) -> float:
-    """Of a table, seconds besides the latency: before and behind it as its first and last size."""
-    k = bisect_left(times, count, key=lambda point: point[0])
-    if k in (0, len(times)):
-        nbytes, seconds = times[min(k, len(times) - 1)]
-        return (seconds - latency_s) * count / nbytes
-    (low, low_s), (high, high_s) = times[k - 1 : k + 1]
-    return low_s - latency_s + (high_s - low_s) * (count - low) / (high - low)
-
-
-def _top(timed: Network | AllReduce) -> float:
-    # On a line between two sizes the rate rises or falls all the way.
-    rates = [nbytes / (seconds - timed.latency_s) for nbytes, seconds in timed.times]
-    return max(rates, default=timed.bandwidth_bytes_per_s)
-
-
-def _with_costs(timed: T, bandwidth_bytes_per_s: float, latency_s: float) -> T:
-    faster = bandwidth_bytes_per_s / timed.bandwidth_bytes_per_s
-    return msgspec.structs.replace(
-        timed,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        latency_s=latency_s,
-        times=tuple(
-            (nbytes, latency_s + (seconds - timed.latency_s) / faster)
-            for nbytes, seconds in timed.times
-        ),
-    )
 
 
 def costs_by_size(
