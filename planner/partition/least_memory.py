@@ -38,10 +38,9 @@ class LeastMemory:
         """Go through the downsets, the full one first.
 
         Args:
-            deadline: by `time.monotonic`.
             shares: in the place of bytes, shares of what the places' memory is.
 
-        Raises OutOfTime when the deadline has passed, or there is too much to go through.
+        Raises OutOfTime, too, where there is too much to go through.
         """
         self._problem, self._lattice = problem, lattice
         devices = problem.devices

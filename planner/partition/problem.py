@@ -415,11 +415,15 @@ def _total(values: Vector | None, inside: Iterable[int]) -> float:
     return float(np.sum(values[list(inside)]))
 
 
+Deadline = float | None
+"""When a search ends, by `time.monotonic`: with what it knows, or by OutOfTime. None: never."""
+
+
 class OutOfTime(Exception):  # noqa: N818 - it ends a search, nothing went wrong
     """The deadline has passed."""
 
 
-def check_time(deadline: float | None) -> None:
-    """Raises OutOfTime when a deadline, by `time.monotonic`, passed; None never does."""
+def check_time(deadline: Deadline) -> None:
+    """Raises OutOfTime when a deadline has passed."""
     if deadline is not None and monotonic() > deadline:
         raise OutOfTime

@@ -13,7 +13,7 @@ from .dp.identical_devices_by_target import identical_by_targets
 from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import minimax_with_bound
 from .ilp.search import solve_ilp
-from .problem import Answer, Cut, OutOfTime, StageProblem
+from .problem import Answer, Cut, Deadline, OutOfTime, StageProblem
 from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000
@@ -73,12 +73,10 @@ class DpSource:
         return answer or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
 
     def each_below(
-        self, problem: StageProblem, target: Target, deadline: float | None = None
+        self, problem: StageProblem, target: Target, deadline: Deadline = None
     ) -> Iterator[Cut]:
-        """Every cut with an objective below the target, which may fall meanwhile.
-
-        Raises OutOfTime when the deadline, by `time.monotonic`, passed.
-        """
+        """Every cut with an objective below the target, which may fall meanwhile. Raises
+        OutOfTime."""
         return chains_below(problem, self.lattice, target, deadline=deadline)
 
 
@@ -101,7 +99,7 @@ class IlpSource:
         return solve_ilp(problem, warm=warm, time_limit_s=left, progress=progress)
 
     def each_below(
-        self, problem: StageProblem, target: Target, deadline: float | None = None
+        self, problem: StageProblem, target: Target, deadline: Deadline = None
     ) -> Iterator[Cut]:
         """See `DpSource`."""
         seen: list[Cut] = []
@@ -122,14 +120,12 @@ Source = DpSource | IlpSource
 """A solver for all the problems of one graph."""
 
 
-def source_for(
-    problem: StageProblem, solver: str = "auto", deadline: float | None = None
-) -> Source:
+def source_for(problem: StageProblem, solver: str = "auto", deadline: Deadline = None) -> Source:
     """The solver to use for this problem's graph.
 
     Args:
         solver: one of SOLVERS.
-        deadline: by `time.monotonic`, for listing the downsets.
+        deadline: for listing the downsets.
 
     Raises PlanError where "dp" is asked for, and they are too many or take too long.
     """

@@ -10,7 +10,7 @@ from operator import or_
 
 from .dp.lattice import Lattice, joined, lattice_of
 from .dp.minimax import minimax_with_bound
-from .problem import Cut, StageProblem, members
+from .problem import Cut, Deadline, StageProblem, members
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,8 @@ NEAR = 3000
 """Downsets to look at, besides those along orders, and each time around a cut's own."""
 
 
-def good_cut(problem: StageProblem, *, deadline: float | None = None) -> Cut | None:
-    """A cut that is good, if not the best; None where none was found.
-
-    Args:
-        deadline: on the clock of `time.monotonic`; the best so far is the answer then.
-    """
+def good_cut(problem: StageProblem, *, deadline: Deadline = None) -> Cut | None:
+    """A cut that is good, if not the best; None where none was found."""
     groups, along = groups_of(problem), prefix_lattice(problem)
     best = minimax_with_bound(problem, along, deadline=deadline).cut
     wider = lattice_of(problem, {*along.masks, *cheapest(groups, NEAR)})
@@ -165,7 +161,7 @@ def good_cut(problem: StageProblem, *, deadline: float | None = None) -> Cut | N
 
 
 def _better(
-    problem: StageProblem, lattice: Lattice, best: Cut | None, deadline: float | None
+    problem: StageProblem, lattice: Lattice, best: Cut | None, deadline: Deadline
 ) -> Cut | None:
     below = float("inf") if best is None else best.objective_s
     return minimax_with_bound(problem, lattice, below=below, deadline=deadline).cut

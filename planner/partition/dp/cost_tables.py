@@ -303,6 +303,31 @@ class PairCosts:
         holds[below] = False
         return holds
 
+    def serial_between(self, below: int, above: Positions) -> Vector | None:
+        """Serial work of stages from one downset, in s at speed 1, [B]; None: no layer has any."""
+        return None if self.serial is None else self.serial[above] - self.serial[below]
+
+    def load_parts(
+        self,
+        mode: Positions | int,
+        below: int,
+        above: Positions,
+        wires: tuple[Vector, Vector] | None,
+    ) -> LoadParts:
+        """What makes the loads of stages from one downset, [p].
+
+        Args:
+            wires: as `wires_between`; None: there are none.
+        """
+        return LoadParts(
+            self.compute[mode, above] - self.compute[mode, below],
+            self.serial_between(below, above),
+            self.holders[above] > self.holders[below],
+            lambda: self.parameters[above] - self.parameters[below],
+            wires,
+            None if self.nothing_beside else self.before[below] + self.after[above],
+        )
+
     @cached_property
     def _guarded(self) -> Words:
         return self.inside.counts | self.inside.guards[:, None]
@@ -458,21 +483,13 @@ class Stages:
 
     def loads(self, which: Positions, option: Positions, k: Positions) -> Vector:
         """Loads in s, [p]."""
-        costs, problem, below = self._costs, self._costs.problem, self._below
-        places, above = self._places, self._above[which]
-        mode, serial = places.mode[option], costs.serial
+        costs, places = self._costs, self._places
+        wires = None if costs.wires is None else (self._lower[which], self._upper[which])
         return stage_loads(
-            problem,
+            costs.problem,
             lambda field: places.get(field, option, k),
             places.replicas[option],
-            LoadParts(
-                costs.compute[mode, above] - costs.compute[mode, below],
-                None if serial is None else serial[above] - serial[below],
-                costs.holders[above] > costs.holders[below],
-                lambda: costs.parameters[above] - costs.parameters[below],
-                None if costs.wires is None else (self._lower[which], self._upper[which]),
-                None if costs.nothing_beside else costs.before[below] + costs.after[above],
-            ),
+            costs.load_parts(places.mode[option], self._below, self._above[which], wires),
         )
 
     def fit(self, which: Positions, option: Positions, k: Positions) -> Flags:

@@ -24,7 +24,7 @@ stage to one behind it and back:
       T ≥ P + f + b + R + (N - 1)·m + (u(t) - 1)·m'.
 
   And where stages are in a chain, all forwards are waited for where these are longest, f', and
-  all backwards where those are, b' (`halves`):
+  all backwards where those are, b' (`Halves`):
 
       T ≥ f + b + W + (N - 1)·(f' + b').
 
@@ -59,7 +59,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..problem import FITS, OutOfTime, Vector, check_time
+from ..problem import FITS, Deadline, OutOfTime, Vector, check_time
 from .cycle_devices import CyclePlace, CycleStage, Flight
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
 from .cycle_tables import (
@@ -180,7 +180,7 @@ class CriticalCycles(CycleTables):
 
     @classmethod
     def of(
-        cls, problem: CycleProblem, lattice: Lattice, deadline: float | None = None
+        cls, problem: CycleProblem, lattice: Lattice, deadline: Deadline = None
     ) -> CriticalCycles:
         """On all places to cut. Raises OutOfTime."""
         return cls(problem, StageTable(problem, lattice, deadline))
@@ -209,7 +209,7 @@ class CriticalCycles(CycleTables):
         self,
         low_s: float,
         below_s: float,
-        deadline: float | None = None,
+        deadline: Deadline = None,
         *,
         within: float = 0.0,
     ) -> CycleAnswer:
@@ -262,7 +262,7 @@ class CriticalCycles(CycleTables):
             return CycleAnswer(below_s, None)
         return CycleAnswer(min(low, below_s), found)
 
-    def keeps(self, target: float, deadline: float | None = None) -> CycleCut | None:
+    def keeps(self, target: float, deadline: Deadline = None) -> CycleCut | None:
         """A cut whose cycles keep to a period; None: none does. Raises OutOfTime."""
         table = self.table(target, deadline)
         if table is None:
@@ -457,7 +457,7 @@ class CriticalCycles(CycleTables):
     # All cuts ----------------------------------------------------------------------------------
 
     def each_below(
-        self, shorter: Callable[[], float], deadline: float | None = None
+        self, shorter: Callable[[], float], deadline: Deadline = None
     ) -> Iterator[tuple[CycleStep, ...]]:
         """Every cut that may keep to a shorter period, depth first; with the most in flight that
         memory has room for.

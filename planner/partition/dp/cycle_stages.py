@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import FITS, StageProblem, Vector, check_time, closures, members
+from ..problem import FITS, Deadline, StageProblem, Vector, check_time, closures, members
 from .cost_tables import PairCosts
 from .cycle_devices import CycleDevices, CycleStage
 from .lattice import Flags, Lattice, Positions
@@ -213,10 +213,8 @@ class StageTable:
             hasn't, [n].
     """
 
-    def __init__(
-        self, problem: CycleProblem, lattice: Lattice, deadline: float | None = None
-    ) -> None:
-        """Raises OutOfTime when the deadline, by `time.monotonic`, passed."""
+    def __init__(self, problem: CycleProblem, lattice: Lattice, deadline: Deadline = None) -> None:
+        """Raises OutOfTime."""
         self.problem, self.lattice, self._deadline = problem, lattice, deadline
         limited = any(math.isfinite(stage.memory_bytes) for stage in problem.devices.every)
         self._costs = costs = PairCosts(problem.loads, lattice, limited=limited)
@@ -286,7 +284,7 @@ class StageTable:
             low, high = (low, middle) if reaches(middle) else (middle, high)
         return low
 
-    def within(self, busy_s: float, deadline: float | None = None) -> Stages:
+    def within(self, busy_s: float, deadline: Deadline = None) -> Stages:
         """Those that are busy for no longer, at speed 1. Raises OutOfTime.
 
         They are made when they are first asked for: where there are many devices stages that keep
@@ -441,11 +439,9 @@ class StageTable:
         kinds = self._borders[below].kinds[above]
         order = np.argsort(kinds, kind="stable")
         above, kinds = above[order], kinds[order]
-        serial = np.zeros(len(above))
-        if costs.serial is not None:
-            serial = costs.serial[above] - costs.serial[below]
         holds = costs.holders[above] > costs.holders[below]
-        serial = serial + problem.loads.serial_fixed_s * holds
+        serial_s = costs.serial_between(below, above)
+        serial = (0.0 if serial_s is None else serial_s) + problem.loads.serial_fixed_s * holds
         once = kept = np.zeros((len(problem.loads.modes), len(above)))
         if costs.limited:
             once, kept = costs.bytes_between(below, above)

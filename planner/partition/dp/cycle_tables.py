@@ -12,15 +12,14 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..problem import FITS, OutOfTime, Vector, check_time
+from ..problem import FITS, Deadline, OutOfTime, Vector, check_time
 from .cycle_devices import CyclePlace, CycleStage, Wires
 from .cycle_stages import FORGIVEN, CycleProblem, Stages, StageTable
-from .halves import halves_of
 from .lattice import Flags, Lattice, Positions
 
 ROUNDING = 1e-12
@@ -174,6 +173,32 @@ class _Known(NamedTuple):
     which: list[Positions]
 
 
+class Halves:
+    """What a mini-batch takes whose forwards all run before its backwards, in a chain of stages
+    (`critical_cycles`, *flush*): each half is waited for where it is longest."""
+
+    def __init__(self, problem: CycleProblem, stages: StageTable) -> None:
+        """`stages`: of the same problem, with as many stages or more."""
+        self._problem, self._all = problem, stages
+
+    @cached_property
+    def _longest_s(self) -> tuple[float, float]:
+        """What a cut's longest forward takes at the least, and its longest backward."""
+        fastest = max(stage.speed for stage in self._problem.devices.every)
+        halves = self._problem.forward_s.min(axis=0), self._problem.backward_s.min(axis=0)
+        count = len(self._problem.stages)
+        forward_s, backward_s = (self._all.least_longest(half, count) / fastest for half in halves)
+        return forward_s, backward_s
+
+    def least(self, forward_s: Vector, backward_s: Vector, way_s: Vector) -> Vector:
+        """What no cut with any of some stages is below, [p]. `way_s`: of one micro-batch, there and
+        back."""
+        longest = self._longest_s
+        forward, backward = np.maximum(forward_s, longest[0]), np.maximum(backward_s, longest[1])
+        found: Vector = way_s + (self._problem.micro_batches - 1) * (forward + backward)
+        return found
+
+
 class CycleTables:
     """Makes the tables of one problem on one lattice.
 
@@ -181,13 +206,15 @@ class CycleTables:
         entries: classes × stages that were gone through so far.
         first: in flight at the first stage, at the least, in cuts that keep to the last table's
             period.
-        halves: of a mini-batch, where a chain of stages runs all forwards first.
+        halves: None where a mini-batch has none, or stages aren't in a chain, or have replicas.
     """
 
     def __init__(self, problem: CycleProblem, stages: StageTable) -> None:
         """`stages`: of the same problem, with as many stages or more."""
         self.problem, self.lattice, self.all = problem, stages.lattice, stages
-        self.entries, self.halves = 0, halves_of(problem, stages)
+        self.entries, self.halves = 0, None
+        if problem.rule == "forwards-first" and not problem.devices.replicated and stages.is_chain:
+            self.halves = Halves(problem, stages)
         self._known: _Known | None = None
         # A period that there was no time to make a table for, and how much there was.
         self._late = math.inf, 0.0
@@ -218,7 +245,7 @@ class CycleTables:
 
     # Tables ------------------------------------------------------------------------------------
 
-    def table(self, target: float, deadline: float | None) -> CycleTable | None:
+    def table(self, target: float, deadline: Deadline) -> CycleTable | None:
         """None where no cut keeps to the target. Raises OutOfTime: at once where there is no more
         time than was too little for such a table before."""
         if target <= 0:
@@ -240,7 +267,7 @@ class CycleTables:
             self._late = target, left
             raise
 
-    def _table(self, target: float, deadline: float | None) -> tuple[CycleTable | None, int]:
+    def _table(self, target: float, deadline: Deadline) -> tuple[CycleTable | None, int]:
         """The same by what is known of the first stage; and what is known of it then."""
         devices, known = self.problem.devices, self.known(target, deadline)
         stages, count = known.stages, len(devices.places)
@@ -336,7 +363,7 @@ class CycleTables:
             waits.linked[at] = np.minimum(waits.linked[at], least)
             waits.passed[at] = np.minimum(waits.passed[at], passed)
 
-    def known(self, target: float, deadline: float | None) -> _Known:
+    def known(self, target: float, deadline: Deadline) -> _Known:
         """What any stage may be. A cut that keeps to a target keeps to longer ones, too, and so do
         its last stages alone: what can be in no cut for a longer one is left out."""
         if self._known is not None and target <= self._known.target:
@@ -364,7 +391,7 @@ class CycleTables:
             )
         ]
 
-    def within(self, target: float, deadline: float | None = None) -> Stages:
+    def within(self, target: float, deadline: Deadline = None) -> Stages:
         """Stages that are busy for no longer than that on the fastest device."""
         fastest = max(stage.rate for stage in self.problem.devices.every)
         return self.all.within(target * (1 + ROUNDING) * fastest, deadline)
@@ -596,7 +623,7 @@ class CycleTables:
         which: list[Positions],
         every_timed: dict[Hashable, Timed],
         target: float,
-        deadline: float | None,
+        deadline: Deadline,
     ) -> list[list[Ways]]:
         """Per stage, and state of the devices before it, the ways to where it begins, through those
         that the stages may be; none where the pipeline never drains."""

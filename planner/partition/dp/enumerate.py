@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, Place, StageProblem, check_time
+from ..problem import ChosenStage, Cut, Deadline, Place, StageProblem, check_time
 from .lattice import Lattice
 from .program import Program, just_below
 from .sweep import Sweep
@@ -34,7 +34,7 @@ def chains_below(
     lattice: Lattice,
     target: Callable[[], float],
     *,
-    deadline: float | None = None,
+    deadline: Deadline = None,
 ) -> Iterator[Cut]:
     """Every cut on a lattice whose objective is below the target, each once, depth first.
 
@@ -45,10 +45,8 @@ def chains_below(
     Args:
         target: in s; less is less by more than rounding. It is asked again before each stage: what
             it gives may fall.
-        deadline: on the clock of `time.monotonic`.
 
-    Raises:
-        OutOfTime: the deadline passed.
+    Raises OutOfTime.
     """
 
     def limit() -> float:

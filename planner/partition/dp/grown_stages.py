@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Cut, Step, Vector, check_time, cut_of
+from ..problem import Cut, Deadline, Step, Vector, check_time, cut_of
 from .cost_tables import Stages, merged_tensors
 from .lattice import Positions
 from .program import SLACK, Program
@@ -98,12 +98,10 @@ class GrownStages:
             found[where] = self._first[above[at]][:, None] + to
         return found
 
-    def under(self, target: float, deadline: float | None = None) -> Cut | None:
+    def under(self, target: float, deadline: Deadline = None) -> Cut | None:
         """A cut with loads up to a target, and rounding, on the fewest devices that have such a cut
-        without memory limits; in memory where that is soon seen. None: there is none.
-
-        Raises OutOfTime when the deadline, by `time.monotonic`, has passed.
-        """
+        without memory limits; in memory where that is soon seen. None: there is none. Raises
+        OutOfTime."""
         program, needed = self._program, self._needed(target, deadline)
         if needed[0] > program.problem.devices:
             return None
@@ -126,7 +124,7 @@ class GrownStages:
             below = best
         return cut_of(program.problem, program.lattice.masks, steps)
 
-    def _needed(self, target: float, deadline: float | None) -> Positions:
+    def _needed(self, target: float, deadline: Deadline) -> Positions:
         """Devices that do what follows downsets, [D]; one more than there are if they can't."""
         program, work = self._program, self._program.costs.work
         devices, most = program.problem.devices, target + self._rounding

@@ -119,12 +119,10 @@ def identical_minimax(
     Among cuts with the same objective one with the fewest devices, then with the fewest stages.
 
     Args:
-        deadline: on the clock of `time.monotonic`.
         few: options × devices that count as few; FEW by default.
 
-    Returns:
-        None where this isn't the way: places aren't `IdenticalPlaces`, the number of stages is
-        given, devices are few, or there are too many stages to hold in memory.
+    Returns None where this isn't the way: places aren't `IdenticalPlaces`, the number of stages is
+    given, devices are few, or there are too many stages to hold in memory.
     """
     places = problem.place
     if not isinstance(places, IdenticalPlaces) or problem.stages is not None:
@@ -293,15 +291,13 @@ class StageTable:
         """What stages from a downset cost in each mode."""
         costs = self._costs
         above = np.flatnonzero(costs.above(below))
-        serial = np.zeros(len(above))
-        if costs.serial is not None:
-            serial = costs.serial[above] - costs.serial[below]
+        serial = costs.serial_between(below, above)
         return ModeCosts(
             above,
             costs.compute[:, above] - costs.compute[:, below, None],
             *costs.bytes_between(below, above),
             costs.parameters[above] - costs.parameters[below],
-            serial,
+            np.zeros(len(above)) if serial is None else serial,
             *costs.wires_between(below, above),
             costs.before[below] + costs.after[above],
         )
@@ -324,19 +320,12 @@ class StageTable:
             )
         at, which = np.nonzero(worth)
         mode, mine = self._mode[at], costs.those(which)
-        stage = np.arange(len(at))
+        stage, wires = np.arange(len(at)), (mine.lower_s, mine.upper_s)
         load = stage_loads(
             self._problem,
             lambda field: self._place[field][at],
             self._replicas[at],
-            LoadParts(
-                mine.compute[mode, stage],
-                mine.serial,
-                mine.parameters > 0,
-                lambda: mine.parameters,
-                (mine.lower_s, mine.upper_s),
-                mine.beside,
-            ),
+            self._costs.load_parts(mode, below, mine.above, wires),
         )
         units = self._units(at, mine.once[mode, stage], mine.flight[mode, stage], mine.parameters)
         good = units > 0

@@ -16,6 +16,7 @@ from ..problem import (
     FITS,
     Answer,
     Cut,
+    Deadline,
     OutOfTime,
     StageProblem,
     Vector,
@@ -23,7 +24,7 @@ from ..problem import (
     cut_on_last_devices,
 )
 from ..waits import Waits
-from .cost_tables import LoadParts, stage_loads
+from .cost_tables import stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Flags, Lattice, Positions
 from .program import SLACK, UNBOUNDED, Program, just_below
@@ -84,7 +85,7 @@ class IdenticalByTargets:
         """No cut has a smaller objective, by work alone."""
         return self._program.bound_s
 
-    def answer(self, below: float, within: float, deadline: float | None) -> Answer:
+    def answer(self, below: float, within: float, deadline: Deadline) -> Answer:
         """See `identical_by_targets`."""
         low, high, best = self._program.bound_s, just_below(below), None
         try:
@@ -109,14 +110,12 @@ class IdenticalByTargets:
             return Answer(None, below, optimal=True)
         return Answer(best, min(low, high), optimal=low >= just_below(high))
 
-    def excludes(self, target: float, deadline: float | None = None) -> bool:
+    def excludes(self, target: float, deadline: Deadline = None) -> bool:
         """Whether it is soon seen that no cut has loads up to a target.
 
         As `under`, with less to look at: tensors at cuts take no time and no memory, stages may
         lie between downsets of which none holds the other, and how many replicas are enough for a
-        stage is known without trying them one by one.
-
-        Raises OutOfTime when the deadline, by `time.monotonic`, has passed.
+        stage is known without trying them one by one. Raises OutOfTime.
         """
         costs, order, devices = self._costs, self._program.order, self._problem.devices
         before, after = costs.before[order], costs.after[order]
@@ -135,11 +134,9 @@ class IdenticalByTargets:
         # The empty downset comes last.
         return not fewest[-1] <= devices
 
-    def under(self, target: float, deadline: float | None) -> Cut | None:
+    def under(self, target: float, deadline: Deadline) -> Cut | None:
         """A cut with loads up to a target on the fewest devices; of those with the fewest stages.
-
-        Raises OutOfTime when the deadline, by `time.monotonic`, has passed.
-        """
+        Raises OutOfTime."""
         step, devices = self._problem.layers + 1, self._problem.devices
         if self.excludes(target, deadline):
             return None
@@ -241,20 +238,9 @@ class IdenticalByTargets:
         most = rest * place.speed * r * (1 + SLACK) + compute[below]
         at = at[compute[found.above[at]] <= most]
         above = found.above[at]
-        serial = costs.serial
-        load = stage_loads(
-            problem,
-            lambda field: getattr(place, field),
-            r,
-            LoadParts(
-                compute[above] - compute[below],
-                None if serial is None else serial[above] - serial[below],
-                costs.holders[above] > costs.holders[below],
-                lambda: costs.parameters[above] - costs.parameters[below],
-                (found.lower_s[at], found.upper_s[at]),
-                costs.before[below] + costs.after[above],
-            ),
-        )
+        wires = found.lower_s[at], found.upper_s[at]
+        parts = costs.load_parts(mode, below, above, wires)
+        load = stage_loads(problem, lambda field: getattr(place, field), r, parts)
         within: Positions = at[load <= target]
         return within
 
@@ -400,17 +386,14 @@ def identical_by_targets(
     *,
     below: float = float("inf"),
     within: float = 1.0,
-    deadline: float | None = None,
+    deadline: Deadline = None,
 ) -> Answer | None:
-    """As `identical_devices.identical_minimax`, for lattices that are too large for it.
+    """As `identical_devices.identical_minimax`, for lattices that are too large for it; None where
+    this isn't the way.
 
     Args:
         below: only objectives less than this, by more than rounding, count.
         within: a cut whose objective is at most so many times the bound will do.
-        deadline: on the clock of `time.monotonic`.
-
-    Returns:
-        None where this isn't the way.
     """
     found = targets_of(problem, lattice)
     return None if found is None else found.answer(below, within, deadline)

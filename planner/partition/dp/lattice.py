@@ -15,7 +15,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import StageProblem, Vector, closures, members
+from ..problem import Deadline, StageProblem, Vector, closures, members
 
 Words = NDArray[np.uint64]
 Positions = NDArray[np.intp]
@@ -57,9 +57,7 @@ class Lattice:
         return holds
 
 
-def find_downsets(
-    problem: StageProblem, limit: int, deadline: float | None = None
-) -> Lattice | None:
+def find_downsets(problem: StageProblem, limit: int, deadline: Deadline = None) -> Lattice | None:
     """All downsets; None where there are more than `limit`, or time runs out.
 
     With the groups of layers in topological order, a downset of the first i + 1 groups is one
@@ -68,7 +66,6 @@ def find_downsets(
     Args:
         problem: its `needs` and `together` count.
         limit: of D.
-        deadline: on the clock of `time.monotonic`.
     """
     groups = joined(problem)
     width = _width(problem)

@@ -16,6 +16,7 @@ import numpy as np
 from ..problem import (
     Answer,
     Cut,
+    Deadline,
     OutOfTime,
     StageProblem,
     Step,
@@ -80,14 +81,13 @@ class Level:
         return below, above, option, k
 
 
-def fewest_chain(sweep: Sweep, limit: float, deadline: float | None = None) -> Cut:
+def fewest_chain(sweep: Sweep, limit: float, deadline: Deadline = None) -> Cut:
     """Of the chains with loads up to a limit, one with the fewest devices, then fewest stages.
 
     Args:
         sweep: under a target not below the limit; its best cut is within the limit.
 
-    Raises:
-        OutOfTime: the deadline passed.
+    Raises OutOfTime.
     """
     program, narrow = sweep.program, sweep.narrowed(limit)
     devices = program.problem.devices
@@ -198,7 +198,7 @@ def minimax_with_bound(
     lattice: Lattice,
     *,
     below: float = float("inf"),
-    deadline: float | None = None,
+    deadline: Deadline = None,
 ) -> Answer:
     """The cut on a lattice whose largest stage load is smallest; less, where time runs out.
 
@@ -207,7 +207,6 @@ def minimax_with_bound(
 
     Args:
         below: only objectives less than this, by more than rounding, count.
-        deadline: on the clock of `time.monotonic`.
     """
     if just_below(below) < 0:
         return Answer(None, below, optimal=True)
@@ -223,7 +222,7 @@ class _Search:
     """
 
     def __init__(
-        self, program: Program, limit: float, deadline: float | None, *, thin: bool = True
+        self, program: Program, limit: float, deadline: Deadline, *, thin: bool = True
     ) -> None:
         self._program, self._limit, self._deadline = program, limit, deadline
         self._large = thin and program.lattice.size > 2 * SHARES * EACH

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import Vector, check_time
+from ..problem import Deadline, Vector, check_time
 from .cost_tables import Stages
 from .lattice import Flags, Positions
 from .program import SLACK, Program
@@ -138,12 +138,8 @@ class Sweep:
         least, most: devices that must be, and that can be, left at each downset, [D].
     """
 
-    def __init__(self, program: Program, target: float, deadline: float | None = None) -> None:
-        """Go over all states.
-
-        Raises:
-            OutOfTime: the deadline, on the clock of `time.monotonic`, passed.
-        """
+    def __init__(self, program: Program, target: float, deadline: Deadline = None) -> None:
+        """Go over all states. Raises OutOfTime."""
         self.program, self._deadline = program, deadline
         size, levels = program.lattice.size, program.problem.stages or 0
         self.target, self._limits = target, Limits(program, target)

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
-from ..problem import StageProblem, Vector, cut_on_last_devices
+from ..problem import Deadline, StageProblem, Vector, cut_on_last_devices
 from .equal_replicas import Guessed, mixed
 
 _CLOSE = 1.003
@@ -48,7 +48,7 @@ def least_kept_period(
     micro_batches: int,
     flushes: bool,
     below_s: float = inf,
-    deadline: float | None = None,
+    deadline: Deadline = None,
 ) -> Guessed | None:
     """The cut that keeps to the least period.
 
@@ -57,10 +57,8 @@ def least_kept_period(
         micro_batches: N.
         flushes: the pipeline drains after each mini-batch.
         below_s: longer periods are of no use.
-        deadline: by `time.monotonic`.
 
-    Returns:
-        None where nothing keeps to any.
+    Returns None where nothing keeps to any.
     """
     search = _AnyReplicas(problem, lattice, micro_batches, flushes)
     low, high, best, longest = search.least, below_s / micro_batches, None, None

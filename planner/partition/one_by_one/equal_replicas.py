@@ -23,7 +23,7 @@ import numpy as np
 
 from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
-from ..problem import FITS, Cut, Place, StageProblem, Vector, cut_on_last_devices
+from ..problem import FITS, Cut, Deadline, Place, StageProblem, Vector, cut_on_last_devices
 
 _CLOSE = 1.004
 """Targets are halved until they are so close."""
@@ -67,7 +67,7 @@ def least_period(
     *,
     each: int,
     below_s: float = inf,
-    deadline: float | None = None,
+    deadline: Deadline = None,
 ) -> Guessed | None:
     """The cut whose period is the least, about.
 
@@ -77,10 +77,8 @@ def least_period(
             directions.
         each: n.
         below_s: longer periods are of no use.
-        deadline: by `time.monotonic`.
 
-    Returns:
-        None where nothing fits.
+    Returns None where nothing fits.
     """
     return _EqualReplicas(problem, lattice, forward_s, beyond_s, each, deadline).best(below_s)
 
@@ -93,7 +91,7 @@ class _EqualReplicas:
         forward_s: Vector,
         beyond_s: Vector,
         each: int,
-        deadline: float | None,
+        deadline: Deadline,
     ) -> None:
         self._problem, self._lattice = problem, lattice
         self._each, self._deadline = each, deadline
