@@ -206,14 +206,7 @@ class Cluster(
     @property
     def networks(self) -> tuple[Network, ...]:
         """The different links that there are between any two devices; `network` where none is."""
-        if self.links:
-            return _networks(self)
-        sizes = Counter(device.machine for device in self.devices)
-        inside = len(sizes) == 1 or any(size > 1 for size in sizes.values())
-        found = [self.network] if inside else []
-        if len(sizes) > 1 and self._link(True) not in found:
-            found.append(self._link(True))
-        return tuple(found)
+        return _networks(self)
 
     @property
     def overlap(self) -> bool:
@@ -330,8 +323,8 @@ class Cluster(
 
 @lru_cache(maxsize=64)
 def _networks(cluster: Cluster) -> tuple[Network, ...]:
-    """As `Cluster.networks`, where some links are their own: between two devices of each machine
-    that are alike, and two machines that are. `network` may be one more than there are."""
+    """As `Cluster.networks`: between two devices of each machine that are alike, and two machines
+    that are. Where links have names, `network` may be one more than there are."""
     alike = Counter[Hashable]()
     machines: dict[Hashable, list[str | None]] = {}
     chosen = []

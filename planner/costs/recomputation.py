@@ -253,7 +253,9 @@ def selections(
     forward_s = sum(_forward_s(profile, k, micro_batch) for k in range(len(profile.layers)))
     # The last point is that of whole forwards, after which next to nothing is kept.
     time_s.append(max(forward_s, time_s[-1]))
-    nbytes.append(-float(_all_bytes(KeptStorages(profile), micro_batch)) * (1 - at_once))
+    kept, sizes = KeptStorages(profile), _sizes(profile, micro_batch)
+    shared = sum(sizes[name] for name in kept.savers if kept.kept(name, frozenset()))
+    nbytes.append(-float(shared + sum(_private_bytes(kept, micro_batch))) * (1 - at_once))
     found = []
     for k in sorted(_corners(time_s, nbytes, MOST_SELECTIONS)):
         layers = (profile.layers[j].name for added, _, _ in steps[:k] for j in added)
@@ -456,13 +458,6 @@ def _corners(time_s: Sequence[float], nbytes: Sequence[float], most: int) -> set
 
 _WORTH_IT = 0.01
 """Of all bytes, what a set must free besides what a mixture of its neighbours does."""
-
-
-def _all_bytes(kept: KeptStorages, micro_batch: int) -> float:
-    """What all layers keep of a micro-batch."""
-    sizes = _sizes(kept.profile, micro_batch)
-    shared = sum(sizes[name] for name in kept.savers if kept.kept(name, frozenset()))
-    return shared + sum(_private_bytes(kept, micro_batch))
 
 
 def _private_bytes(kept: KeptStorages, micro_batch: int) -> list[float]:

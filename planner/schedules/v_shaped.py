@@ -86,7 +86,8 @@ def _shortest_way(pipeline: Pipeline) -> int:
 def _ways(pipeline: Pipeline) -> list[Callable[[], Rows | None]]:
     """What the schedule is the shortest of; a way may have none."""
     devices = len(pipeline.stages_of)
-    most = [_most_kept(pipeline, devices)] * devices
+    # Micro-batches that each device's stages may keep at once, all its replicas together.
+    most = [pipeline.replicas(0) * pipeline.variant.places(devices)] * devices
     blocks = _BLOCKS
     if pipeline.variant.half_memory:
         blocks = tuple(dict.fromkeys((_HALF[devices % 2], *_BLOCKS)))
@@ -139,11 +140,6 @@ def _by_count(pipeline: Pipeline) -> Rows:
             done[op] += count
         rows.append(row_of(row))
     return tuple(rows)
-
-
-def _most_kept(pipeline: Pipeline, devices: int) -> int:
-    """Micro-batches that a device's stages may keep at once, all its replicas together."""
-    return pipeline.replicas(0) * pipeline.variant.places(devices)
 
 
 def _in_sequence(pipeline: Pipeline, block: _Block) -> Rows:

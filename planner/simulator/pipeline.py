@@ -131,10 +131,7 @@ class Pipeline:
 
     def beside(self, stage: int) -> tuple[int, ...]:
         """The stages on a stage's device, itself among them."""
-        if not self.placement:
-            return (stage,)
-        mine = self.placement[stage]
-        return tuple(s for s, d in enumerate(self.placement) if d == mine)
+        return self.stages_of[self.placement[stage] if self.placement else stage]
 
     @property
     def backwards_per_mini_batch(self) -> int:
