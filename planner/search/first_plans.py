@@ -328,20 +328,18 @@ def _by_waits(
     """The cut between blocks whose period is the least, by what its stages wait for."""
     n, flushes = guess.branch.micro_batches, search.relaxation.variant.flushes
     if guess.replicas is None:
-        found = least_kept_period(
+        return least_kept_period(
             coarse, lattice, micro_batches=n, flushes=flushes, below_s=below_s, deadline=deadline
         )
-    else:
-        found = least_period(
-            coarse,
-            lattice,
-            of.summed(search.relaxation.seconds.forward_s(n)),
-            of.summed(search.relaxation.seconds.way_s(n)),
-            each=n // guess.replicas,
-            below_s=below_s,
-            deadline=deadline,
-        )
-    return None if found is None else found.cut
+    return least_period(
+        coarse,
+        lattice,
+        of.summed(search.relaxation.seconds.forward_s(n)),
+        of.summed(search.relaxation.seconds.way_s(n)),
+        each=n // guess.replicas,
+        below_s=below_s,
+        deadline=deadline,
+    )
 
 
 def _try_in_blocks(search: SearchState, guessed: _Guessed) -> None:

@@ -29,8 +29,8 @@ import numpy as np
 
 from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
-from ..problem import Deadline, StageProblem, Vector, cut_on_last_devices
-from .equal_replicas import Guessed, mixed
+from ..problem import Cut, Deadline, StageProblem, Vector, cut_on_last_devices
+from .equal_replicas import mixed
 
 _CLOSE = 1.003
 """Targets are halved until they are so close."""
@@ -49,8 +49,8 @@ def least_kept_period(
     flushes: bool,
     below_s: float = inf,
     deadline: Deadline = None,
-) -> Guessed | None:
-    """The cut that keeps to the least period.
+) -> Cut | None:
+    """The cut that keeps to the least period, which is its objective.
 
     Args:
         problem: whose places are `IdenticalPlaces`.
@@ -76,7 +76,7 @@ def least_kept_period(
             low = target
         else:
             high = target
-            if best is None or found.period_s < best.period_s:
+            if best is None or found.objective_s < best.objective_s:
                 best = found
     return best or longest
 
@@ -117,7 +117,7 @@ class _AnyReplicas:
             slowest = max(slowest, *(s.max(initial=0.0) + most_s for s in plain.values()))
         return float(slowest) * len(self._units)
 
-    def under(self, tau: float) -> Guessed | None:
+    def under(self, tau: float) -> Cut | None:
         """Stages that keep to N·τ."""
         top, most = self._lattice.size - 1, self._problem.devices
         least = np.full((top + 1, most + 1), inf)
@@ -149,7 +149,7 @@ class _AnyReplicas:
 
     def _guessed(
         self, how: dict[int, tuple[Positions, Positions]], k: int, tau: float, y: float
-    ) -> Guessed:
+    ) -> Cut:
         steps, below, used = [], 0, set[int]()
         while k:
             costs, _, _, modes = self._costs[below]
@@ -165,7 +165,7 @@ class _AnyReplicas:
             period_s += y - tau
         elif len(used) > 1:
             period_s += (max(used) - 1) * tau
-        return Guessed(replace(cut, objective_s=period_s), period_s)
+        return replace(cut, objective_s=period_s)
 
     def _of(self, below: int) -> tuple[ModeCosts, dict[int, Vector], Vector, Positions]:
         """The stages from a downset: costs, by replicas what a micro-batch takes, [p], and by what

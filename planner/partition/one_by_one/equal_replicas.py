@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from time import monotonic
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,13 +32,6 @@ _PARTS, _MOST_PARTS = 2000, 12
 
 _TARGETS, _STEP = 6, 1.008
 """Targets from the least on, each so many times the one before."""
-
-
-class Guessed(NamedTuple):
-    """A cut, and what its period is about, in s."""
-
-    cut: Cut
-    period_s: float
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,8 @@ def least_period(
     each: int,
     below_s: float = inf,
     deadline: Deadline = None,
-) -> Guessed | None:
-    """The cut whose period is the least, about.
+) -> Cut | None:
+    """The cut whose period is the least, about; that is its objective.
 
     Args:
         problem: whose places are `IdenticalPlaces`, and whose options have as many replicas.
@@ -109,8 +101,7 @@ class _EqualReplicas:
         self._order = sorted(modes, key=lambda m: float(problem.modes[m].compute_s.sum()))
         self._stages: list[_Stages] = []
 
-    def best(self, below_s: float) -> Guessed | None:
-        """See `least_period`."""
+    def best(self, below_s: float) -> Cut | None:
         self._stages = [self._of(below, below_s) for below in range(self._lattice.size - 1)]
         low, high = float(self._way[-1]), min(below_s, self._longest_s)
         best = self._under(high)
@@ -124,13 +115,13 @@ class _EqualReplicas:
                 low = target
             else:
                 high, found = target, now
-        best = min(best, found, key=lambda guess: guess.period_s)
+        best = min(best, found, key=lambda cut: cut.objective_s)
         for step in range(1, _TARGETS):
             target = high * _STEP**step
-            if self._late or target >= best.period_s:
+            if self._late or target >= best.objective_s:
                 break
             now = self._under(target)
-            if now is not None and now.period_s < best.period_s:
+            if now is not None and now.objective_s < best.objective_s:
                 best = now
         return best
 
@@ -176,7 +167,7 @@ class _EqualReplicas:
 
     # Chains ----------------------------------------------------------------------------------
 
-    def _under(self, target: float) -> Guessed | None:
+    def _under(self, target: float) -> Cut | None:
         """Stages that keep to a target, but for what all compute again, with the least of that."""
         top, most = self._lattice.size - 1, self._most
         # Computed again beyond a downset, by the stages there, [D, U + 1].
@@ -200,7 +191,7 @@ class _EqualReplicas:
             return None
         return self._guessed(chosen, count, target + beyond[0, count])
 
-    def _guessed(self, chosen: Positions, count: int, period_s: float) -> Guessed:
+    def _guessed(self, chosen: Positions, count: int, period_s: float) -> Cut:
         steps, below = [], 0
         option_of = {option.mode: o for o, option in enumerate(self._problem.options)}
         while count:
@@ -209,7 +200,7 @@ class _EqualReplicas:
             steps.append((below, above, option_of[mode]))
             below, count = above, count - 1
         cut = cut_on_last_devices(self._problem, self._lattice.masks, steps)
-        return Guessed(replace(cut, objective_s=period_s), period_s)
+        return replace(cut, objective_s=period_s)
 
 
 def mixed(
