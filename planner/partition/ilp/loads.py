@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,13 +39,38 @@ REMADE = "remade "
 """Of what one set of layers that are computed again makes, whose number follows, below stages."""
 
 
-class Seats(ABC):
-    """Who sits where: what a program decides."""
+class Loaded(Protocol):
+    """An answer with a largest load, in s."""
 
+    @property
+    def objective_s(self) -> float: ...
+
+
+Found = TypeVar("Found", bound=Loaded)
+
+
+class Seats(ABC, Generic[Found]):
+    """A program for answers with no load above a limit: who sits where.
+
+    Attributes:
+        possible: False where it is plain that there is none; then there is nothing to solve.
+        unit_s: of the program's objective.
+    """
+
+    possible: bool
+    unit_s: float
     mip: Mip
     problem: StageProblem
     units: Units
     slots: Slots
+
+    @abstractmethod
+    def values_of(self, found: Found) -> dict[int, float]:
+        """Values of the binary variables for an answer within the limit."""
+
+    @abstractmethod
+    def answer_of(self, values: tuple[float, ...]) -> Found:
+        """The answer that these values stand for; its load infinite where it doesn't fit."""
 
     @abstractmethod
     def inside(self, u: int, slot: int, kind: tuple[int, ...]) -> Terms:
@@ -78,7 +104,7 @@ class Linear:
 class StageSums:
     """Sums over the units and tensors of a slot, by name."""
 
-    seats: Seats
+    seats: Seats[Any]
     _known_parted: dict[tuple[int, str, int, tuple[int, ...]], Terms] = field(default_factory=dict)
 
     def value(self, linear: Linear, slot: int, kind: tuple[int, ...]) -> Terms:
@@ -254,7 +280,7 @@ class StageRows:
         limit_s: no load above it is wanted.
     """
 
-    seats: Seats
+    seats: Seats[Any]
     longest: Terms
     unit_s: float
     limit_s: float
@@ -263,7 +289,6 @@ class StageRows:
         self._sums = StageSums(self.seats)
 
     def add(self) -> None:
-        """All rows."""
         problem = self.seats.problem
         for slot, choices in enumerate(self.seats.slots.choices):
             busy = [busy_of(problem, choice) for choice in choices]

@@ -50,7 +50,6 @@ def difference(left: Terms, right: Terms) -> Terms:
 
 
 def total(items: Iterable[Terms]) -> Terms:
-    """Sum of expressions."""
     whole = Terms()
     for item in items:
         whole.add(item)
@@ -130,7 +129,6 @@ class Mip:
         self._row(terms, value, value)
 
     def minimise(self, terms: Terms) -> None:
-        """Say what is to be small."""
         self._objective = Terms().add(terms)
 
     def _row(self, terms: Terms, low: float, high: float) -> None:

@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from ..problem import Answer, Cut, StageProblem, cut_load
-from .mip import Mip, MipAnswer, SolverSettings
+from .loads import Found, Seats
+from .mip import MipAnswer, SolverSettings
 from .stages import StageModel
 from .variables import least_load, make_slots
 
@@ -17,37 +18,6 @@ BOUND_TOLERANCE = 1e-6
 """Relative; solvers' bounds are lowered by it, as their rows hold within a tolerance only."""
 SHARE = 0.25
 """Of the time left, for one limit that is tried before the real one."""
-
-
-class Loaded(Protocol):
-    """An answer with a largest load, in s."""
-
-    @property
-    def objective_s(self) -> float: ...
-
-
-Found = TypeVar("Found", bound=Loaded)
-
-
-class IntegerProgram(Protocol[Found]):
-    """A program for answers with no load above a limit.
-
-    Attributes:
-        possible: False where it is plain that there is none; then there is nothing to solve.
-        unit_s: of the program's objective.
-    """
-
-    possible: bool
-    unit_s: float
-    mip: Mip
-
-    def values_of(self, found: Found) -> dict[int, float]:
-        """Values of the binary variables for an answer within the limit."""
-        ...
-
-    def answer_of(self, values: tuple[float, ...]) -> Found:
-        """The answer that these values stand for; its load infinite where it doesn't fit."""
-        ...
 
 
 @dataclass
@@ -67,7 +37,7 @@ class Search(Generic[Found]):
         doubted: HiGHS has ruled out what there is.
     """
 
-    program: Callable[[float, list[Found]], IntegerProgram[Found]]
+    program: Callable[[float, list[Found]], Seats[Found]]
     bound_s: float
     below: float = math.inf
     excluded: list[Found] = field(default_factory=list)
@@ -147,7 +117,7 @@ class Search(Generic[Found]):
         return True
 
     def _proven(
-        self, program: IntegerProgram[Found], answer: MipAnswer, found: Found | None, limit_s: float
+        self, program: Seats[Found], answer: MipAnswer, found: Found | None, limit_s: float
     ) -> float:
         if answer.infeasible:
             return limit_s if limit_s < self._known() else limit_s * (1 + BOUND_TOLERANCE)
@@ -157,7 +127,7 @@ class Search(Generic[Found]):
             return min(found.objective_s, self._known())
         return proven_s * (1 - BOUND_TOLERANCE)
 
-    def _solve(self, program: IntegerProgram[Found], limit_s: float, time_s: float) -> MipAnswer:
+    def _solve(self, program: Seats[Found], limit_s: float, time_s: float) -> MipAnswer:
         start: dict[int, float] = {}
         if self.best is not None and self.best.objective_s <= limit_s:
             start = program.values_of(self.best)

@@ -38,13 +38,11 @@ ROUNDING = 1e-6
 to have no solution where a load is within 1e-9 of T's bound."""
 
 
-class StageModel(Seats):
+class StageModel(Seats[Cut]):
     """The program of one problem, for cuts with no load above `limit_s`.
 
     Attributes:
         least_s: no cut has a smaller load.
-        possible: False where it is plain that there is no such cut; then there is no program.
-        unit_s: of the program's T.
     """
 
     def __init__(
@@ -180,7 +178,6 @@ class StageModel(Seats):
     # Seats ------------------------------------------------------------------------------------
 
     def inside(self, u: int, slot: int, kind: tuple[int, ...]) -> Terms:
-        """See Seats."""
         if not self._low[u] <= slot <= self._high[u]:
             return Terms()
         can = [o for o in self._windows.open[u, slot] if o in kind]
@@ -189,7 +186,6 @@ class StageModel(Seats):
         return total(self._w[u, slot, o] for o in can)
 
     def first(self, number: int, slot: int, kind: tuple[int, ...]) -> tuple[Terms, Terms]:
-        """See Seats."""
         tensor = self.units.tensors[number]
         end = self.units.first(tensor)
         if end is not None:
@@ -215,7 +211,6 @@ class StageModel(Seats):
         return self._started[tensor.ends, slot]
 
     def chosen(self, slot: int, kind: tuple[int, ...]) -> Terms:
-        """See Seats."""
         return total(self._x[slot, o] for o in kind)
 
     def rest(self, slot: int) -> Terms:
@@ -287,11 +282,11 @@ class StageModel(Seats):
 
     # From cuts and to cuts --------------------------------------------------------------------
 
-    def values_of(self, cut: Cut) -> dict[int, float]:
-        """Values of the binary variables for a cut that keeps units whole."""
+    def values_of(self, found: Cut) -> dict[int, float]:
+        """See Seats. It is a cut that keeps units whole."""
         at: dict[int, ChosenStage] = {}
         following = 0
-        for stage in cut.stages:
+        for stage in found.stages:
             slot = following if self.slots.alike else self.slots.devices - stage.k
             at[slot] = stage
             width = 1 if self.slots.stages else self.problem.options[stage.option].replicas

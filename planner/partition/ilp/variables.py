@@ -75,7 +75,6 @@ class Slots:
 
     @property
     def different(self) -> set[SlotChoice]:
-        """All choices that there are."""
         return {choice for choices in self.choices for choice in choices}
 
 

@@ -162,13 +162,8 @@ ORDERED = 4
 """Devices that are alike are ordered by the first so many units per device."""
 
 
-class AssignmentModel(Seats):
-    """The program of a problem (as `parted` makes it), for loads up to `limit_s`.
-
-    Attributes:
-        possible: False where no load is so small.
-        unit_s: of the program's T.
-    """
+class AssignmentModel(Seats[Assignment]):
+    """The program of a problem (as `parted` makes it), for loads up to `limit_s`."""
 
     def __init__(
         self,
@@ -305,10 +300,10 @@ class AssignmentModel(Seats):
 
     # From assignments and to assignments ------------------------------------------------------
 
-    def values_of(self, assignment: Assignment) -> dict[int, float]:
+    def values_of(self, found: Assignment) -> dict[int, float]:
         """Values of the assignment's binary variables; the solver finds the others."""
         values: dict[int, float] = {}
-        for d, layers in enumerate(self._ordered(assignment.devices)):
+        for d, layers in enumerate(self._ordered(found.devices)):
             for u, mask in enumerate(self.units.layers):
                 (number,) = self._x[u, d].of
                 values[number] = float(bool(mask & layers))
