@@ -49,7 +49,6 @@ class LinkFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ratios: tuple[float, ...]
 
     def seconds(self, message_bytes: float) -> float:
-        """The fitted time of a message."""
         return self.latency_s + message_bytes / self.bandwidth_bytes_per_s
 
     @property

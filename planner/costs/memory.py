@@ -48,7 +48,6 @@ class MemoryByKind(
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(msgspec.structs.astuple(self))
 
 

@@ -361,12 +361,7 @@ def as_run_by(profile: Profile, variant: Variant, update_every: int = 1) -> Prof
 
 
 def weights_s_per_byte(
-    variant: Variant,
-    operation: OperationCost | None,
-    update_every: int,
-    *,
-    first: bool,
-    last: bool,
+    variant: Variant, operation: OperationCost | None, update_every: int, *, first: bool, last: bool
 ) -> float:
     """Seconds for each update and byte of a stage's parameters, besides the optimizer's step.
 

@@ -80,10 +80,7 @@ def not_behind(stage: int, others: Iterable[int], links: Collection[tuple[int, i
 
 
 def misplaced(
-    profile: Profile,
-    stages: Sequence[Sequence[str]],
-    devices: Sequence[Sequence[int]],
-    tied: Tied,
+    profile: Profile, stages: Sequence[Sequence[str]], devices: Sequence[Sequence[int]], tied: Tied
 ) -> tuple[tuple[str, ...], str] | None:
     """A group of tied layers that a cut takes apart and mustn't, and where it must be; None: there
     is none.

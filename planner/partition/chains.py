@@ -170,7 +170,6 @@ class _Row:
         return replace(self, own=self.values)
 
     def those(self, some: Flags) -> _Row:
-        """Some of them."""
         which = np.flatnonzero(some)
         if len(which) == len(some):
             return self
@@ -195,12 +194,10 @@ class _Terms:
         self.given, self.below_s = len(terms), inf
 
     def add(self, more: Sequence[Vector] | Vector) -> None:
-        """Some that came up."""
         self.within = np.concatenate([self.within, more])
         self.in_memory = np.append(self.in_memory, np.zeros(len(more), dtype=np.bool_))
 
     def forget(self) -> None:
-        """Remove the terms that came up."""
         self.within, self.in_memory = self.within[: self.given], self.in_memory[: self.given]
 
     def begin_as(self, other: _Terms) -> None:
@@ -628,7 +625,6 @@ class _Beginnings(NamedTuple):
     spent: Vector
 
     def parts(self) -> Iterator[_Beginnings]:
-        """A few at once."""
         for k in range(0, len(self.at), _AT_ONCE):
             some = slice(k, k + _AT_ONCE)
             yield _Beginnings(

@@ -112,7 +112,6 @@ class LeastMemory:
         return float(self.bytes[0, devices])
 
     def cut(self, devices: int) -> Cut:
-        """The cut that has them."""
         below, k, steps = 0, devices, list[Step]()
         while below != self._lattice.size - 1:
             # As few as hold as little.

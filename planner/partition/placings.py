@@ -63,10 +63,7 @@ class Placings:
         return self._cut_at(starts, worst) if starts else replace(self._cut, objective_s=worst)
 
     def below(
-        self,
-        target: Callable[[], float],
-        homes: Sequence[Hashable],
-        kinds: Sequence[Hashable],
+        self, target: Callable[[], float], homes: Sequence[Hashable], kinds: Sequence[Hashable]
     ) -> Iterator[Cut]:
         """Every one with loads below a target; of those with the same `pattern` one.
 

@@ -91,7 +91,6 @@ class IlpSource:
     def best(
         self, problem: StageProblem, stop: StopRule = PROVEN, progress: Progress | None = None
     ) -> Answer:
-        """See `DpSource`."""
         begin, seconds = time.monotonic(), stop.seconds
         share = self.orders_s if seconds is None else min(self.orders_s, seconds / 4)
         warm = good_cut(problem, deadline=begin + share)
@@ -101,7 +100,6 @@ class IlpSource:
     def each_below(
         self, problem: StageProblem, target: Target, deadline: Deadline = None
     ) -> Iterator[Cut]:
-        """See `DpSource`."""
         seen: list[Cut] = []
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)

@@ -39,7 +39,6 @@ class Groups:
 
 
 def groups_of(problem: StageProblem) -> Groups:
-    """The groups of a problem's layers."""
     masks = joined(problem)
     of = {layer: g for g, mask in enumerate(masks) for layer in members(mask)}
     needs: list[set[int]] = [set() for _ in masks]
@@ -194,7 +193,6 @@ class Frontier:
     last: frozenset[int]
 
     def more(self, groups: Groups) -> Iterator[Frontier]:
-        """With one group more."""
         for g in sorted(self.ready):
             mask = self.mask | groups.masks[g]
             fresh = {user for user in groups.users[g] if not groups.needed[user] & ~mask}
@@ -202,7 +200,6 @@ class Frontier:
             yield Frontier(mask, self._cost(groups, g, mask), self.ready - {g} | fresh, last)
 
     def less(self, groups: Groups) -> Iterator[Frontier]:
-        """With one group less."""
         for g in sorted(self.last):
             mask = self.mask & ~groups.masks[g]
             fresh = {need for need in groups.needs[g] if not groups.used[need] & mask}

@@ -34,7 +34,6 @@ class LaneTimes(NamedTuple):
 
     @property
     def wall_s(self) -> float:
-        """All of it."""
         return sum(self)
 
     @property

@@ -25,8 +25,7 @@ ACCOUNTED_KINDS = tuple(kind for kind in MEMORY_KINDS if kind != "engine")
 
 def by_kind(memory: MemoryByKind) -> tuple[int, ...]:
     """Bytes as in `MEMORY_KINDS`."""
-    found: tuple[int, ...] = msgspec.structs.astuple(memory)
-    return found
+    return msgspec.structs.astuple(memory)
 
 
 class Lane(NamedTuple):

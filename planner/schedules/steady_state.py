@@ -32,7 +32,6 @@ class Steady:
         cycle: mini-batches after which everything repeats; 0 when the simulation ended before:
             then the period is the mean over its second half.
         mini_batches: that all stages have updated after.
-        clock: with the times.
         kinds: per stage, kinds of what it runs, in a run without an end, until everything that
             can happen has happened.
         turns: where devices have several stages: per device, the stages of these.

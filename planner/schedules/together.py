@@ -33,7 +33,6 @@ _MOST_OPERATIONS = 30_000
 
 
 def simulates_together(pipeline: Pipeline) -> bool:
-    """Whether it can be simulated at once with others."""
     variant = pipeline.variant
     return (
         variant.order is None

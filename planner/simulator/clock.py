@@ -44,15 +44,12 @@ class _Part(NamedTuple):
 
 
 class SimulatedMessage(NamedTuple):
-    """A message on its wire: when it is made, leaves and arrives; of one replica's part, where
-    there are several.
+    """A message on its wire: when it is made, has its wire and is there; of one replica's part,
+    where there are several.
 
     Attributes:
         kind, source, slot: of the share that made it.
         target, offset: the stage and the replica that it is for.
-        made_s: when it was made.
-        begin_s: when it had its wire.
-        arrival_s: when it was there.
     """
 
     kind: int

@@ -23,7 +23,6 @@ class Executed:
     """A simulated schedule: the clock with all times, and the sequence in which operations ran.
 
     Attributes:
-        clock: with the times.
         devices: per device, (stage, operation), first to last.
         tasks: the same, as the clock numbers them.
         sequence: (device, position) in an order in which one process could run them all.
@@ -238,7 +237,6 @@ class ContendedExecutor(EventLoop):
             self._offer(lane)
 
     def run(self, mini_batches: int) -> bool:
-        """As `EventLoop.run`."""
         plain = [[lane for lane in mine if lane is not None] for mine in self.clock.plain]
         if any(len(mine) < len(self.updates) for mine in plain):
             return super().run(mini_batches)

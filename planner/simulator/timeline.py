@@ -78,9 +78,7 @@ def simulate(
         (places[d][p] for d, p in ran.sequence), key=lambda place: last_starts[place[0]][place[1]]
     )
     return Timeline(
-        tuple(map(tuple, stages)),
-        tuple(tuple(map(tuple, own)) for own in lanes),
-        tuple(order),
+        tuple(map(tuple, stages)), tuple(tuple(map(tuple, own)) for own in lanes), tuple(order)
     )
 
 

@@ -34,9 +34,7 @@ class ForwardRun(NamedTuple):
     """A micro-batch's forward at a stage.
 
     Attributes:
-        op: the operation.
-        version: number of the weight version that it uses.
-        latest: number of the stage's latest version.
+        version, latest: numbers of the weight version that it uses, and of the stage's latest.
         weights: what it runs on, by the stage's parameters; None: the parameters as they are.
         real: samples of the micro-batch, in front of its padding.
         size: samples with padding.
@@ -54,11 +52,9 @@ class BackwardRun(NamedTuple):
     """A backward's pass over those micro-batches that it runs on the same weights.
 
     Attributes:
-        op: the operation.
         difference: the operation's version difference: between the version that it uses and the
             oldest that its forwards used.
-        version: that this pass counts as using.
-        latest: number of the stage's latest version.
+        version, latest: that this pass counts as using, and the stage's latest.
         weights: what it runs on; None: the parameters as they are.
         first: the operation's first pass.
     """
@@ -159,7 +155,6 @@ HOOKS = tuple(name for name, hook in vars(StageHooks).items() if callable(hook))
 
 
 def overrides(hooks: StageHooks, name: str) -> bool:
-    """Whether a hook does something."""
     return getattr(getattr(hooks, name), "__func__", None) is not getattr(StageHooks, name)
 
 

@@ -134,11 +134,7 @@ class Pattern(NamedTuple):
 
 
 def numbered(
-    kinds: Iterable[int],
-    micro_batches: int,
-    *,
-    micro: bool,
-    update_every: int = 1,
+    kinds: Iterable[int], micro_batches: int, *, micro: bool, update_every: int = 1
 ) -> tuple[Op, ...]:
     """The operations.
 

@@ -60,7 +60,6 @@ class OrderLine:
 
     Attributes:
         number: in the file, from 1.
-        words: its operations.
         repeats: how many of them stand before ``|``; None: there is none.
     """
 
@@ -150,7 +149,6 @@ class Order:
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
-        """Per device."""
         return tuple(map(_pattern, self.rows))
 
     @property
@@ -431,11 +429,7 @@ def _makes(steps: Sequence[Step], p: int, length: int, each: Counter[Step], writ
 
 
 def _shortest(
-    first: Sequence[Step],
-    repeat: Sequence[Step],
-    stages: tuple[int, ...],
-    device: int,
-    line: int,
+    first: Sequence[Step], repeat: Sequence[Step], stages: tuple[int, ...], device: int, line: int
 ) -> OrderRow:
     """The one way to write a row: what repeats as short, and as early, as can be."""
     cycle = repeat.count((UPDATES, stages[0]))

@@ -98,8 +98,7 @@ class Places:
 
     def field(self, name: str, option: int) -> Vector:
         """A field of `Place` for an option, for k from its replicas to K; all must be known."""
-        found: Vector = self._table[FIELDS.index(name), option, self.replicas[option] :]
-        return found
+        return self._table[FIELDS.index(name), option, self.replicas[option] :]
 
     @cached_property
     def fastest(self) -> float:
@@ -278,7 +277,6 @@ class PairCosts:
     """
 
     def __init__(self, problem: StageProblem, lattice: Lattice, *, limited: bool) -> None:
-        """Add up over the downsets."""
         self.problem, self.limited = problem, limited
         self.inside = Containment(lattice)
         modes, serial = problem.modes, problem.serial_s
@@ -477,7 +475,6 @@ class Stages:
     """
 
     def __init__(self, costs: PairCosts, places: Places, below: int, above: Positions) -> None:
-        """Positions in the lattice."""
         self._costs, self._places, self._below, self._above = costs, places, below, above
         self._lower, self._upper = costs.wires_between(below, above)
 
@@ -502,5 +499,4 @@ class Stages:
         total: Vector = once[mode, back]
         total += places.get("copies", option, k) * held[back]
         total += places.get("units", option, k) * flight[mode, back]
-        fits: Flags = total <= places.get("memory_bytes", option, k) * FITS
-        return fits
+        return total <= places.get("memory_bytes", option, k) * FITS

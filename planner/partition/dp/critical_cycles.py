@@ -206,12 +206,7 @@ class CriticalCycles(CycleTables):
     # The best cut ------------------------------------------------------------------------------
 
     def best(
-        self,
-        low_s: float,
-        below_s: float,
-        deadline: Deadline = None,
-        *,
-        within: float = 0.0,
+        self, low_s: float, below_s: float, deadline: Deadline = None, *, within: float = 0.0
     ) -> CycleAnswer:
         """The cut whose longest cycle is shortest, of those below a period, by bisection.
 
@@ -355,10 +350,7 @@ class CriticalCycles(CycleTables):
         return found
 
     def _turned_s(
-        self,
-        timed: Sequence[Timed],
-        steps: Sequence[CycleStep],
-        nexts: Sequence[Sequence[_Link]],
+        self, timed: Sequence[Timed], steps: Sequence[CycleStep], nexts: Sequence[Sequence[_Link]]
     ) -> float:
         """The longest cycle where the pipeline never drains."""
         units, turning = zip(*((x.flight.units, x.place.stage.turns) for x in steps), strict=True)
@@ -390,12 +382,7 @@ class CriticalCycles(CycleTables):
         return longest
 
     def _rows_from(
-        self,
-        s: int,
-        rows: Sequence[dict[int, float]],
-        timed: Timed,
-        nexts: Sequence[_Link],
-        n: int,
+        self, s: int, rows: Sequence[dict[int, float]], timed: Timed, nexts: Sequence[_Link], n: int
     ) -> float:
         """Enter rows of stages from one on, by what the last stage of a row has in flight, what the
         longest row takes. Returns what the stage alone does. `n`: backwards in one."""

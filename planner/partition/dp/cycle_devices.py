@@ -146,12 +146,10 @@ class CycleDevices:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """That stages may have."""
         return tuple(sorted({place.stage.replicas for mine in self.places for place in mine}))
 
     @property
     def replicated(self) -> bool:
-        """Whether stages may have replicas."""
         return self.replicas != (1,)
 
     @property

@@ -171,7 +171,6 @@ class Stages:
         return len(self.below)
 
     def those(self, which: Positions | slice) -> Stages:
-        """Some of them."""
         every = (getattr(self, field.name) for field in fields(self))
         if isinstance(which, slice):
             return Stages(*(each[..., which] for each in every))
@@ -181,8 +180,7 @@ class Stages:
     def _first(self) -> Positions:
         """Where those of each lower downset begin, up to the last one that has any."""
         last = int(self.below[-1]) if self.count else -1
-        found: Positions = np.searchsorted(self.below, np.arange(last + 2))
-        return found
+        return np.searchsorted(self.below, np.arange(last + 2))
 
     def between(self, below: Flags, above: Flags) -> Positions:
         """Positions of those whose downsets are among these, [D] each."""
@@ -195,7 +193,6 @@ class Stages:
         return found
 
     def from_downset(self, below: int) -> Stages:
-        """Those that begin there."""
         low, high = np.searchsorted(self.below, [below, below + 1]).tolist()
         return self.those(slice(low, high))
 
@@ -515,8 +512,7 @@ class StageTable:
             return mode, number
 
         def fits(held: _Holding) -> Flags:
-            inside: Flags = once + held.copies * parameters + held.units * kept <= held.room
-            return inside
+            return once + held.copies * parameters + held.units * kept <= held.room
 
         anywhere, somewhere = map(fits, self._extremes)
         fastest = np.where(anywhere, own, math.inf)
@@ -528,7 +524,6 @@ class StageTable:
 
 
 def _none(classes: int) -> Stages:
-    """No stages."""
     at, seconds = np.zeros(0, dtype=np.intp), np.zeros(0)
     wide = np.zeros((classes, 0))
     flags = np.zeros(0, dtype=np.bool_)

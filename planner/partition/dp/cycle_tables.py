@@ -64,7 +64,6 @@ class Timed(NamedTuple):
     step: Vector
 
     def those(self, which: Positions) -> Timed:
-        """Some of them."""
         return Timed._make(each[which] for each in self)
 
 
@@ -443,8 +442,7 @@ class CycleTables:
 
     def _far(self, stages: Stages, which: Positions, waits: Waits) -> Vector:
         """What some stages wait for by their heaviest message, wherever its first user is, [p]."""
-        found: Vector = self._way_s[stages.made[which]] + waits.users[stages.user[which]]
-        return found
+        return self._way_s[stages.made[which]] + waits.users[stages.user[which]]
 
     def rows(
         self, stages: Stages, which: Positions, waits: Waits, least: Vector, wires: Wires

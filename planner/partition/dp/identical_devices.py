@@ -246,7 +246,6 @@ class ModeCosts(NamedTuple):
     beside: Vector
 
     def those(self, which: Flags | Positions) -> ModeCosts:
-        """Of some of the stages."""
         return ModeCosts._make(numbers[..., which] for numbers in self)
 
     def loads(self, problem: StageProblem, mode: int, replicas: int, place: Place) -> Vector:
@@ -347,8 +346,7 @@ class StageTable:
         most = np.where(once + most * each <= limit, most, most - 1)
         # What never has more in flight fits wherever it does with that many.
         most = np.where(most >= self._most[at], self._problem.devices, most)
-        units: Positions = np.clip(most, 0, self._problem.devices).astype(np.intp)
-        return units
+        return np.clip(most, 0, self._problem.devices).astype(np.intp)
 
 
 def _worth_having(*numbers: tuple[Vector, float]) -> Flags:

@@ -86,7 +86,6 @@ class IdenticalByTargets:
         return self._program.bound_s
 
     def answer(self, below: float, within: float, deadline: Deadline) -> Answer:
-        """See `identical_by_targets`."""
         low, high, best = self._program.bound_s, just_below(below), None
         try:
             while high > low:
@@ -241,8 +240,7 @@ class IdenticalByTargets:
         wires = found.lower_s[at], found.upper_s[at]
         parts = costs.load_parts(mode, below, above, wires)
         load = stage_loads(problem, lambda field: getattr(place, field), r, parts)
-        within: Positions = at[load <= target]
-        return within
+        return at[load <= target]
 
     def _fits(self, below: int, found: _Above, at: Positions, option: int, units: Vector) -> Flags:
         """Which of some stages fit their devices with so many units in flight."""
@@ -365,8 +363,7 @@ class _Way:
         # Those with the fewest in flight by what is beyond them, or by the most that there may be.
         by_beyond = np.searchsorted(self._replicas, needed * (1 - SLACK))
         by_most = np.searchsorted(-self._most, -units)
-        found: Positions = np.where(units >= 1, np.minimum(by_beyond, by_most), len(self._replicas))
-        return found
+        return np.where(units >= 1, np.minimum(by_beyond, by_most), len(self._replicas))
 
 
 def _above(program: Program, below: int) -> _Above:

@@ -98,7 +98,6 @@ class Program:
 
     @cached_property
     def memory(self) -> list[MemoryBound]:
-        """Bounds by memory."""
         return memory_bounds(self.costs, self.places)
 
     @property

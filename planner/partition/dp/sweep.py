@@ -57,7 +57,6 @@ class Targets:
     """
 
     def __init__(self, program: Program, limits: Limits) -> None:
-        """None yet."""
         self._program, self._limits = program, limits
         size, words = program.lattice.size, len(program.costs.inside.guards)
         self.count = 0
