@@ -378,14 +378,10 @@ def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
             "memory or change it in place, and copies of that can't be kept apart; to cut there, "
             "change the model"
         )
-    if variant.flushes:
-        way = f"--tied split gives copies to several stages, {split} at most"
-    else:
+    way = f"--tied split gives copies to several stages, {split} at most"
+    if not variant.flushes:
         flushing = ", ".join(name for name, v in VARIANTS.items() if v.flushes)
-        way = (
-            f"--tied split gives copies to several stages, {split} at most, in systems that flush "
-            f"(--variant {flushing})"
-        )
+        way += f", in systems that flush (--variant {flushing})"
     return (
         f"layers {shown}{more} share parameters and stay on one stage with all that lies between "
         f"them, or on stages of one device (--stages-per-device 2 --placement v); {way}; or give "

@@ -388,10 +388,8 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
     "horizon": get_args(Horizon),
     "update_rule": get_args(UpdateRule),
     "placement": get_args(Placement),
-    **dict.fromkeys(
-        ("flushes", "whole_mini_batches", "micro_batch_per_stage", "forwards_first"), (False, True)
-    ),
-    **dict.fromkeys(("split_backward", "half_memory"), (False, True)),
+    **dict.fromkeys(("flushes", "whole_mini_batches", "micro_batch_per_stage"), (False, True)),
+    **dict.fromkeys(("forwards_first", "split_backward", "half_memory"), (False, True)),
 }
 
 _FREE: Mapping[str, set[Any]] = {

@@ -21,14 +21,6 @@ Move = tuple[float, float, int, int, int, int]
 option, its k, and the devices left beyond it."""
 
 
-def _in_time(place: Callable[[int, int], Place], deadline: float) -> Callable[[int, int], Place]:
-    def asked(option: int, k: int) -> Place:
-        check_time(deadline)
-        return place(option, k)
-
-    return asked
-
-
 def chains_below(
     problem: StageProblem,
     lattice: Lattice,
@@ -52,12 +44,15 @@ def chains_below(
     def limit() -> float:
         return just_below(target())
 
+    def place(option: int, k: int) -> Place:
+        # With thousands of devices asking for all places takes half a minute.
+        check_time(deadline)
+        return problem.place(option, k)
+
     if limit() < 0:
         return
-    if deadline is not None:
-        # With thousands of devices asking for all places takes half a minute.
-        problem = replace(problem, place=_in_time(problem.place, deadline))
-    sweep = Sweep(Program(problem, lattice, every_place=True), limit(), deadline=deadline)
+    asked = replace(problem, place=place)
+    sweep = Sweep(Program(asked, lattice, every_place=True), limit(), deadline=deadline)
     masks, top = lattice.masks, sweep.program.top
     moves = lru_cache(REMEMBERED)(lambda level, below, k: _moves(sweep, level, below, k))
     ahead = [iter(moves(sweep.start, 0, problem.devices))]

@@ -254,8 +254,15 @@ class IdenticalByTargets:
         return fits
 
     def _above(self, below: int) -> _Above:
+        """All stages from one downset."""
         if below not in self._known:
-            self._known[below] = _above(self._program, below)
+            costs, order = self._costs, self._program.order
+            above = order[costs.above(below)[order]]
+            wires = costs.wires_between(below, above)
+            held = [np.zeros((len(self._problem.modes), 0))] * 2
+            if costs.limited:
+                held = [*costs.bytes_between(below, above)]
+            self._known[below] = _Above(above, -costs.work[above], *wires, *held)
         return self._known[below]
 
     def _cut(self, how: dict[int, tuple[int, int]]) -> Cut:
@@ -364,17 +371,6 @@ class _Way:
         by_beyond = np.searchsorted(self._replicas, needed * (1 - SLACK))
         by_most = np.searchsorted(-self._most, -units)
         return np.where(units >= 1, np.minimum(by_beyond, by_most), len(self._replicas))
-
-
-def _above(program: Program, below: int) -> _Above:
-    """All stages from one downset."""
-    costs, problem = program.costs, program.problem
-    above = program.order[costs.above(below)[program.order]]
-    lower_s, upper_s = costs.wires_between(below, above)
-    once = flight = np.zeros((len(problem.modes), 0))
-    if costs.limited:
-        once, flight = costs.bytes_between(below, above)
-    return _Above(above, -costs.work[above], lower_s, upper_s, once, flight)
 
 
 def identical_by_targets(

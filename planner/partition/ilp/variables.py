@@ -200,23 +200,7 @@ def make_units(problem: StageProblem, forced: Iterable[int] = ()) -> Units:
     layers = [0] * len(order)
     for layer, u in enumerate(unit):
         layers[u] |= 1 << layer
-    return _connected(problem, tuple(layers), tuple(unit))
-
-
-def joined(count: int, groups: Iterable[int]) -> list[int]:
-    """Per layer, the first layer of the group that it ends up in."""
-    import networkx as nx
-
-    graph = nx.Graph()
-    graph.add_nodes_from(range(count))
-    for group in groups:
-        nx.add_path(graph, members(group))
-    first = {k: min(inside) for inside in nx.connected_components(graph) for k in inside}
-    return [first[k] for k in range(count)]
-
-
-def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ...]) -> Units:
-    count = len(layers)
+    count, of = len(layers), tuple(unit)
     direct = [0] * count
     for layer, mask in enumerate(problem.needs):
         for other in members(mask):
@@ -232,8 +216,20 @@ def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ..
     for u in reversed(range(count)):
         for v in needs[u]:
             above[v] |= above[u]
-    tensors, makers, shared = between(problem, of, count)
-    return Units(layers, of, tuple(needs), tuple(below), tuple(above), tensors, makers, shared)
+    exchanged = between(problem, of, count)
+    return Units(tuple(layers), of, tuple(needs), tuple(below), tuple(above), *exchanged)
+
+
+def joined(count: int, groups: Iterable[int]) -> list[int]:
+    """Per layer, the first layer of the group that it ends up in."""
+    import networkx as nx
+
+    graph = nx.Graph()
+    graph.add_nodes_from(range(count))
+    for group in groups:
+        nx.add_path(graph, members(group))
+    first = {k: min(inside) for inside in nx.connected_components(graph) for k in inside}
+    return [first[k] for k in range(count)]
 
 
 def between(
