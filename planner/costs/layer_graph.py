@@ -325,11 +325,8 @@ class LayerGraph:
         Where several layers could be the last, the loss is left out.
         Raises PlanError for a size outside what was measured.
         """
-        if size not in self._costs:
-            self._costs[size] = self._costs_at(size)
-        return self._costs[size]
-
-    def _costs_at(self, size: int) -> LayerVectors:
+        if size in self._costs:
+            return self._costs[size]
         layers, found = self.profile.layers, layer_costs(self.profile, size)
         measured, loss = list(found.measured), found.loss
         if loss is not None and self.last_layer is not None:
@@ -345,7 +342,7 @@ class LayerGraph:
             )
         pairs = list(zip(layers, measured, strict=True))
         kept = zip(measured, found.shared_bytes, strict=True)
-        return LayerVectors(
+        self._costs[size] = LayerVectors(
             forward_s=np.array([m.forward_s for m in measured]),
             # The loss isn't computed again with its layer.
             recompute_s=np.array([m.forward_s for m in found.measured]),
@@ -356,6 +353,7 @@ class LayerGraph:
             private_bytes=np.array([float(max(m.saved_bytes - n, 0)) for m, n in kept]),
             storages=found.storages,
         )
+        return self._costs[size]
 
 
 def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:

@@ -8,6 +8,7 @@ plan predicts is `timeline.idle_shares`, of the steady state; what a run measure
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from ..plan import Plan, pipeline_of
@@ -97,8 +98,6 @@ def lane_times(recording: Recording) -> tuple[LaneTimes, ...]:
 
 def mini_batches_in(recording: Recording, lane: int) -> float:
     """How many mini-batches' work a lane did in the recording, by its forwards."""
-    forwards: dict[int, int] = {}
-    for span in recording.spans:
-        if span.lane == lane and span.kind == FORWARD:
-            forwards[span.mini_batch] = forwards.get(span.mini_batch, 0) + 1
+    mine = (span for span in recording.spans if span.lane == lane and span.kind == FORWARD)
+    forwards = Counter(span.mini_batch for span in mine)
     return sum(forwards.values()) / max(forwards.values(), default=1)

@@ -168,6 +168,18 @@ def _each(name: str) -> Any:
     return call
 
 
+def _contexts(name: str) -> Any:
+    """The method of a chain that gives the contexts of each, the first one's outermost."""
+
+    def call(self: HookChain, given: Any) -> AbstractContextManager[Any]:
+        some = [context for hook in self.calls[name] if (context := hook(given)) is not None]
+        if len(some) < 2:
+            return some[0] if some else NOTHING
+        return _nested(some)
+
+    return call
+
+
 class HookChain(StageHooks):
     """Hooks that are called one after another.
 
@@ -206,26 +218,12 @@ class HookChain(StageHooks):
     before_update = _each("before_update")
     after_update = _each("after_update")
 
-    def forward(self, run: ForwardRun) -> AbstractContextManager[Any]:
-        """The contexts of all of them, the first one's outermost."""
-        return _entered(self.calls["forward"], run)
-
-    def recompute(self, op: Op) -> AbstractContextManager[Any]:
-        """The contexts of all of them, the first one's outermost."""
-        return _entered(self.calls["recompute"], op)
+    forward = _contexts("forward")
+    recompute = _contexts("recompute")
 
     def rate(self, update: int) -> float:
         """The product of all factors."""
         return math.prod([hook(update) for hook in self.calls["rate"]], start=1.0)
-
-
-def _entered(
-    hooks: Iterable[Callable[[Any], AbstractContextManager[Any] | None]], given: Any
-) -> AbstractContextManager[Any]:
-    some = [context for hook in hooks if (context := hook(given)) is not None]
-    if len(some) < 2:
-        return some[0] if some else NOTHING
-    return _nested(some)
 
 
 @contextmanager
