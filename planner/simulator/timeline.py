@@ -317,25 +317,26 @@ def running_ahead(pipeline: Pipeline, period_s: float) -> list[tuple[Link, float
     """Links over which a source may run ever further ahead of its target, since no gradient comes
     back.
 
-    A stage goes at the pace of the stages that gradients come back from, and of those that send to
-    it. Where no gradient comes back from a slower stage, nothing keeps it at that one's pace.
+    A stage goes at the pace of the stages that gradients come back from, of those that send to it,
+    and of those that these go at the pace of. Nothing keeps it at another one's.
 
     Returns:
         Links, each with the mini-batches, less than one, by which the source's lead grows in every
         period, at the most: what a stage takes besides its operations isn't counted.
     """
-    stages = range(pipeline.stages)
-    holders = {
-        s: {link.target for link in pipeline.links if link.source == s and link.has_gradient}
-        for s in stages
-    }
-    # What a stage's pace is at the least that of.
-    follows = [holders[s] | {k.source for k in pipeline.links if k.target == s} for s in stages]
-    paces = [sum(pipeline.work_s(t) for t in pipeline.beside(s)) for s in stages]
-    for _ in stages:
-        paces = [max([paces[s], *(paces[other] for other in follows[s])]) for s in stages]
-    return [
-        (link, 1 - paces[link.source] / period_s)
-        for link in pipeline.links
-        if not link.has_gradient and paces[link.source] * _FASTER < period_s
-    ]
+    import networkx as nx
+
+    follows = nx.DiGraph()
+    follows.add_nodes_from(range(pipeline.stages))
+    follows.add_edges_from((link.target, link.source) for link in pipeline.links)
+    follows.add_edges_from((k.source, k.target) for k in pipeline.links if k.has_gradient)
+    paces = [sum(map(pipeline.work_s, pipeline.beside(s))) for s in follows]
+    found = []
+    for link in pipeline.links:
+        if link.has_gradient:
+            continue
+        held = {link.source, *nx.descendants(follows, link.source)}
+        pace_s = max(paces[s] for s in held)
+        if link.target not in held and pace_s * _FASTER < period_s:
+            found.append((link, 1 - pace_s / period_s))
+    return found

@@ -401,3 +401,14 @@ def test_messages_pile_up_behind_a_stage_that_nothing_comes_back_from(slow):
     plan = solve(profile, question.cluster, "pipedream", stages=3)
     assert (piling_up(plan) is None) == (slow == 0)
     assert slow == 0 or "up to 16 B more wait to be sent" in piling_up(plan)
+
+
+def test_no_messages_pile_up_where_gradients_come_back_by_way_of_another_stage():
+    """Though the pipeline idles, and none comes back for that message, as for a mask's."""
+    layers = [(f"n{k}", 0, 1e-3, 1e-3, 0, []) for k in range(3)]
+    edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n0", "n2", "mask", 8)]
+    profile = profile_by_hand(layers, [*edges, ("n2", "output", "y", 8)])
+    profile = without_gradients(profile, "mask")
+    question = asked_of(profile, on_machines("aaa", FAST), "gpipe")
+    found = evaluate(question, lone_stages([["n0"], ["n1"], ["n2"]], (1, 1, 1)), 4)
+    assert not running_ahead(found.pipeline, found.prediction.period_s)
