@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, sqrt
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -264,7 +265,7 @@ class Chains:
         # Those with terms that came up, too.
         self._weights = self._by_paths = np.full(len(terms), 1.0 / len(terms))
         self._base, self._besides = self._terms.most_common()
-        self._spent, self._most_spent = 0, inf
+        self._spent, self._most_spent, self._until = 0, inf, inf
         # The shortest period that is asked about so far, and what is left below it.
         self._left: tuple[float, list[_Row]] = inf, self._all_rows
 
@@ -288,7 +289,12 @@ class Chains:
     # The bound -----------------------------------------------------------------------------------
 
     def bound(
-        self, low_s: float, below_s: float, most: float = inf, periods: int = PERIODS
+        self,
+        low_s: float,
+        below_s: float,
+        most: float = inf,
+        periods: int = PERIODS,
+        until: float = inf,
     ) -> Found:
         """No chain's period is shorter than this.
 
@@ -297,8 +303,9 @@ class Chains:
             below_s: longer ones don't matter.
             most: links that are gone through, about.
             periods: that are asked about.
+            until: no longer than that, by `time.monotonic`.
         """
-        self._spent, self._most_spent = 0, most
+        self._spent, self._most_spent, self._until = 0, most, until
         seen = dict[tuple[int, ...], float]()
         low, high = low_s, inf
         if below_s > self._terms.below_s:
@@ -308,7 +315,7 @@ class Chains:
         self._terms.below_s = below_s
         by_paths = self._paths is not None and below_s < inf
         for turn in range(periods):
-            if low * _ROUNDING >= below_s or high <= low * _NEAR or self._spent > most:
+            if low * _ROUNDING >= below_s or high <= low * _NEAR or self._is_over:
                 break
             target = min(below_s, low * _ABOUT) if high == inf else sqrt(low * high)
             if turn == 0 and below_s < inf:
@@ -326,6 +333,10 @@ class Chains:
                     break
         cuts = {cut: worst for chain, worst in seen.items() for cut in [self.links.cut(chain)]}
         return Found(low / _ROUNDING, sorted(cuts, key=lambda cut: (cuts[cut], cut)), self._spent)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._spent > self._most_spent or monotonic() > self._until
 
     def _least_below(
         self, target: float, rounds: int, seen: dict[tuple[int, ...], float]
@@ -349,7 +360,7 @@ class Chains:
             return least, rows
         known, left = inf, list[list[_Row]]()
         for case in self._cases(rows, paths):
-            if known <= least or self._spent > self._most_spent:
+            if known <= least or self._is_over:
                 return least, rows
             first, enough = self._weights if left else self._by_paths, min(known, target)
             found, rest, weights = self._raised(
@@ -418,7 +429,7 @@ class Chains:
                 sums = [self._by_terms(each) * scale for each in met]
                 kept = np.append(kept, np.zeros(len(scale) - len(kept)))
                 against, most_s, shares = _best_weights(np.array(sums).T, kept)
-            late = turn - risen > _IDLE or self._spent > self._most_spent
+            late = turn - risen > _IDLE or self._is_over
             if most_s <= best * _CLOSE or late or turn == rounds:
                 middle = self._between(rows, np.array(met), shares)
                 if middle is not None:

@@ -44,9 +44,6 @@ _FIRST_PERIODS = 2
 _BY_PATHS = 3
 """Times that, where critical paths come up."""
 
-_PER_SECOND = 2e7
-"""Links that are gone through in a second, about."""
-
 _ROUNDS, _LEAST_ROUNDS = 15, 3
 """Where there is effort for fewer, first cuts are guessed with fewer places to cut; and nothing is
 bound."""
@@ -164,9 +161,9 @@ class PlacedBounds:
         """
         bounds, most = self.search.bounds, self._most_links
         if holds and self.relaxation.in_sequence:
-            left_s = self.search.budget.seconds_left
-            most = min(most * _BY_PATHS, inf if left_s is None else _PER_SECOND * left_s)
-        found = chains.bound(bounds[branch], self.search.period_s, most, periods)
+            most *= _BY_PATHS
+        until = self.search.budget.deadline or inf
+        found = chains.bound(bounds[branch], self.search.period_s, most, periods, until)
         if holds:
             bounds[branch] = max(bounds[branch], found.bound_s)
         self.search.budget.take(found.spent // _PER_OPERATION)
@@ -303,6 +300,7 @@ def straight_along_path(search: SearchState, branch: Branch) -> float:
     most = max(budget.effort * _BOUND_SHARE, 1) * _PER_OPERATION
     rows = Rows(relaxation, source.lattice, branch.micro_batches, along_path=True)
     chains = rows.chains(range(branch.stages))
-    found = chains.bound(search.bounds[branch], search.period_s, most)
+    until = budget.deadline or inf
+    found = chains.bound(search.bounds[branch], search.period_s, most, until=until)
     budget.take(found.spent // _PER_OPERATION)
     return found.bound_s

@@ -9,7 +9,7 @@ from math import inf
 import msgspec
 import numpy as np
 import pytest
-from helpers.by_hand.profiles import profile_by_hand, row_of_layers, without_gradients
+from helpers.by_hand.profiles import chain, profile_by_hand, row_of_layers, without_gradients
 from helpers.drawn.cases import examples
 from helpers.drawn.lone_devices import some_alone
 from helpers.drawn.questions import drawn_placed
@@ -113,6 +113,13 @@ def test_a_tensor_that_passes_stages_keeps_their_wires_busy(devices, messages):
     # Four micro-batches of a sample each.
     assert found.bound_s >= 4 * messages * 10e-3 * 0.99
     assert found.bound_s < 4 * (messages + 1) * 10e-3
+
+
+def test_a_bound_ends_with_the_time():
+    question = Question(chain(12), uniform_cluster(3), "timeprest", 4, 1.0)
+    chains = rows_of(question).chains((0, 1, 2, 0, 1, 2))
+    assert chains.bound(1e-2, inf, until=0.0).spent == 0
+    assert chains.bound(1e-2, inf).spent > 0
 
 
 def test_what_is_carried_isnt_followed_where_that_makes_many_links(monkeypatch):
