@@ -22,6 +22,7 @@ from math import sqrt
 
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
 from ..partition.dp.kinds import MOST_DOWNSETS, MOST_STATES, Kinds, least_load_s
+from ..partition.dp.lattice import lattice_of
 from ..partition.dp.program import just_below
 from ..partition.placings import Placings
 from ..partition.problem import SAME, Answer, Cut, OutOfTime, StageProblem
@@ -100,6 +101,18 @@ _FEW_TRIES, _TRIES = 6, 40
 
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
+    source = search.source
+    if isinstance(source, DpSource) and {branch.stages for branch in search.branches} == {1}:
+        # One stage has all layers: there is nowhere to cut.
+        problem = search.relaxation.problem(search.branches[0])
+        search.source = DpSource(lattice_of(problem, (), complete=True))
+    try:
+        return _run(search)
+    finally:
+        search.source = source
+
+
+def _run(search: SearchState) -> str | None:
     search.forget_bounds()
     budget, cycles, effort = search.budget, CycleSearch(search), search.budget.effort
     local = LocalSearch(search, moves_devices=search.any_sequence)

@@ -15,6 +15,7 @@ from timeprest.planner.costs.stage_costs import at
 from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import check_plan, read_plan
 from timeprest.planner.question import Question
+from timeprest.planner.search import exploration
 from timeprest.planner.search.answer.recheck import recheck, was_edited
 from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.solve import solve
@@ -483,3 +484,14 @@ def test_plans_of_the_first_format_are_read(tmp_path):
     path = edited(plan, path, lambda d: (older(d), d["cluster"].update(cores=1)))
     with pytest.raises(FileError, match=r"plan\.json: cluster\.cores: .*--stages-per-device"):
         read_plan(path)
+
+
+def test_one_stage_for_all_layers_is_looked_for_without_places_to_cut(monkeypatch):
+    seen = []
+    run = exploration._run
+    monkeypatch.setattr(
+        exploration, "_run", lambda search: seen.append(search.source.lattice.size) or run(search)
+    )
+    plan = solve(chain(8), uniform_cluster(2), "gpipe", stages=1, replicas=True)
+    assert plan.solver.optimal
+    assert seen == [2]
