@@ -194,12 +194,13 @@ class PlacedSearch:
         self._enter(branches)
         self._bounds.share_out(len(branches))
         local = self.local_search(search)
-        begun = list[Standing]()
+        begun, far = list[Standing](), False
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             # When that is used up the rest of the time is left.
             begun = self._begin(local, branches)
+            far = self._is_far
         budget.check()
-        if self._is_far:
+        if far:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
         part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
@@ -273,8 +274,8 @@ class PlacedSearch:
             return False
         local = self.local_search(self.search)
         with suppress(OutOfBudget):
-            point = self._bounds.least(list(chain.from_iterable(self.branches)), local.near)
-            return point is not None and local.look(point) is not None
+            least = _least_memory(self._bounds, local, list(chain.from_iterable(self.branches)))
+            return least is not None
         return False
 
     # First plans -----------------------------------------------------------------------------
@@ -283,15 +284,14 @@ class PlacedSearch:
         """Bounds and first plans, some of them improved; of those, what fits best first. Raises
         OutOfBudget when the time is over."""
         search, found, looked = self.search, list[Standing](), list[PlacedBranch]()
+        least: Standing | None = None
         with suppress(OutOfBudget), search.budget.part(_LOOKING_SHARE):
             for branch, cuts in self._promising(branches):
                 search.say(f"{search.standing}; first cuts")
                 found += self._look(local, branch, cuts)
                 looked.append(branch)
                 if search.best is None and len(looked) == 1:
-                    point = self._bounds.least(branches, local.near)
-                    least = None if point is None else local.look(point)
-                    found += [] if least is None else [least]
+                    least = _least_memory(self._bounds, local, branches)
             for branch in looked if search.best is None else ():
                 first = local.near.first_cuts(branch.micro_batches, branch.lying)[_EVEN:]
                 near = fastest_first(local, branch, first, by_memory=True)[:_CUTS]
@@ -302,6 +302,10 @@ class PlacedSearch:
             branch = max(branches, key=lambda b: (len(b.devices), b.micro_batches))
             even = local.near.first_cuts(branch.micro_batches, branch.lying)[:_EVEN]
             found += starts_with(local, branch, even)
+        if search.best is None and least is None:
+            # There was no time for it: without it nothing tells whether anything may fit.
+            least = _least_memory(self._bounds, local, branches)
+        found += [] if least is None else [least]
         # Of fast ones that don't fit as of slow ones that do better ones may come.
         fast = sorted(found, key=lambda s: s.period_s * (1 + s.over))
         fitting = sorted(found, key=lambda s: (s.over, s.period_s))
@@ -439,6 +443,14 @@ class PlacedSearch:
         question = self.search.question
         apart = misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None
         return None if apart or unforeseen(question, choice) else choice
+
+
+def _least_memory(
+    bounds: PlacedBounds, local: LocalSearch, branches: Sequence[PlacedBranch]
+) -> Standing | None:
+    """The plan that needs the least, where it is soon found, evaluated. Raises OutOfBudget."""
+    point = bounds.least(branches, local.near)
+    return None if point is None else local.look(point)
 
 
 def _leave_out(placed: PlacedSearch) -> None:

@@ -22,6 +22,7 @@ from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.placed_branches import device_subsets
 from timeprest.planner.search.solve import solve
 from timeprest.planner.search.stages_per_device import _leave_out, placed_search
+from timeprest.planner.search.state import OutOfBudget
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of, placements
 from timeprest.planner.systems.variants import VARIANTS
@@ -453,3 +454,14 @@ def test_numbers_of_stages_that_no_placement_has_are_skipped():
     three = solve(chain(8), uniform_cluster(2), "timeprest", stages_per_device=3, **asked)
     found = solve(chain(8), uniform_cluster(2), "timeprest", stages_per_device=None, **asked)
     assert found.predicted.period_s == pytest.approx(three.predicted.period_s)
+
+
+def test_what_needs_least_is_evaluated_before_nothing_is_said_to_come_near(monkeypatch):
+    """Where there is no time for first plans: one stage for all layers needs far too much."""
+
+    def late(*_):
+        raise OutOfBudget("time limit")
+
+    monkeypatch.setattr(stages_per_device.PlacedSearch, "_look", late)
+    plan = solve(chain(16, saved=1000), uniform_cluster(4, "13kB"), "interleaved-1f1b")
+    assert len(plan.stages) == 8
