@@ -70,17 +70,9 @@ class Ask:
         if self.recompute is not None:
             return self._solved(tied, share, asked, self.recompute)
         fits = self._fits_without(tied, asked)
-        if fits is not None:
-            found = self._faster if fits else self._with_recompute
-            return found(tied, share, asked)
-        # Why nothing fits without is of no interest where something may with it.
-        last = bool(self.system.recompute_refusal)
-        try:
-            return self._solved(tied, share / 2, {**asked, "explains": last})
-        except InfeasibleError:
-            if last:
-                raise
+        if fits is False:
             return self._with_recompute(tied, share, asked)
+        return self._faster(tied, share, asked, known=bool(fits))
 
     def _with_recompute(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
         plan = self._solved(tied, share, asked, "auto")
@@ -92,14 +84,19 @@ class Ask:
             "none",
         )
 
-    def _faster(self, tied: Tied, share: float, asked: Mapping[str, Any]) -> Plan:
+    def _faster(self, tied: Tied, share: float, asked: Mapping[str, Any], *, known: bool) -> Plan:
         """Without recomputation; or with it, where a plan that is soon found has a period that is
-        shorter by `LEAST_GAIN`, as memory leaves too little in flight without."""
+        shorter by `LEAST_GAIN`, as memory leaves too little in flight without.
+
+        Args:
+            known: plans fit without; else some do where one is soon found.
+        """
         effort = min(asked.get("effort", _QUICK), _QUICK)
         quick = {**asked, "effort": effort, "explains": False}
         plan = tried(replace(self, recompute="off"), tied, share * _QUICK_SHARE, **quick)
         if not isinstance(plan, Plan):
-            return self._solved(tied, share, asked)
+            search = self._solved if known else self._with_recompute
+            return search(tied, share, asked)
         if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
             on = replace(self, recompute="on")
             recomputing = tried(on, tied, share * _ON_SHARE, before=plan, **quick)
@@ -130,7 +127,7 @@ class Ask:
 
     def _may_gain(self, plan: Plan, tied: Tied, asked: Mapping[str, Any]) -> bool:
         """Whether memory is what a plan may be slow for."""
-        if self.system.recompute_refusal:
+        if self.system.recompute_refusal or self.order is not None:
             return False
         needs = plan.predicted.needs(plan.stages, self.cluster)
         if not any(need > limit * _HALF for _, need, limit in needs):
@@ -173,7 +170,10 @@ class Ask:
         if not search.branches:
             return None
         found = Fitting(search, request.micro_batches).least(question, fits=True)
-        return found is not None and search.counts(found)
+        if found is not None and search.counts(found):
+            return True
+        # Several stages on each device may fit where one on each, or in all, doesn't.
+        return None if self.system.placement != "any" or request.stages_per_device != 1 else False
 
 
 Tried = Plan | InfeasibleError | PlanError

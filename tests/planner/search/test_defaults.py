@@ -130,6 +130,16 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
         best_plan(profile, uniform_cluster(2, "1kB"), system)
 
 
+def test_none_are_where_several_stages_on_each_device_fit_without():
+    """In a system that places them itself, though one stage on each device, with all layers, would
+    need more."""
+    profile, cluster = chain(8, parameters=100, saved=1000), uniform_cluster(2, "10kB", **FAST)
+    plan = best_plan(profile, cluster, "interleaved-1f1b")
+    assert len(plan.stages) == 4
+    assert not any(stage.recompute for stage in plan.stages)
+    assert not chosen(plan)
+
+
 def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise():
     """Of stages that keep everything, few mini-batches may be in flight."""
     profile, tight = chain(8, parameters=1, saved=1000), uniform_cluster(4, "9kB", **FAST)
