@@ -40,6 +40,10 @@ CLOSE = 1.001
 SOON_S = 1.0
 """What is done after the time limit may take so long in all."""
 
+_FADES = 0.9
+"""Of what the slowest simulation took for an operation, with each one after it: a small one that
+others on the machine held up says little of those to come."""
+
 FAR, FAR_OFF = 1.4, "nothing comes near to fitting"
 """Where plans that are to need little memory need so many times what there is, others hardly fit;
 and what ends a search then."""
@@ -156,10 +160,10 @@ class Budget:
 
     def took(self, operations: int, seconds: float) -> None:
         """So many operations were simulated in so much time."""
-        self._slowest = max(self._slowest, seconds / operations)
+        self._slowest = max(_FADES * self._slowest, seconds / operations)
 
     def expected_s(self, operations: int) -> float:
-        """What so many may take, by the slowest so far."""
+        """What so many may take, by the slowest of late."""
         return operations * self._slowest
 
     @property

@@ -419,6 +419,15 @@ def test_an_evaluation_that_takes_too_long_isnt_begun():
     assert budget.tried == 2
 
 
+def test_a_simulation_that_was_held_up_is_forgotten():
+    budget = Budget()
+    budget.took(100, 1.0)
+    assert budget.expected_s(1000) == pytest.approx(10.0)
+    for _ in range(50):
+        budget.took(1000, 0.1)
+    assert budget.expected_s(1000) == pytest.approx(0.1)
+
+
 def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
     monkeypatch.setattr(state, "_LARGE", 0)
     monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
