@@ -17,6 +17,9 @@ UNTIE = (
 )
 """Of stages that share parameters. One stage that has them all would often be the only one."""
 
+MASKS = "or export it --to megatron, whose stages each make what needs no gradient, as masks do"
+"""Of what every block takes: no pin keeps those together."""
+
 
 @dataclass(frozen=True)
 class EngineFiles:
@@ -52,6 +55,8 @@ class Engine:
         placements: the patterns of several stages on each device that it has.
         sums_ties: whether it sums the gradients of parameters that several stages use.
         one_device: whether stages of a single device are a pipeline there.
+        makes_masks: whether each stage makes what needs no gradient, like masks and rotations by
+            positions, from the model's inputs: so that it needn't be sent.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Engine:
     placements: frozenset[str] = frozenset()
     sums_ties: bool = False
     one_device: bool = False
+    makes_masks: bool = False
 
     def refuse(self, why: str) -> PlanError:
         """The error for what the engine can't express."""
@@ -146,11 +152,12 @@ class Engine:
 
     def _check_stages(self, plan: Plan) -> None:
         for edge in plan.edges:
-            if edge.target > edge.source + 1:
+            if edge.target > edge.source + 1 and (edge.needs_grad or not self.makes_masks):
+                other = "" if edge.needs_grad else f", {MASKS}"
                 raise self.refuse(
                     f"tensor {edge.tensor!r} skips from stage {edge.source} to stage "
                     f"{edge.target}, and there stages send to the next one alone; plan fewer "
-                    "stages, or keep its layers together with --pin"
+                    f"stages, or keep its layers together with --pin{other}"
                 )
         for s, stage in enumerate(plan.stages):
             if stage.recompute:

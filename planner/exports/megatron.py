@@ -20,6 +20,7 @@ MEGATRON = Engine(
     {"1f1b-flush": "1F1B", "interleaved": "interleaved 1F1B"},
     placements=frozenset({"loop"}),
     sums_ties=True,
+    makes_masks=True,
 )
 
 ARGUMENTS = "arguments.txt"

@@ -367,6 +367,18 @@ def test_megatron_sums_the_gradients_of_shared_parameters():
             export(tied, engine)
 
 
+def test_megatrons_stages_make_masks_themselves():
+    plan = gpt_plan((5, 9))
+    mask = msgspec.structs.replace(plan.edges[0], tensor="mask", target=2, needs_grad=False)
+    masked = msgspec.structs.replace(plan, edges=(*plan.edges, mask))
+    assert export(masked, "megatron") == export(plan, "megatron")
+    with pytest.raises(PlanError, match=r"'mask' skips from stage 0 to stage 2.*--to megatron"):
+        export(masked, "deepspeed")
+    skips = msgspec.structs.replace(mask, needs_grad=True)
+    with pytest.raises(PlanError, match="'mask' skips from stage 0 to stage 2"):
+        export(msgspec.structs.replace(plan, edges=(*plan.edges, skips)), "megatron")
+
+
 # DeepSpeed ---------------------------------------------------------------------------------------
 
 
