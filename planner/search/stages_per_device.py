@@ -52,8 +52,8 @@ _STARTING_SHARE, _PROVING_SHARE = 0.4, 0.5
 """Of effort and time, for first plans; and of what is left then, for a proof."""
 
 _HALF = 0.5
-"""Of the time, for improving the best plan before there are climbs from anywhere; and of that for a
-proof, where the best plan is far above the bound."""
+"""Of the time, for a proof before the best plan is improved; and of what is left then, for that,
+before there are climbs from anywhere."""
 
 _CLOSE, _HARDLY = 1.3, 3
 """Where the best plan is further above the bound, so much less goes into raising that."""
@@ -203,7 +203,7 @@ class PlacedSearch:
         if far:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
-        part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF if far else 1.0)
+        part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF)
         if self.relaxation.in_sequence:
             # What paths take would be missing for better plans.
             part = budget.on_top(0 if far else round(budget.effort * _PROVING_SHARE))

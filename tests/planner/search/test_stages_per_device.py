@@ -465,3 +465,17 @@ def test_what_needs_least_is_evaluated_before_nothing_is_said_to_come_near(monke
     monkeypatch.setattr(stages_per_device.PlacedSearch, "_look", late)
     plan = solve(chain(16, saved=1000), uniform_cluster(4, "13kB"), "interleaved-1f1b")
     assert len(plan.stages) == 8
+
+
+def test_a_proof_leaves_time_for_improving_the_best_plan(monkeypatch):
+    """However near it is to the bound."""
+    left, prove = [], stages_per_device.PlacedSearch._prove
+
+    def noting(placed, *asked):
+        left.append(placed.search.budget.seconds_left)
+        prove(placed, *asked)
+
+    monkeypatch.setattr(stages_per_device.PlacedSearch, "_prove", noting)
+    layers = [(f"n{k}", 0, 1e-3 * (1 + k % 3), 2e-3, 0, []) for k in range(8)]
+    solve(row_of_layers(layers), uniform_cluster(2), "interleaved-1f1b", time_limit_s=1000.0)
+    assert left[0] < 600.0
