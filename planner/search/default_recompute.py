@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ class Ask:
     Attributes:
         end: by `time.monotonic`; None: there is no limit.
         asked: what else `solve` takes.
+        plans_tried: how many plans each search tried.
     """
 
     profile: Profile
@@ -49,6 +50,7 @@ class Ask:
     recompute: str | None
     end: float | None
     asked: Mapping[str, Any]
+    plans_tried: list[int] = field(default_factory=list)
 
     @property
     def leaves_placement(self) -> bool:
@@ -141,7 +143,7 @@ class Ask:
         self, tied: Tied, share: float, asked: Mapping[str, Any], recompute: str = "off"
     ) -> Plan:
         left = None if self.end is None else max(self.end - time.monotonic(), 0.0) * share
-        return solve(
+        plan = solve(
             self.profile,
             self.cluster,
             self.system.name,
@@ -151,6 +153,8 @@ class Ask:
             time_limit_s=left,
             **asked,
         )
+        self.plans_tried.append(plan.solver.plans_tried)
+        return plan
 
     def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
         """What a search for it begins with. Raises as `solve`."""

@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
+
 from ...profiles.errors import PlanError
 from ...profiles.profile import Profile
 from ...profiles.units import format_seconds
@@ -71,13 +73,24 @@ def best_plan(
         raise PlanError(
             f"--stages-per-device 1: {system.name} runs several stages on each device; leave it out"
         )
-    end = None if time_limit_s is None else time.monotonic() + time_limit_s
+    begin = time.monotonic()
+    end = None if time_limit_s is None else begin + time_limit_s
     ask = Ask(profile, cluster, system, order, recompute, end, asked)
+    plan = _best_of(ask, tied)
+    # Of all searches, whichever the plan is from.
+    plans, seconds = sum(ask.plans_tried), round(time.monotonic() - begin, 3)
+    report = msgspec.structs.replace(plan.solver, plans_tried=plans, seconds=seconds)
+    return msgspec.structs.replace(plan, solver=report)
+
+
+def _best_of(ask: Ask, tied: TiedAsked) -> Plan:
+    """With what is best of what the request leaves open."""
     if tied != "auto":
         return _on_each_device(ask, ask.plan(tied))
-    if len(cluster.devices) == 1 or held_together(profile, system, "together") is None:
+    tie = held_together(ask.profile, ask.system, "together")
+    if len(ask.cluster.devices) == 1 or tie is None:
         return _on_each_device(ask, ask.plan("together"))
-    if system.flushes:
+    if ask.system.flushes:
         return _split_or_not(ask)
     return _in_a_v_or_not(ask)
 

@@ -69,6 +69,9 @@ def test_where_nothing_flushes_a_v_keeps_them_on_one_device():
     assert plan.solver.bound_s <= together.solver.bound_s
     assert not was_edited(plan)
     assert not recheck(plan, profile).changes
+    # It says what both searches took.
+    placed = solve(profile, cluster, "pipedream-2bw", stages_per_device=2, placement="v")
+    assert plan.solver.plans_tried > placed.solver.plans_tried
     # What was said stays.
     said = {"tied": "together", "stages_per_device": 1}
     assert len(best_plan(profile, cluster, "pipedream-2bw", **said).stages) == 1
