@@ -18,8 +18,8 @@ every = False
 
 
 def examples(most: int) -> int:
-    """How many examples a test looks at that draws them: a third of them where a choice is run."""
-    return most if every else -(-most // 3)
+    """How many examples a test looks at that draws them: a fifth of them where a choice is run."""
+    return most if every else -(-most // 5)
 
 
 def chosen(params: Sequence[Mapping[str, Any]], most: int) -> list[int]:

@@ -10,7 +10,7 @@ HOW = "python -m timeprest.tests.planner.search.golden says what changed; --writ
 
 
 @pytest.mark.slow
-@pytest.mark.choice(90)
+@pytest.mark.choice(60)
 @pytest.mark.parametrize("name", list(golden.frozen_table()))
 def test_no_plan_is_worse_than_frozen(name):
     make = golden.rows().get(name)

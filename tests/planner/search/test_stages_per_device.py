@@ -54,7 +54,7 @@ def test_no_plan_beats_a_proven_one_over_links_of_pairs():
 
 def no_plan_beats_a_proven_one(first, *, linked=False):
     seen = proven = 0
-    for seed in range(first, first + examples(40)):
+    for seed in range(first, first + examples(60)):
         drawn = drawn_placed(seed, linked=linked)
         if drawn is None:
             continue
