@@ -287,6 +287,8 @@ class _Server:
             try:
                 text = self._socket.recv(_MESSAGE_BYTES)
             except BlockingIOError:
+                # One that somebody has stopped tells of no worker's end: nobody's wait would end.
+                self.process.send_signal(signal.SIGCONT)
                 return
             except OSError:
                 text = b""

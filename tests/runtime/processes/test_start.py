@@ -227,6 +227,14 @@ def test_a_server_that_is_killed_takes_its_workers_along(forked):
     assert forked("3").wait(30) == 3
 
 
+def test_a_server_that_is_stopped_goes_on(forked):
+    process = forked("sleep")
+    told = forked.told(0)
+    os.kill(told["parent"], signal.SIGSTOP)
+    os.kill(told["pid"], signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+
+
 def test_one_that_isnt_there_yet_can_be_ended(forked):
     process = forked("sleep")
     process.end(signal.SIGTERM)
