@@ -56,6 +56,9 @@ def one_rank_reports(function: F) -> F:
             raise
         if launched is None:
             return function(*args, **kwargs)
+        if launched.rank >= launched.world_size:
+            count = launched.world_size
+            raise UserError(f"rank {launched.rank}: there are {count} ranks, and the first is 0")
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # srun looks after its tasks itself; of who else sets RANK nothing is known.
             end_with_parent(os.getppid())

@@ -76,7 +76,7 @@ def launched_by(environment: Mapping[str, str]) -> Launched | None:
         rank=_number(environment, rank),
         world_size=_number(environment, world_size),
         address=environment["MASTER_ADDR"],
-        port=_number(environment, "MASTER_PORT", DEFAULT_PORT),
+        port=_number(environment, "MASTER_PORT", DEFAULT_PORT, most=65535),
         one_host=one_host,
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -115,10 +115,14 @@ def _tasks(environment: Mapping[str, str]) -> str | None:
     return next((name for name in names if name in environment), None)
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, default: int | None = None, most: int | None = None
+) -> int:
     text = environment.get(name, None if default is None else str(default))
     if text is None or not text.isdecimal():
         raise UserError(f"{name}: {text!r} isn't a whole number")
+    if most is not None and int(text) > most:
+        raise UserError(f"{name}: {text} is more than {most}")
     return int(text)
 
 

@@ -17,6 +17,7 @@ from helpers.output.lines import complaints
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.chaos import left_behind
+from timeprest.cli.run_commands.rank import one_rank_reports
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.runtime.processes.environment import (
@@ -88,6 +89,7 @@ def test_sruns_variables():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun: MASTER_ADDR isn't set"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' isn't a whole number"),
         ({**TORCHRUN, "MASTER_PORT": "-1"}, "MASTER_PORT: '-1' isn't a whole number"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is more than 65535"),
     ],
 )
 def test_half_of_the_variables_is_refused(environment, message):
@@ -101,6 +103,13 @@ def test_there_is_a_process_for_each_worker():
         check_world_size(Launched("torchrun", 0, 2, "a"), 3)
     with pytest.raises(UserError, match=r"srun started 4 processes.*--ntasks must be 3"):
         check_world_size(Launched("srun", 0, 4, "a"), 3)
+
+
+def test_a_rank_beyond_the_last_says_so_itself(monkeypatch):
+    for name, value in {**TORCHRUN, "RANK": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="rank 4: there are 4 ranks, and the first is 0"):
+        one_rank_reports(list)()
 
 
 # Which interface ----------------------------------------------------------------------------
