@@ -210,15 +210,32 @@ def connect(launched: Launched, secret: Secret, *, serve: bool) -> SignedStore:
     PeerError when nobody is there, UserError when the address isn't one."""
     at, bound = (launched.address, launched.port), timedelta(seconds=ARRIVAL_S)
     try:
+        if not serve:
+            _wait_for_listener(at)
         store = (
             _serve(*at) if serve else dist.TCPStore(*at, None, False, bound, wait_for_workers=False)  # type: ignore[attr-defined]
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         raise PeerError(
             f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
-            f"(MASTER_ADDR, MASTER_PORT) within {ARRIVAL_S:g} s"
+            f"(MASTER_ADDR, MASTER_PORT) within {ARRIVAL_S:g} s{why}"
         ) from error
     return _name_space(store, secret, launched.attempt)
+
+
+def _wait_for_listener(at: tuple[str, int]) -> None:
+    """Raises OSError. torch waits more than twice as long as it is told to, and prints its frames
+    on the way."""
+    end = time.monotonic() + ARRIVAL_S
+    while True:
+        try:
+            socket.create_connection(at, max(end - time.monotonic(), POLL_S)).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(4 * POLL_S)
 
 
 def _name_space(store: dist.Store, secret: Secret, attempt: int) -> SignedStore:  # type: ignore[name-defined]

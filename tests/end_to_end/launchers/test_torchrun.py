@@ -20,6 +20,9 @@ from helpers.processes.chaos import left_behind
 from timeprest.cli.run_commands.rank import one_rank_reports
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
+from timeprest.runtime.communication.channel import PeerError
+from timeprest.runtime.communication.signed_store import Secret
+from timeprest.runtime.processes import store
 from timeprest.runtime.processes.environment import (
     VARIABLE,
     Launched,
@@ -110,6 +113,16 @@ def test_a_rank_beyond_the_last_says_so_itself(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="rank 4: there are 4 ranks, and the first is 0"):
         one_rank_reports(list)()
+
+
+def test_who_finds_nobody_waits_as_long_as_it_says(monkeypatch, capfd):
+    monkeypatch.setattr(store, "ARRIVAL_S", 0.5)
+    nobody = Launched("torchrun", 1, 2, "127.0.0.1", free_port(), agent_store=True)
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match=r"nobody answers.*within 0.5 s: Connection refused"):
+        store.connect(nobody, Secret(b""), serve=False)
+    assert time.monotonic() - begin < 5
+    assert capfd.readouterr().err == ""
 
 
 # Which interface ----------------------------------------------------------------------------
