@@ -111,7 +111,8 @@ def _wait(connection: socket.socket, deadline: float) -> None:
     left = deadline - time.monotonic()
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    if left <= 0 or not poll.poll(1000 * left):
+    # The system counts milliseconds in 31 bits.
+    if left <= 0 or not poll.poll(min(1000 * left, 1 << 30)):
         raise TimeoutError("nothing came")
 
 

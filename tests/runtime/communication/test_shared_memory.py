@@ -283,6 +283,13 @@ def test_a_receiver_waits_no_longer_than_the_bound():
         target.receive(c, FORWARD)
 
 
+def test_a_bound_may_be_longer_than_the_system_counts():
+    here, there = socket.socketpair()
+    with here, there:
+        there.send(b"1")
+        shared_memory._wait(here, time.monotonic() + 1e9)
+
+
 def test_a_worker_that_ends_is_noticed_at_once():
     c = route(shape=LARGE)
     source, target = both(c)
