@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -106,6 +107,26 @@ def load(kind: Kind, name: str) -> Any:
         known = ", ".join(loaders) or "none"
         raise PluginError(f"no {KINDS[kind]} is called {name!r}; there are {known}")
     return call_plugin(f"{KINDS[kind]} {name}", loaders[name])
+
+
+def make(kind: Kind, name: str, *arguments: Any, gives: type = object) -> Any:
+    """What one makes of these. Raises PluginError as `load` and `made`."""
+    return made(f"{KINDS[kind]} {name}", load(kind, name), *arguments, gives=gives)
+
+
+def made(what: str, made_by: Any, *arguments: Any, gives: type) -> Any:
+    """Raises PluginError naming `what` where it doesn't take these, or gives something else."""
+    try:
+        inspect.signature(made_by).bind(*arguments)
+    except TypeError as error:
+        given = f"{len(arguments)} argument{'s' * (len(arguments) != 1)}"
+        raise PluginError(f"{what}: can't be called with {given}: {error}") from None
+    except ValueError:  # some that are built in don't say what they take
+        pass
+    found = made_by(*arguments)
+    if not isinstance(found, gives):
+        raise PluginError(f"{what}: gives a {type(found).__name__}; give {gives.__name__}")
+    return found
 
 
 def _loaders(kind: Kind, but: str = "") -> dict[str, Callable[[], Any]]:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import plugins
-from .errors import FileError, TargetError
+from .errors import FileError, PluginError, TargetError
 from .files import is_file, read_limited
 from .tasks.hooks import call_hook, described, in_one_line
 from .tasks.objects import call_users_code, find, first_names, hooks_of, joined, task_of
@@ -304,12 +304,15 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     inputs = sorted(inputs, key=lambda spec: spec.name is not None)
     head, _, tail = name.partition(":")
     if head in plugins.names("tasks"):
-        return _of_task(name, plugins.load("tasks", head)(head, tail or None), inputs)
+        task = plugins.make("tasks", head, head, tail or None)
+        if not hooks_of(task):
+            raise PluginError(f"task {head}: gives a {type(task).__name__}; give a task")
+        return _of_task(name, task, inputs)
     suffix = Path(name).suffix
     if suffix in plugins.names("targets"):
         if to_train:
             raise TargetError(f"{name}: is a model, not a task: {TASK_NEEDED}")
-        made: Target = plugins.load("targets", suffix)(name, inputs)
+        made: Target = plugins.make("targets", suffix, name, inputs, gives=Target)
         return made
     for spec in inputs:
         if spec.name is not None and not spec.name.isidentifier():
@@ -327,7 +330,7 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
     found = find(name)
     for library in {kind.__module__.partition(".")[0] for kind in type(found).__mro__}:
         if library in plugins.names("objects"):
-            found = plugins.load("objects", library)(found)
+            found = plugins.make("objects", library, found)
     task = task_of(name, found, has_inputs=bool(inputs))
     if task is not None:
         return _of_task(name, task, inputs)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...profiles import plugins
-from ...profiles.errors import PluginError, UserError
+from ...profiles.errors import UserError
 from ...profiles.files import new_folder, write_bytes
 from ..plan import Plan
 from ..search.request import loaded
@@ -29,9 +29,7 @@ def exported(plan: Plan, engine: str, look: Callable[[Plan], ModelFacts]) -> Eng
     known = plugins.names("engines")
     if engine not in known:
         raise UserError(f"{engine!r}: no engine that plans are written for; {', '.join(known)}")
-    found: object = plugins.load("engines", engine)(plan, look)
-    if not isinstance(found, EngineFiles):
-        raise PluginError(f"engine {engine}: gives a {type(found).__name__}; give EngineFiles")
+    found: EngineFiles = plugins.make("engines", engine, plan, look, gives=EngineFiles)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..errors import PluginError, TargetError
+from ..errors import TargetError
 from ..options import OptionField, Spelled, option_fields, read_record
 from ..profile import Profile
 from .table import EXPECTED, import_table, read_text
@@ -80,9 +80,8 @@ def import_profile(
         return import_table(where, read_text(where, EXPECTED), batch_size, micro_batch_sizes, edges)
     if known:
         importer = importer(**read_record(importer(**given), spelled))
-    found: Any = importer(where, batch_size, micro_batch_sizes)
-    if not isinstance(found, Profile):
-        raise PluginError(f"importer {suffix}: gives a {type(found).__name__}; give a Profile")
+    sizes = batch_size, micro_batch_sizes
+    found: Profile = plugins.made(f"importer {suffix}", importer, where, *sizes, gives=Profile)
     return found
 
 

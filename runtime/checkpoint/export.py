@@ -95,8 +95,9 @@ def export(
         found, taken_from = _read(run, at)
         if to not in _WRITERS and to not in (known := plugins.names("formats")):
             raise UserError(f"to {to!r}: give one of {', '.join((*_WRITERS, *known))}")
-        write: Writer = _WRITERS.get(to) or plugins.load("formats", to)
-        files = write(found, folder, shard_bytes)
+        given = found, folder, shard_bytes
+        own = _WRITERS.get(to)
+        files: int = own(*given) if own else plugins.make("formats", to, *given, gives=int)
     return Exported(taken_from, {} if to == "dcp" else found.tied, files)
 
 

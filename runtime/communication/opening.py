@@ -21,7 +21,7 @@ from .all_reduce import (
     rank_groups,
     reduce_groups,
 )
-from .channel import Channels, LocalChannels, Mailbox, TwoKindsOfChannels
+from .channel import Channels, LocalChannels, Mailbox, PeerChannels, TwoKindsOfChannels
 from .gloo import GlooChannels
 from .nccl import NcclChannels
 from .pinned_memory import CudaCopier, PinnedMemoryChannels
@@ -158,7 +158,7 @@ def _channels(
     rank, names, routes, device, timeout_s, status, varying, store = made
     connected = partial(connect, rank, names, store=store, timeout_s=timeout_s, status=status)
     if asked not in TRANSPORTS:
-        own: Channels = plugins.load("transports", asked)(made)
+        own: Channels = plugins.make("transports", asked, made, gives=PeerChannels)
         return own
     if transport == PINNED:
         assert copier is not None

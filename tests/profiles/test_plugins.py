@@ -9,6 +9,7 @@ import pytest
 from helpers.paths import ROOT
 from timeprest.profiles import plugins
 from timeprest.profiles.errors import PluginError
+from timeprest.profiles.target import resolve
 
 pytestmark = pytest.mark.usefixtures("plugins_forgotten")
 
@@ -32,6 +33,26 @@ def test_a_file_adds_what_its_tables_have(tmp_path):
     assert plugins.load("importers", ".mine") is len
     with pytest.raises(PluginError, match=r"no importer is called '\.no'; there are .*\.mine"):
         plugins.load("importers", ".no")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("lambda name: 3", r"task odd: can't be called with 2 arguments: too many positional arg"),
+        ("3", r"task odd: can't be called with 2 arguments: 3 is not a callable object"),
+        ("lambda name, argument: 3", r"task odd: gives a int; give a task"),
+    ],
+)
+def test_what_a_plugin_has_is_called_and_gives_what_it_should(tmp_path, value, why):
+    plugins.load_file(file_of(tmp_path, f"TASKS = {{'odd': {value}}}"))
+    with pytest.raises(PluginError, match=why):
+        resolve("odd:1")
+
+
+def test_a_target_of_another_kind_is_named(tmp_path):
+    plugins.load_file(file_of(tmp_path, "TARGETS = {'.odd': lambda name, inputs: 3}"))
+    with pytest.raises(PluginError, match=r"kind of target \.odd: gives a int; give Target"):
+        resolve("a.odd")
 
 
 def test_a_process_that_is_started_has_it_too(tmp_path):
