@@ -44,9 +44,9 @@ class LaunchedWorker:
             {
                 "plan": _digest(plan),
                 "checkpoint": str(settings.resume_at),
-                "settings": _digest(settings),
                 "version of timeprest": __version__,
                 "version of torch": torch.__version__,
+                **{f"setting {name}": str(v) for name, v in msgspec.to_builtins(settings).items()},
             }
         )
 

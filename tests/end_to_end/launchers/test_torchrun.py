@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,6 +36,7 @@ from timeprest.runtime.processes.environment import (
 )
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.training import launched
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
@@ -123,6 +125,16 @@ def test_who_finds_nobody_waits_as_long_as_it_says(monkeypatch, capfd):
         store.connect(nobody, Secret(b""), serve=False)
     assert time.monotonic() - begin < 5
     assert capfd.readouterr().err == ""
+
+
+def test_workers_compare_their_settings_one_by_one(plan, monkeypatch):
+    told = []
+    here = Launched("torchrun", 0, 2, "127.0.0.1", one_host=True)
+    others = SimpleNamespace(rank=0, launched=here, open_to_all="", check_same=told.append)
+    monkeypatch.setattr(launched, "use_interface", lambda _: None)
+    for seed in (0, 3):
+        launched.LaunchedWorker(others, plan, RunSettings(task="digits", seed=seed))
+    assert [name for name in told[0] if told[0][name] != told[1][name]] == ["setting seed"]
 
 
 # Which interface ----------------------------------------------------------------------------
