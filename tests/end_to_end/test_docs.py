@@ -80,6 +80,7 @@ FOLDERS = ("profiles", "planner", "runtime", "cli", "tests")
 OF_OTHERS = {
     "--activation_compression_ratio",
     "--adaptive_momentum",
+    "--rdzv-conf",
     "--requeue",
     "--straight_pipeline",
 }
