@@ -27,6 +27,9 @@ from .secret import SECRET_VARIABLE, new_secret, take_secret
 ARRIVAL_S = 120.0
 """Longest wait for a worker to come at all: hosts may start one after another."""
 
+AGENT_S = 10.0
+"""Longest wait for torchrun's own store: it was there before any worker was started."""
+
 POLL_S = 0.05
 
 NAME = "timeprest"
@@ -209,9 +212,10 @@ def connect(launched: Launched, secret: Secret, *, serve: bool) -> SignedStore:
     """A worker's own connection to the store; `serve`: to one that it starts for all. Raises
     PeerError when nobody is there, UserError when the address isn't one."""
     at, bound = (launched.address, launched.port), timedelta(seconds=ARRIVAL_S)
+    within_s = AGENT_S if launched.agent_store else ARRIVAL_S
     try:
         if not serve:
-            _wait_for_listener(at)
+            _wait_for_listener(at, within_s)
         store = (
             _serve(*at) if serve else dist.TCPStore(*at, None, False, bound, wait_for_workers=False)  # type: ignore[attr-defined]
         )
@@ -219,15 +223,15 @@ def connect(launched: Launched, secret: Secret, *, serve: bool) -> SignedStore:
         why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         raise PeerError(
             f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
-            f"(MASTER_ADDR, MASTER_PORT) within {ARRIVAL_S:g} s{why}"
+            f"(MASTER_ADDR, MASTER_PORT) within {within_s:g} s{why}"
         ) from error
     return _name_space(store, secret, launched.attempt)
 
 
-def _wait_for_listener(at: tuple[str, int]) -> None:
+def _wait_for_listener(at: tuple[str, int], within_s: float) -> None:
     """Raises OSError. torch waits more than twice as long as it is told to, and prints its frames
     on the way."""
-    end = time.monotonic() + ARRIVAL_S
+    end = time.monotonic() + within_s
     while True:
         try:
             socket.create_connection(at, max(end - time.monotonic(), POLL_S)).close()

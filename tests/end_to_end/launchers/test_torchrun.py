@@ -117,9 +117,10 @@ def test_a_rank_beyond_the_last_says_so_itself(monkeypatch):
         one_rank_reports(list)()
 
 
-def test_who_finds_nobody_waits_as_long_as_it_says(monkeypatch, capfd):
-    monkeypatch.setattr(store, "ARRIVAL_S", 0.5)
-    nobody = Launched("torchrun", 1, 2, "127.0.0.1", free_port(), agent_store=True)
+@pytest.mark.parametrize(("by", "bound"), [("torchrun", "AGENT_S"), ("srun", "ARRIVAL_S")])
+def test_who_finds_nobody_waits_as_long_as_it_says(by, bound, monkeypatch, capfd):
+    monkeypatch.setattr(store, bound, 0.5)
+    nobody = Launched(by, 1, 2, "127.0.0.1", free_port(), agent_store=by == "torchrun")
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"nobody answers.*within 0.5 s: Connection refused"):
         store.connect(nobody, Secret(b""), serve=False)
