@@ -298,14 +298,14 @@ def dry_run(
     Raises as `run`, for what makes a run impossible, and TargetError where a hook or a stage fails;
     `problems` has the rest.
     """
-    from .profiles.measuring.process_settings import settings_put_back
+    from .profiles.measuring.process_settings import one_at_a_time, settings_put_back
     from .runtime.verify.dry_run import dry_run as look
 
     check_not_importing("timeprest.dry_run")
     plan = loaded(plan, Plan, "plan")
     asked = {**settings, "task": None if task is None else name_of(task)}
     with settings_put_back():
-        found = look(plan, settings_of(plan, asked), str(run_dir))
+        found = one_at_a_time(look)(plan, settings_of(plan, asked), str(run_dir))
     assert found is not None
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..profiles.measuring.bench import Progress
 from ..profiles.measuring.measure import measure
 from ..profiles.measuring.platforms import platform_of
+from ..profiles.measuring.process_settings import one_at_a_time
 from ..profiles.measuring.trial import TrialCase, TrialReport
 from ..profiles.profile import Profile
 from ..profiles.target import parse_input, resolve
@@ -20,6 +21,7 @@ from .prepare.devices import forward_context
 from .verify.trial import try_in_pieces
 
 
+@one_at_a_time
 def measured(name: str, asked: Mapping[str, Any], progress: Progress | None = None) -> Profile:
     """Measure a target.
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +51,21 @@ def _end_without(parent: int) -> None:
     # A process whose parent has gone is given another one.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+_TURN = threading.RLock()
+
+
+def one_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Of several threads that call these functions one goes on: tracing, measuring and training
+    set torch's random numbers, hooks and modes, which a process has once."""
+
+    @functools.wraps(function)
+    def in_turn(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with _TURN:
+            return function(*args, **kwargs)
+
+    return in_turn
 
 
 # Keeping freed memory for the next step, as PyTorch's allocator does on a GPU -------------------

@@ -15,6 +15,7 @@ import inspect
 import pickle
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,8 @@ SESSION = "session:"
 T = TypeVar("T")
 
 _given: dict[str, Any] = {}
-_importing: list[str] = []
+_importing: list[tuple[int, str]] = []
+"""By thread, of those that go on."""
 
 
 def name_of(target: object) -> str:
@@ -335,17 +337,19 @@ def give_bytes(name: str, content: bytes) -> None:
 @contextmanager
 def importing(name: str) -> Iterator[None]:
     """A target's module is being imported."""
-    _importing.append(name)
+    here = threading.get_ident(), name
+    _importing.append(here)
     try:
         yield
     finally:
-        _importing.pop()
+        _importing.remove(here)
 
 
 def check_not_importing(what: str) -> None:
     """Raise UserError where a script would do this whenever it is imported, in workers too."""
-    if _importing:
+    here = [name for thread, name in _importing if thread == threading.get_ident()]
+    if here:
         raise UserError(
-            f"{_importing[-1]}: calls {what} when it is imported, as every worker does; put that "
+            f"{here[-1]}: calls {what} when it is imported, as every worker does; put that "
             'under if __name__ == "__main__":'
         )

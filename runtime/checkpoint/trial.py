@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...profiles.errors import FileError, TargetError, TimeprestError
+from ...profiles.measuring.process_settings import one_at_a_time
 from ...profiles.tasks.hooks import describe_error, in_one_line
 from ...profiles.tasks.optimizers import Named, for_use, is_librarys
 from ...profiles.tracing.call import unchanged
@@ -29,6 +30,7 @@ from .worker_state import WorkerState, give_back, keep
 # Files --------------------------------------------------------------------------------------
 
 
+@one_at_a_time
 def try_kept(prepared: Prepared) -> list[str]:
     """Make what each stage updates by, and try what checkpoints keep of it and of the model.
 

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
+from ...profiles.measuring.process_settings import one_at_a_time
 from ..settings import RunSettings
 from .data import Segment, check_padding, fills_up, segments, training_samples
 from .devices import Modes, modes_of
@@ -32,6 +33,7 @@ _PADDING = (
 )
 
 
+@one_at_a_time
 def prepare(
     plan: Plan, settings: RunSettings, report: Callable[[str], None] = lambda what: None
 ) -> Prepared:

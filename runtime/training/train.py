@@ -9,6 +9,7 @@ from itertools import chain, compress
 from operator import attrgetter
 
 from ...profiles.errors import FileError
+from ...profiles.measuring.process_settings import one_at_a_time
 from ...profiles.tasks.optimizers import for_use
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import GradientFiles
@@ -78,6 +79,7 @@ def train(
     return reports
 
 
+@one_at_a_time
 def train_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
     """Train all workers in this process, in simulated order. Returns and raises as `train`."""
     observer.starting("loading the data")

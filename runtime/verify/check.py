@@ -20,7 +20,7 @@ from torch import nn
 from ...planner.plan import Plan
 from ...profiles.autograd.dropout import HeldStatistics
 from ...profiles.errors import TaskWarning, UserError
-from ...profiles.measuring.process_settings import settings_put_back
+from ...profiles.measuring.process_settings import one_at_a_time, settings_put_back
 from ...profiles.tasks.optimizers import for_use
 from ..prepare.devices import device_kind
 from ..prepare.prepare import prepare
@@ -100,6 +100,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """"same" or "differs"."""
 
 
+@one_at_a_time
 def check(
     plan: Plan,
     settings: RunSettings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 
@@ -459,6 +460,17 @@ def test_a_session_is_left_as_it_was(use, mlp_profile, tmp_path):
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.set_num_threads(threads)
+
+
+def test_threads_train_one_after_another(mlp_profile, tmp_path):
+    plan = timeprest.plan(mlp_profile, stages=2, replicas=False, variant="gpipe")
+
+    def losses(number):
+        return timeprest.run(plan, tmp_path / str(number), epochs=2, inline=True).losses
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(losses, range(6))
+    assert others == 5 * [first]
 
 
 def test_python_measures_links(monkeypatch, tmp_path):
