@@ -165,8 +165,10 @@ def test_no_plan_that_fits_is_below_the_bound(seed):
 @example(62)
 @example(165)
 @example(185)
+@example(228)
 def test_every_cut_of_plans_below_a_period_is_listed(seed):
-    check_cuts(some_alone(seed))
+    with np.errstate(invalid="raise"):
+        check_cuts(some_alone(seed))
 
 
 @settings(max_examples=examples(60))
