@@ -536,9 +536,7 @@ class CriticalCycles(CycleTables):
             before, around = _ways_to(stages, last)
             rows = self.rows(stages, every, waits, beyond, place.wires)
             fine &= self.drained(before, rows, timed, stage) <= room
-            # What is never reached isn't added to what isn't waited for.
-            through = np.where(fine, np.maximum(before, timed.step) + timed.own, 0.0)
-            ways = self.onward(stages, through, around)
+            ways = self.onward(stages, np.maximum(before, timed.step) + timed.own, around)
         elif self.problem.rule == "turns":
             each, extra = room / n, timed.update if n == 1 else 0.0
             # No more in flight than what comes before it can wait for.

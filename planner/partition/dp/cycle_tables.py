@@ -686,6 +686,8 @@ class CycleTables:
             around: past them, [p].
         """
         above = stages.above
+        # Nobody asks for ways through stages that are never reached, nor can they be added to.
+        ways_s = np.where(np.isfinite(ways_s), ways_s, 0.0)
         linked, passed = ways_s + stages.sent_s, ways_s + stages.passed_s
         on_path = ~self.all.off_path[:, above]
         linked = np.where(on_path & ~stages.on_path, np.maximum(linked, around), linked)
