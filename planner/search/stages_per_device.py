@@ -194,13 +194,13 @@ class PlacedSearch:
         self._enter(branches)
         self._bounds.share_out(len(branches))
         local = self.local_search(search)
-        begun, far = list[Standing](), False
+        begun, hopeless = list[Standing](), False
         with suppress(OutOfBudget), budget.part(_STARTING_SHARE):
             # When that is used up the rest of the time is left.
             begun = self._begin(local, branches)
-            far = self._is_far
+            hopeless = self._is_far
         budget.check()
-        if far:
+        if hopeless:
             raise OutOfBudget(FAR_OFF)
         far = search.period_s > search.bound_s * _CLOSE
         part, time_part = budget.part(_PROVING_SHARE), budget.time_part(_HALF)

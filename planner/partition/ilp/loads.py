@@ -49,8 +49,8 @@ class Loaded(Protocol):
 Found = TypeVar("Found", bound=Loaded)
 
 
-class Seats(ABC, Generic[Found]):
-    """A program for answers with no load above a limit: who sits where.
+class IntegerProgram(ABC, Generic[Found]):
+    """An integer program for answers with no load above a limit: which layer is on which stage.
 
     Attributes:
         possible: False where it is plain that there is none; then there is nothing to solve.
@@ -104,7 +104,7 @@ class Linear:
 class StageSums:
     """Sums over the units and tensors of a slot, by name."""
 
-    seats: Seats[Any]
+    seats: IntegerProgram[Any]
     _known_parted: dict[tuple[int, str, int, tuple[int, ...]], Terms] = field(default_factory=dict)
 
     def value(self, linear: Linear, slot: int, kind: tuple[int, ...]) -> Terms:
@@ -280,7 +280,7 @@ class StageRows:
         limit_s: no load above it is wanted.
     """
 
-    seats: Seats[Any]
+    seats: IntegerProgram[Any]
     longest: Terms
     unit_s: float
     limit_s: float

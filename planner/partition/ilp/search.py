@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from ..problem import Answer, Cut, StageProblem, cut_load
-from .loads import Found, Seats
+from .loads import Found, IntegerProgram
 from .mip import MipAnswer, SolverSettings
 from .stages import StageModel
 from .variables import least_load, make_slots
@@ -37,7 +37,7 @@ class Search(Generic[Found]):
         doubted: HiGHS has ruled out what there is.
     """
 
-    program: Callable[[float, list[Found]], Seats[Found]]
+    program: Callable[[float, list[Found]], IntegerProgram[Found]]
     bound_s: float
     below: float = math.inf
     excluded: list[Found] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Search(Generic[Found]):
         return True
 
     def _proven(
-        self, program: Seats[Found], answer: MipAnswer, found: Found | None, limit_s: float
+        self, program: IntegerProgram[Found], answer: MipAnswer, found: Found | None, limit_s: float
     ) -> float:
         if answer.infeasible:
             return limit_s if limit_s < self._known() else limit_s * (1 + BOUND_TOLERANCE)
@@ -127,7 +127,7 @@ class Search(Generic[Found]):
             return min(found.objective_s, self._known())
         return proven_s * (1 - BOUND_TOLERANCE)
 
-    def _solve(self, program: Seats[Found], limit_s: float, time_s: float) -> MipAnswer:
+    def _solve(self, program: IntegerProgram[Found], limit_s: float, time_s: float) -> MipAnswer:
         start: dict[int, float] = {}
         if self.best is not None and self.best.objective_s <= limit_s:
             start = program.values_of(self.best)

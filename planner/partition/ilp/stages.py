@@ -22,7 +22,7 @@ import numpy as np
 
 from ..placings import Placings
 from ..problem import ChosenStage, Cut, CutTensor, StageProblem, cut_load, members
-from .loads import SCALE, Seats, StageRows
+from .loads import SCALE, IntegerProgram, StageRows
 from .mip import Mip, Terms, difference, total
 from .variables import (
     find_windows,
@@ -38,7 +38,7 @@ ROUNDING = 1e-6
 to have no solution where a load is within 1e-9 of T's bound."""
 
 
-class StageModel(Seats[Cut]):
+class StageModel(IntegerProgram[Cut]):
     """The program of one problem, for cuts with no load above `limit_s`.
 
     Attributes:
@@ -175,7 +175,7 @@ class StageModel(Seats[Cut]):
     def _chosen(self, slot: int) -> Terms:
         return total(self._x[slot, o] for o in range(len(self.slots.choices[slot])))
 
-    # Seats ------------------------------------------------------------------------------------
+    # IntegerProgram ---------------------------------------------------------------------------
 
     def inside(self, u: int, slot: int, kind: tuple[int, ...]) -> Terms:
         if not self._low[u] <= slot <= self._high[u]:
@@ -214,7 +214,7 @@ class StageModel(Seats[Cut]):
         return total(self._x[slot, o] for o in kind)
 
     def rest(self, slot: int) -> Terms:
-        """See Seats. Of the layers before the stage, and of those beyond it."""
+        """See IntegerProgram. Of the layers before the stage, and of those beyond it."""
         made = Terms()
         unused = difference(Terms(1.0), self._chosen(slot))
         for u, value in enumerate(self.units.sums(self.problem.before_s)):
@@ -283,7 +283,7 @@ class StageModel(Seats[Cut]):
     # From cuts and to cuts --------------------------------------------------------------------
 
     def values_of(self, found: Cut) -> dict[int, float]:
-        """See Seats. It is a cut that keeps units whole."""
+        """See IntegerProgram. It is a cut that keeps units whole."""
         at: dict[int, ChosenStage] = {}
         following = 0
         for stage in found.stages:

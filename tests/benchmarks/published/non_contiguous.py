@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from timeprest.planner.partition.ilp.loads import (
     SCALE,
+    IntegerProgram,
     Linear,
-    Seats,
     StageRows,
     busy_of,
     bytes_of,
@@ -162,7 +162,7 @@ ORDERED = 4
 """Devices that are alike are ordered by the first so many units per device."""
 
 
-class AssignmentModel(Seats[Assignment]):
+class AssignmentModel(IntegerProgram[Assignment]):
     """The program of a problem (as `parted` makes it), for loads up to `limit_s`."""
 
     def __init__(
@@ -277,25 +277,25 @@ class AssignmentModel(Seats[Assignment]):
                 met.add(self._x[u, d])
         self.mip.at_most(met, self.units.count - 1)
 
-    # Seats ------------------------------------------------------------------------------------
+    # IntegerProgram ---------------------------------------------------------------------------
 
     def inside(self, u: int, slot: int, kind: tuple[int, ...]) -> Terms:
-        """See Seats."""
+        """See IntegerProgram."""
         if len(kind) == len(self.slots.choices[slot]):
             return self._x[u, slot]
         return total(self._w[u, slot, c] for c in kind)
 
     def first(self, number: int, slot: int, kind: tuple[int, ...]) -> tuple[Terms, Terms]:
-        """See Seats. It is the device with the tensor's maker."""
+        """See IntegerProgram. It is the device with the tensor's maker."""
         here = self.inside(self.units.makers[number], slot, kind)
         return here, here
 
     def chosen(self, slot: int, kind: tuple[int, ...]) -> Terms:
-        """See Seats."""
+        """See IntegerProgram."""
         return total(self._o[slot, c] for c in kind)
 
     def rest(self, slot: int) -> Terms:
-        """See Seats. There is nothing."""
+        """See IntegerProgram. There is nothing."""
         return Terms()
 
     # From assignments and to assignments ------------------------------------------------------
