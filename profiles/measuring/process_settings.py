@@ -120,14 +120,40 @@ def folder_kept() -> Iterator[None]:
         os.chdir(folder)
 
 
+_USE = threading.Lock()
+_users: set[int] = set()
+_put_back = contextlib.ExitStack()
+
+
 @contextlib.contextmanager
 def settings_put_back() -> Iterator[None]:
     """For a program that isn't ours: whatever measuring or training sets is set back when the
-    context ends.
+    context ends; of several threads when the last one's does, as others train by it until then.
 
     That is: freed memory is kept, torch has other threads and deterministic operations, random
     generators are seeded.
     """
+    thread = threading.get_ident()
+    if thread in _users:
+        # In a callback: the run around it goes on with what it had set.
+        with _TURN, _settings_kept():
+            yield
+        return
+    with _USE:
+        if not _users:
+            _put_back.enter_context(_settings_kept())
+        _users.add(thread)
+    try:
+        yield
+    finally:
+        with _USE:
+            _users.remove(thread)
+            if not _users:
+                _put_back.close()
+
+
+@contextlib.contextmanager
+def _settings_kept() -> Iterator[None]:
     import torch
 
     from ..tracing.random_states import set_states, states

@@ -468,9 +468,27 @@ def test_threads_train_one_after_another(mlp_profile, tmp_path):
     def losses(number):
         return timeprest.run(plan, tmp_path / str(number), epochs=2, inline=True).losses
 
+    state = torch.manual_seed(5).get_state()
     with ThreadPoolExecutor(3) as pool:
         first, *others = pool.map(losses, range(6))
     assert others == 5 * [first]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_run_that_measures_in_a_callback_trains_as_without(mlp_profile, mlp_target, tmp_path):
+    plan = timeprest.plan(mlp_profile, stages=2, replicas=False, variant="gpipe")
+
+    class Measures(timeprest.Callback):
+        def on_epoch(self, event):
+            timeprest.profile(target=mlp_target, batch_size=8)
+
+    runs = [
+        timeprest.run(
+            plan, tmp_path / str(len(callbacks)), epochs=3, inline=True, callbacks=callbacks
+        )
+        for callbacks in ([], [Measures()])
+    ]
+    assert runs[0].losses == runs[1].losses
 
 
 def test_python_measures_links(monkeypatch, tmp_path):
