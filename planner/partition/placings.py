@@ -23,22 +23,38 @@ def pattern(
     return tuple((numbers[homes[d]], kinds[d]) for d in devices)
 
 
-class Placings:
-    """The ways to lay the stages of a cut over the devices in their order."""
+Load = Callable[[int, int, int, int], float]
+"""Load in s of a stage by the downset below it, its layers, its option and k."""
 
-    def __init__(self, problem: StageProblem, cut: Cut) -> None:
-        self._problem, self._cut = problem, cut
+
+def load_of(problem: StageProblem) -> Load:
+    """Of stages, each reckoned once; infinite where it doesn't fit its devices."""
+
+    @cache
+    def load(*stage: int) -> float:
+        return stage_load(problem, *stage) if fits(problem, *stage) else float("inf")
+
+    return load
+
+
+class Placings:
+    """The ways to lay the stages of a cut over the devices in their order.
+
+    Args:
+        load: `load_of` the problem, which cuts with some stages in common may share.
+    """
+
+    def __init__(self, problem: StageProblem, cut: Cut, load: Load) -> None:
+        self._problem, self._cut, self._load_of = problem, cut, load
         self._replicas = [problem.options[stage.option].replicas for stage in cut.stages]
         # Devices that stages take from each one on.
         self._needed = [*accumulate(reversed(self._replicas))][::-1]
         self._below = [*accumulate((s.layers for s in cut.stages), int.__or__, initial=0)]
-        self._load = cache(self._load_at)
 
-    def _load_at(self, s: int, first: int) -> float:
-        """Load in s of a stage with this first device; infinite where it doesn't fit."""
-        problem, stage = self._problem, self._cut.stages[s]
-        where = self._below[s], stage.layers, stage.option, problem.devices - first
-        return stage_load(problem, *where) if fits(problem, *where) else float("inf")
+    def _load(self, s: int, first: int) -> float:
+        stage = self._cut.stages[s]
+        k = self._problem.devices - first
+        return self._load_of(self._below[s], stage.layers, stage.option, k)
 
     def _starts(self, s: int, first: int) -> range:
         return range(first, self._problem.devices - self._needed[s] + 1)
@@ -74,27 +90,32 @@ class Placings:
         last = {home: d for d, home in enumerate(homes)}
         seen: set[Hashable] = set()
 
+        def state_of(used: tuple[int, ...], s: int) -> Hashable:
+            mine = pattern(used, homes, kinds)
+            if s == len(self._replicas):
+                return mine
+            # What may follow depends on where it ends, and on machines that go on there.
+            numbers = {home: k for k, home in enumerate(dict.fromkeys(homes[d] for d in used))}
+            open_ = frozenset(item for item in numbers.items() if last[item[0]] > used[-1])
+            return mine, used[-1], open_
+
         def extend(starts: tuple[int, ...], used: tuple[int, ...], worst: float) -> Iterator[Cut]:
             s = len(starts)
             if s == len(self._replicas):
                 yield self._cut_at(starts, worst)
                 return
             for start in self._starts(s, used[-1] + 1 if used else 0):
-                own, end = self._load(s, start), start + self._replicas[s]
+                own = self._load(s, start)
                 if own >= target():
                     continue
-                mine = (*used, *range(start, end))
-                state: Hashable = pattern(mine, homes, kinds)
-                if s + 1 < len(self._replicas):
-                    # What may follow depends on where it ends, and on machines that go on there.
-                    numbers = {
-                        home: k for k, home in enumerate(dict.fromkeys(homes[d] for d in mine))
-                    }
-                    open_ = frozenset(item for item in numbers.items() if last[item[0]] >= end)
-                    state = state, end, open_
-                if state not in seen:
+                mine = (*used, *range(start, start + self._replicas[s]))
+                # Where no device is left over there is one way alone.
+                if self._needed[0] < self._problem.devices:
+                    state = state_of(mine, s + 1)
+                    if state in seen:
+                        continue
                     seen.add(state)
-                    yield from extend((*starts, start), mine, max(worst, own))
+                yield from extend((*starts, start), mine, max(worst, own))
 
         yield from extend((), (), 0.0)
 

@@ -24,7 +24,7 @@ from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targe
 from ..partition.dp.kinds import MOST_DOWNSETS, MOST_STATES, Kinds, least_load_s
 from ..partition.dp.lattice import lattice_of
 from ..partition.dp.program import just_below
-from ..partition.placings import Placings
+from ..partition.placings import Placings, load_of
 from ..partition.problem import SAME, Answer, Cut, OutOfTime, StageProblem
 from ..partition.solve import DpSource, StopRule
 from .choices import Branch, Choice, InFlight, choice_of
@@ -518,11 +518,14 @@ def _placed(search: SearchState, problem: StageProblem, cuts: Iterable[Cut]) -> 
     """Each cut once, in every placement below the best period that differs in kinds of devices, or
     in which of them share a machine: loads needn't tell those apart."""
     seen: set[tuple[tuple[int, int], ...]] = set()
+    load = load_of(problem)
     for cut in cuts:
         stages = tuple((stage.layers, stage.option) for stage in cut.stages)
         if stages not in seen:
             seen.add(stages)
-            every = Placings(problem, cut).below(lambda: search.period_s, *search.device_kinds)
+            every = Placings(problem, cut, load).below(
+                lambda: search.period_s, *search.device_kinds
+            )
             for placed in every:
                 yield placed
                 search.budget.check()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..placings import Placings
+from ..placings import Placings, load_of
 from ..problem import ChosenStage, Cut, CutTensor, StageProblem, cut_load, members
 from .loads import SCALE, IntegerProgram, StageRows
 from .mip import Mip, Terms, difference, total
@@ -325,8 +325,10 @@ class StageModel(IntegerProgram[Cut]):
             k -= choice.replicas
         cut = Cut(tuple(stages), 0.0)
         cut = Cut(cut.stages, cut_load(self.problem, cut))
+        if not np.isinf(cut.objective_s):
+            return cut
         # It may fit other devices, should it fit these within the solver's tolerance only.
-        return Placings(self.problem, cut).best() if np.isinf(cut.objective_s) else cut
+        return Placings(self.problem, cut, load_of(self.problem)).best()
 
 
 def _any_size(problem: StageProblem) -> float:
