@@ -50,8 +50,11 @@ _LONGER = 1.0005
 _INWARDS = 0.4
 """How near to the best weights so far the next ones are."""
 
-_TURNS = 150
-"""Of a game's players."""
+_TURNS, _LOOKED = 150, 10
+"""Of a game's players at the most, and between looks at how far apart they are."""
+
+_SETTLED = 1e-4
+"""Of a game's value: closer bounds of it change no next weights."""
 
 _CLOSE, _IDLE = 1.001, 8
 """When the bound hasn't risen so much in so many rounds, or can't, no more follow."""
@@ -666,5 +669,10 @@ def _best_weights(terms: Vector, first: Vector) -> tuple[Vector, float, Vector]:
         weights = mine / total if total else np.full(rows, 1 / rows)
         mean += turn * weights
         mixed += turn * shares
+        if turn % _LOOKED == 0:
+            # Both are sums of as many turns.
+            most, least = (terms @ mixed).max(), (mean @ terms).min()
+            if most - least <= _SETTLED * most:
+                break
     mixed /= mixed.sum()
     return mean / mean.sum(), float((terms @ mixed).max()), mixed
