@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 behind = pytest.mark.xfail(reason="the search isn't there yet with so little effort")
 
 
-@pytest.mark.choice("bert")
+@pytest.mark.choice("resnet50")
 @pytest.mark.parametrize(
     ("target", "devices", "system", "most_s"),
     [
