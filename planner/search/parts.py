@@ -106,6 +106,8 @@ def _run_each_sequence(search: SearchState, request: SearchRequest) -> str | Non
         cluster = cluster_in_sequence(question.cluster, sequence)
         within = replace(request, time_limit_s=budget.seconds_left)
         own = explore(replace(question, cluster=cluster), within, search.progress)
+        # Those of which it is proven that nothing fits are left out in every sequence.
+        own.branches = search.branches
         own.budget, share = budget, 1 / (len(sequences) - done)
         with budget.on_top(request.effort // len(sequences)), budget.time_part(share):
             if search.best is not None:

@@ -128,6 +128,15 @@ def test_no_sequence_is_better_where_transfers_stop_devices(seed):
     assert check_best(profile, cluster, which, **asked)
 
 
+def test_micro_batches_that_fit_in_no_sequence_are_left_out_of_each():
+    layers = [(f"n{k}", 100, ms * 1e-3, ms * 2e-3, 1000, []) for k, ms in enumerate([3, 1, 2])]
+    link = Network(bandwidth_bytes_per_s=1e6, latency_s=1e-5, overlap=False)
+    cluster = Cluster(devices=devices(1.0, 2.0, memory_bytes=5000), network=link)
+    question = row_of_layers(layers, 400, 4), cluster, [0, 1]
+    # Two samples of the layers on a device fit, all four don't.
+    assert check_best(*question, variant="pipedream-flush", time_limit_s=None)
+
+
 def test_no_sequence_is_begun_once_the_time_is_over(monkeypatch):
     cluster = Cluster(devices=devices(1.0, 2.0, 3.0), network=LINK)
     question = Question(layers_of([3, 1, 2]), cluster, "gpipe", 4, 0.0)
