@@ -329,6 +329,7 @@ class Rows:
         """Round trips of micro-batches; of mini-batches where those are the units."""
         stages, n, variant = len(devices), self._n, self.variant
         limits = self.relaxation.limit_ranges(stages, several=True)
+        alone = len({*devices}) == stages
         for s in range(stages):
             if variant.backward_unit == "mini":
                 own, limit = {s: {_FORWARD: n, _BACKWARD: n}}, limits[s][1]
@@ -341,8 +342,10 @@ class Rows:
                     rounds = ceil(n / kept[s])
                     yield self._sum(devices, own, fills=s, trip=s, rounds=rounds)
                 continue
-            kept_s = min((limits[s][1] - 1) * n + 1, stages - s)
-            yield self._sum(devices, own, trip=s, rounds=n / kept_s)
+            # Alone on its device, 1F1B has one more than its limit has ahead; in a list schedule a
+            # stage goes on until that has no room for the next mini-batch.
+            most = limits[s][1] * n - (n - 1) * alone
+            yield self._sum(devices, own, trip=s, rounds=n / min(most, stages - s))
         if variant.schedule == "v-shaped":
             yield from self._slots(devices)
 

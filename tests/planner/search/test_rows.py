@@ -22,6 +22,7 @@ from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import SAME
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.question import Question
+from timeprest.planner.schedules.schedules import StalenessBounds
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.relaxed import rows as rows_of_stages
 from timeprest.planner.search.relaxed.relaxation import Relaxation
@@ -87,9 +88,9 @@ def test_no_plan_with_a_device_for_each_stage_is_below_its_bound_along_the_path(
             assert chains.bound(0.1 * min(periods), below_s).bound_s <= min(periods) * SAME
 
 
-def rows_of(question, *, along_path=False):
+def rows_of(question, *, along_path=False, **freedom):
     """Of four micro-batches."""
-    relaxation = Relaxation(question, Freedom()).with_several_stages()
+    relaxation = Relaxation(question, Freedom(**freedom)).with_several_stages()
     lattice = find_downsets(relaxation.problem(Branch(4)), 10_000, None)
     return Rows(relaxation, lattice, 4, along_path=along_path)
 
@@ -166,6 +167,18 @@ def with_workspace(profile, nbytes):
         for layer in profile.layers
     )
     return msgspec.structs.replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("along_path", [False, True])
+def test_stages_of_one_device_keep_as_many_whole_mini_batches_as_they_may(along_path):
+    """Alone on its device, a stage of PipeMare keeps one micro-batch of a mini-batch in flight."""
+    question, places = asked("pipemare", [(1, 2)] * 4), (0, 1, 0, 1)
+    one = StalenessBounds(max_in_flight=1)
+    rows = rows_of(question, along_path=along_path, staleness=one)
+    stages = [PlanStage(nodes=(f"n{s}",), devices=(d,), in_flight=1) for s, d in enumerate(places)]
+    period_s = evaluate(question, stages, 4).prediction.period_s
+    assert rows.chains(places).bound(1e-3, inf).bound_s <= period_s * SAME
+    assert rows.chains(range(4)).bound(1e-3, inf).bound_s >= 4 * 12e-3 * 0.99
 
 
 @pytest.mark.parametrize("along_path", [False, True])
