@@ -154,6 +154,9 @@ class Fitting:
         cluster, n = relaxation.question.cluster, branch.micro_batches
         most = branch.stages or min(len(cluster.devices), relaxation.graph.most_stages)
         few = not relaxation.allows(most, n)
+        if few and branch.stages is not None:
+            # With fewer stages than were asked for, pins would mean others.
+            return None
         while most and not relaxation.allows(most, n):
             most -= 1
         alone = branch.stages is not None or few or self.search.large
