@@ -215,8 +215,8 @@ def check_request(question: Question, request: SearchRequest) -> None:
     if request.recompute not in RECOMPUTE:
         raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
     refusal = question.system.recompute_refusal
-    if request.recompute == "on" and refusal:
-        raise PlanError(f"--recompute on: {refusal}")
+    if request.recompute in ("on", "selective") and refusal:
+        raise PlanError(f"--recompute {request.recompute}: {refusal}")
     check_staleness(question, request.freedom.staleness, request.stages)
     if request.solver not in SOLVERS:
         raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")

@@ -198,6 +198,7 @@ def test_tied_layers_stay_together():
         ({"run_ahead": "far"}, "--run-ahead far: give one of paper, auto"),
         ({"max_in_flight": 0}, "--max-in-flight 0; give at least 1"),
         ({"max_difference": -1}, "--max-difference -1: give at least 0"),
+        ({"variant": "zb-h1", "recompute": "selective"}, "--recompute selective: zb-h1 postpones"),
         (
             {"variant": "pipedream-2bw", "max_in_flight": 1},
             "pipedream-2bw has 2 mini-batches in flight on a stage; give at least 2",
