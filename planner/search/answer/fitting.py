@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, chain, islice, product
+from math import inf
 
 import msgspec
 
@@ -75,6 +76,8 @@ class Fitting:
         self.more_devices_are_no_help = False
         self.cut_short = False
         self._micro_batches = micro_batches
+        # Of the fullest device, as far as cuts alone tell, in any that was looked at.
+        self._least_bytes = inf
         self._blocks: Blocks | None = None
 
     @property
@@ -91,9 +94,7 @@ class Fitting:
         search, cluster = self.search, self.search.question.cluster
         lattice = search.source.lattice if isinstance(search.source, DpSource) else None
         left = sorted(search.branches, key=lambda branch: branch.micro_batches)
-        if lattice is None or search.large or not left:
-            return left
-        if left[0].stages is not None and search.relaxation.freedom.replicas:
+        if lattice is None or search.large or not left or self._may_have_replicas:
             return left
         known = cluster.uniform and fixed_in_flight(search.relaxation.variant)
         assumed = Assumptions(identical=known)
@@ -108,10 +109,18 @@ class Fitting:
         """Whether on equal devices the plan with the least memory comes nowhere near to fitting."""
         question, search = self.search.question, self.search
         limited = question.cluster.uniform and search.relaxation.limited
-        if not limited or search.large or not search.branches:
+        if not limited or search.large or not search.branches or self._may_have_replicas:
             return False
-        found = self.least(question)
-        return found is not None and max(found.memory_shares(question.cluster)) > FAR
+        room = room_bytes(question.cluster.devices[0], question.profile)
+        # Its schedule may hold more, as where messages pile up, than another cut's would.
+        return self.least(question) is not None and self._least_bytes > FAR * (room or inf)
+
+    @property
+    def _may_have_replicas(self) -> bool:
+        """Whether stages may that are counted, which is looked at without: these hold less where
+        they share a mini-batch."""
+        search = self.search
+        return search.branches[0].stages is not None and search.relaxation.freedom.replicas
 
     # The plan with the least memory ----------------------------------------------------------
 
@@ -174,13 +183,14 @@ class Fitting:
         if room is not None:
             fitting = (k for k in range(1, devices + 1) if table.on(k) <= room)
             devices = next(fitting, 0)
-        if not devices or table.on(devices) == float("inf"):
+        if not devices or table.on(devices) == inf:
             return None
         cut = table.cut(devices)
         choice = choice_of(
             problem, cut if coarse is problem else self._in_blocks(problem).fine(cut)
         )
         limits = capped(relaxation.limit_ranges(choice.stages), 1)
+        self._least_bytes = min(self._least_bytes, table.on(devices))
         try:
             return evaluate(relaxation.question, choice.with_limits(limits), n)
         except (PlanError, ScheduleError):
@@ -320,11 +330,11 @@ class Fitting:
         source = self.search.source
         found = source.best(problem, StopRule(self.seconds_left))
         if found.cut is None:
-            self.cut_short |= found.bound_s < float("inf")
+            self.cut_short |= found.bound_s < inf
             return
         yield found.cut
         if problem.layers * problem.devices <= _SMALL:
-            yield from islice(source.each_below(problem, lambda: float("inf")), _CUTS)
+            yield from islice(source.each_below(problem, lambda: inf), _CUTS)
 
 
 def proven(

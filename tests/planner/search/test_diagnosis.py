@@ -7,7 +7,7 @@ from itertools import combinations, pairwise, product, starmap
 
 import msgspec
 import pytest
-from helpers.by_hand.profiles import chain, row_of_layers
+from helpers.by_hand.profiles import chain, row_of_layers, without_gradients
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
@@ -140,6 +140,21 @@ def test_a_search_ends_where_nothing_comes_near_to_fitting(monkeypatch):
     profile = chain(8, parameters=10, saved=1000)
     with pytest.raises(InfeasibleError, match="nothing comes near to fitting"):
         solve(profile, uniform_cluster(4, "3kB"), "zb-h1")
+
+
+def test_what_piles_up_behind_one_cut_rules_out_no_other():
+    """The two fast layers on a stage hold the least, but for messages that no gradients answer."""
+    layers = [("n0", 0, 1e-3, 1e-3, 1000, []), ("n1", 0, 1e-3, 1e-3, 1000, [])]
+    profile = row_of_layers([*layers, ("n2", 0, 9e-3, 9e-3, 1100, [])], 500)
+    profile = without_gradients(profile, "n1")
+    plan = solve(profile, uniform_cluster(2, "20kB"), micro_batches=1, stages=2)
+    assert plan.stages[1].nodes == ("n1", "n2")
+
+
+def test_replicas_of_so_many_stages_may_fit_where_one_device_does_not():
+    profile = chain(2, parameters=0, saved=1000)
+    plan = solve(profile, uniform_cluster(2, "4500B"), stages=1, replicas=True)
+    assert plan.stages[0].devices == (0, 1)
 
 
 @pytest.mark.parametrize("others", [(), ("n3",)])
