@@ -53,6 +53,11 @@ def _betas(value: Any, name: str) -> tuple[float, float]:
     return first, second
 
 
+def _autocast(value: Any, name: str) -> str:
+    """Raises UserError for a dtype that isn't there."""
+    return chosen("bfloat16" if value == "bf16" else value, name, ("profiled", "bfloat16", "off"))
+
+
 TRANSPORTS = ("auto", "gloo", "shm", "ipc", "nccl")
 """Of `--transport`; plugins may have others."""
 
@@ -139,7 +144,7 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
             PRECISION,
             usual="as profiled",
             values=("bf16", "bfloat16", "off"),
-            read=lambda dtype, name: "bfloat16" if dtype == "bf16" else dtype,
+            read=_autocast,
         ),
     ] = "profiled"
     """Run forwards under torch.autocast."""
@@ -207,7 +212,7 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
         ),
     ] = 60.0
     """Longest wait for a message, in seconds."""
-    decay: Annotated[str, Option(DIFFERENCES, values=("exponential", "inverse", "linear"))] = (
+    decay: Annotated[Literal["exponential", "inverse", "linear"], Option(DIFFERENCES)] = (
         "exponential"
     )
     """i-timeprest: how the forward's weights fade with the version difference."""
