@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,8 +93,8 @@ class Trainer:
                 f"this process is one of those that {launched.by} has started; start tp-run by "
                 f"{launched.by}, or train from Python by itself"
             )
-        if isinstance(callbacks, Callback):
-            raise UserError("callbacks: is one callback; give a list of them")
+        if not isinstance(callbacks, Iterable):
+            raise UserError(f"callbacks: give a list of them, not {type(callbacks).__name__}")
         if plan is not None and settings is None:
             named = None if task is None else name_of(task)
             settings = settings_of(plan, {**asked, "task": named})

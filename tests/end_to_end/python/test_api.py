@@ -414,6 +414,7 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
         ({"optimizer": "adam"}, "optimizer: give its name and settings, .*, not 'adam'"),
         ({"decay": "exp"}, "decay 'exp': give one of exponential, inverse, linear"),
         ({"autocast": "float16"}, "autocast 'float16': give one of profiled, bfloat16, off"),
+        ({"callbacks": None}, "callbacks: give a list of them, not NoneType"),
         ({"epoch": 2}, "epoch: there is no such setting; is epochs meant"),
         ({"rate": 0.1}, "rate: there is no such setting; known: task, epochs"),
         # A run's own, which no option gives.

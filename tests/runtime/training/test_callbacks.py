@@ -241,7 +241,7 @@ def test_a_callback_that_fails_ends_the_run_with_one_line(plan, short_epochs, tm
 
 
 def test_one_callback_is_no_list_of_them(plan, tmp_path):
-    with pytest.raises(UserError, match="callbacks: is one callback; give a list of them"):
+    with pytest.raises(UserError, match="callbacks: give a list of them, not Callback"):
         Trainer(plan, tmp_path / "run", callbacks=Callback())
     for given, why in (
         ({"epochs": 1, "steps": 2}, "epochs, steps: give one of them"),
