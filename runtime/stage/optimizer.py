@@ -156,6 +156,9 @@ class StageUpdates:
             if steps:
                 self._fused = self._fused or fuse(optimizer)
                 step_optimizer(optimizer)
+            else:
+                # Or torch warns of a scheduler that steps ahead of the optimizer.
+                vars(optimizer)["_opt_called"] = True
 
 
 @contextmanager

@@ -167,6 +167,26 @@ def test_with_skip_a_bad_update_is_left_out_everywhere(variant, mlp_profile, tmp
     assert_same_weights(tmp_path / "3", tmp_path / "2")
 
 
+class BadAtFirst(MLPTask):
+    """Its loss is NaN in the first micro-batch."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        return super().loss(output, target) * (math.nan if self.calls == 1 else 1.0)
+
+
+def test_an_update_left_out_at_first_is_no_mistake_with_a_schedule(mlp_profile, tmp_path, recwarn):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
+    settings = RunSettings(
+        task=f"{Path(__file__)}:BadAtFirst", steps=2, on_nan="skip", lr_schedule="linear"
+    )
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    assert [report.not_finite for report in summary.stages] == [[0], [0]]
+    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
+
+
 def test_flushing_stages_agree_to_skip(mlp_profile, tmp_path):
     """Only the last stage sees it; all leave the update out."""
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
