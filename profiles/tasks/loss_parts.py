@@ -107,7 +107,14 @@ def loss_in_parts(
     try:
         asked = _Asked(own_copy(task), result, target, samples, fixed)
         asked.settle(range(sum(sizes)))
-        return _in_parts(asked, sizes)
+        found = _in_parts(asked, sizes)
+        if found is not None and found.same:
+            # Where losses are alike, as ahead of training, their weights may not be.
+            with suppress(Exception):  # the user's code, which needn't take other outputs
+                asked.move()
+                other = _in_parts(asked, sizes)
+                found = other if other is not None and not other.fails else found
+        return found
     except RandomLossError:
         raise
     except BaseException as error:  # the user's code
@@ -191,6 +198,14 @@ class _Asked:
             raise
         except Exception:  # the user's code, which may be for float32
             self._exact = False
+
+    def move(self) -> None:
+        """Add noise to what is by samples, so that no two are alike."""
+        drawn, leaves = torch.Generator().manual_seed(0), list(self.leaves)
+        for k in filter(lambda k: _is_float(leaves[k]), self.by_sample):
+            noise = torch.randn(leaves[k].shape, generator=drawn).to(leaves[k])
+            leaves[k] = leaves[k].detach() + noise
+        self.leaves = tuple(leaves)
 
     def follow(self) -> list[Tensor]:
         """Have gradients go to the tensors that the loss is asked of; those that are by samples, in

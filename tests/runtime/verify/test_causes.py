@@ -241,6 +241,19 @@ def test_a_trial_leaves_nothing_in_the_loss():
     assert not task.seen.any()
 
 
+def test_weights_are_told_where_all_losses_are_alike():
+    """As with a head that begins at 0."""
+
+    class Task:
+        def loss(self, output, target):
+            weight = torch.tensor([1.0, 2.0, 3.0])
+            return torch.nn.functional.cross_entropy(output, target, weight=weight)
+
+    target = torch.tensor([0, 1, 2, 0, 1, 2])
+    found = loss_in_parts(Task(), torch.zeros(6, 3), target, 6, (2, 2, 2))
+    assert (found.same, found.weighs) == (False, True)
+
+
 def test_float32_rounds_no_loss_apart():
     """Nor do losses that take no float64."""
 
