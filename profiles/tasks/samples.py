@@ -5,6 +5,9 @@ DataLoader. How many there are, how they are read, a few of them, and rows of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,14 @@ def collates(given: Given) -> bool:
     """Whether it is a map-style data set with a `collate_fn` of its own, which makes a mini-batch
     of a list of samples."""
     return not isinstance(given, DataLoader) and callable(getattr(given, "collate_fn", None))
+
+
+def alike(given: Given) -> bool:
+    """Whether samples are dealt into its batches one after another, so that only the last may be
+    smaller: not where a batch sampler is the user's own, whatever size that says."""
+    if not isinstance(given, DataLoader):
+        return collates(given)
+    return given.batch_size is not None or type(given.batch_sampler) is BatchSampler
 
 
 def may_vary(given: Given) -> bool:
@@ -120,13 +131,18 @@ def _size(given: Given, mini_batch: int) -> int | None:
         if given.batch_size is None:
             return count * each
         return count - count % each if given.drop_last else count
-    plain = given.batch_size is not None or type(given.batch_sampler) is BatchSampler
     sampler = getattr(given.batch_sampler, "sampler", given.sampler)
-    if plain and (count := length_of(sampler)) is not None:
+    if alike(given) and (count := length_of(sampler)) is not None:
         drops = given.drop_last or getattr(given.batch_sampler, "drop_last", False)
         return count - count % each if drops else count
-    batches = length_of(given.batch_sampler if given.batch_sampler is not None else given.sampler)
-    return None if batches is None else batches * each
+    chooses = given.batch_sampler if given.batch_sampler is not None else given.sampler
+    batches = length_of(chooses)
+    if batches is None:
+        return None
+    with suppress(Exception), OwnRandomness(0)():  # the user's sampler, which a run is to tell of
+        chosen = islice(copy(chooses), batches)
+        return sum(len(k) if isinstance(k, (list, tuple)) else each for k in chosen)
+    return batches * each
 
 
 def length_of(value: Any) -> int | None:

@@ -15,6 +15,7 @@ from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.samples import (
+    alike,
     batch_size_of,
     check_batches,
     collates,
@@ -287,7 +288,7 @@ def check_padding(
                 # Of batches of any size, as of a stream, each may end in a part of a micro-batch.
                 stream = isinstance(getattr(found, "dataset", None), IterableDataset)
                 each = plan.mini_batch if collates(found) else batch_size_of(found) or 1
-                count = math.gcd(count, 1 if stream else each)
+                count = math.gcd(count, each if alike(found) and not stream else 1)
         except Exception:  # the user's code, which the evaluation is to tell of
             return
         if not count % size:

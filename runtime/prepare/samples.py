@@ -23,9 +23,9 @@ from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, on
 from ...profiles.tasks.prefetch import LOADING, Ahead
 from ...profiles.tasks.samples import (
     Names,
+    alike,
     batch_size_of,
     check_whole,
-    collates,
     comes_in_batches,
     size_of,
 )
@@ -262,8 +262,7 @@ class Samples:
     def _evaluated(self) -> list[tuple[int, range]]:
         """The evaluation's micro-batches: which batch, and which of its rows."""
         assert self._batches is not None
-        whole = batch_size_of(self.dataset) or collates(self.dataset)
-        if self.size and whole and not self._batches.stream:
+        if self.size and alike(self.dataset) and not self._batches.stream:
             each = self.mini_batch
             rows = [min(each, self.size - done) for done in range(0, self.size, each)]
         else:

@@ -38,7 +38,7 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify.check import check
 from torch.multiprocessing import reductions
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 FILE = TESTS / "tasks/data_tasks.py"
 
@@ -146,12 +146,29 @@ def test_data_are_told_of_the_epoch_whoever_chooses_and_whatever_is_read(name, p
         (DataLoader(range(10), batch_size=4, drop_last=True), 8),
         (DataLoader(range(10), batch_sampler=BatchSampler(range(7), 3, drop_last=True)), 6),
         (DataLoader(range(10), sampler=RandomSampler(range(10), num_samples=5)), 5),
-        (DataLoader(range(10), batch_sampler=[[1, 2], [3]]), 16),
+        (DataLoader(range(10), batch_sampler=[[1, 2], [3]]), 3),
         (DataLoader(range(10), batch_size=None), 80),
     ],
 )
 def test_how_many_samples_there_are(loader, size):
     assert size_of(loader, "train", 8) == size
+
+
+class Uneven(BatchSampler):
+    """Says what size its batches have, and makes smaller ones."""
+
+    def __iter__(self):
+        yield from ([0, 1, 2], [3], [4, 5])
+
+
+def test_a_samplers_own_batches_count_as_what_is_in_them():
+    rows = TensorDataset(torch.arange(6.0)[:, None], torch.arange(6))
+    loader = DataLoader(rows, batch_sampler=Uneven(range(8), 3, drop_last=False))
+    assert size_of(loader, "train", 3) == 6
+    samples = Samples(SimpleNamespace(data=lambda split: loader), "test", 2, seed=0)
+    found = [samples.evaluation(k) for k in range(samples.evaluations)]
+    assert [real for _, _, real in found] == [2, 1, 1, 2]
+    assert torch.equal(torch.cat([target for _, target, _ in found]), torch.arange(6))
 
 
 def test_a_few_samples_of_anything():
