@@ -250,17 +250,22 @@ class Samples:
         """Inputs, target and number of samples of the k-th micro-batch. The last one, and of
         batches that are put together elsewhere the last of each, is filled up as in `take`."""
         if self._batches is not None:
-            number, real = self._evaluated[k]
-            inputs, target = self._batches.batch(0, number).part(real, self.micro_batch)
-            return inputs, target, len(real)
+            number, real, count = self._evaluated[k]
+            batch = self._batches.batch(0, number)
+            if batch.rows != count:
+                raise TargetError(
+                    f"data({self.split!r}): batch {number + 1} has {batch.rows} samples, and is to "
+                    f"be of {count}: have its collate_fn keep every sample, once"
+                )
+            return *batch.part(real, self.micro_batch), len(real)
         real = range(k * self.micro_batch, min((k + 1) * self.micro_batch, self.size))
         seeds = self._seeds(0, real) if self._alone else None
         inputs, target = self._filled(list(real), real[0], self.micro_batch, seeds)
         return inputs, target, len(real)
 
     @functools.cached_property
-    def _evaluated(self) -> list[tuple[int, range]]:
-        """The evaluation's micro-batches: which batch, and which of its rows."""
+    def _evaluated(self) -> list[tuple[int, range, int]]:
+        """The evaluation's micro-batches: which batch, which of its rows, and how many it has."""
         assert self._batches is not None
         if self.size and alike(self.dataset) and not self._batches.stream:
             each = self.mini_batch
@@ -270,7 +275,7 @@ class Samples:
         if not rows:
             raise TargetError(f"data({self.split!r}) is empty")
         return [
-            (number, range(start, min(start + self.micro_batch, count)))
+            (number, range(start, min(start + self.micro_batch, count)), count)
             for number, count in enumerate(rows)
             for start in range(0, count, self.micro_batch)
         ]

@@ -171,6 +171,15 @@ def test_a_samplers_own_batches_count_as_what_is_in_them():
     assert torch.equal(torch.cat([target for _, target, _ in found]), torch.arange(6))
 
 
+def test_an_evaluation_refuses_batches_without_some_of_their_samples():
+    loader = DataLoader(
+        range(6), batch_size=3, collate_fn=lambda rows: 2 * (torch.tensor(rows[1:]),)
+    )
+    samples = Samples(SimpleNamespace(data=lambda split: loader), "test", 3, seed=0)
+    with pytest.raises(TargetError, match=r"'test'.: batch 1 has 2 samples, and is to be of 3: "):
+        samples.evaluation(0)
+
+
 def test_a_few_samples_of_anything():
     for name in ("Loaded", "Stream", "BatchesOfEightAtOnce", "StreamByWorkers"):
         given = resolve(f"{FILE}:{name}").task.data("test")
