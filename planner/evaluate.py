@@ -282,9 +282,8 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
     """The plan file's content for evaluated stages. Raises PlanError as `check_plan` does."""
     profile, predicted, own = question.profile, found.prediction, question.matrix_state_factor
     if profile.loading_s_per_sample is not msgspec.UNSET:
-        loading_s = profile.loading_s_per_sample * question.mini_batch
-        predicted = predicted.loading(loading_s)
-        report = report.loading(loading_s)
+        predicted = predicted.loading(question.loading_s)
+        report = report.loading(question.loading_s)
     return check_plan(
         Plan(
             variant=question.variant,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.stage_costs import Costs, StageCost, as_run_by, least_of, slowest
@@ -50,6 +52,12 @@ class Question:
             return round(others * factor)
         others -= cost.matrix_bytes
         return round(others * factor + cost.matrix_bytes * self.matrix_state_factor)
+
+    @property
+    def loading_s(self) -> float:
+        """To load a mini-batch; 0 where the profile doesn't say it."""
+        each = self.profile.loading_s_per_sample
+        return 0.0 if each is msgspec.UNSET else each * self.mini_batch
 
     @cached_property
     def system(self) -> Variant:

@@ -51,7 +51,7 @@ def solve(
     begin = time.perf_counter()
     question, request = read_asked(profile, cluster, variant, asked)
     progress = progress or (lambda *_: None)
-    met = Candidates(question.cluster, request.tolerance)
+    met = Candidates(question.cluster, request.tolerance, question.loading_s)
     placed: PlacedSearch | None = None
 
     def note(found: Evaluation) -> None:
@@ -121,5 +121,5 @@ def _report(
         plans_tried=search.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),
         stopped=None if proven else stopped,
-        fastest=fastest_of(best, chosen, search.question.cluster),
+        fastest=fastest_of(best, chosen, search.question.cluster, search.question.loading_s),
     )

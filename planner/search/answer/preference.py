@@ -5,8 +5,8 @@ asked at its end, of plans that it met and of their neighbours. (While it search
 asked: "within 1 % of it" is no order, for of three plans each may be within 1 % of the next, and
 not the first of the last.)
 
-Of all plans whose period is within the tolerance of the fastest one's, those are kept that take no
-more devices, and of these in this sequence
+Of all plans whose period is within the tolerance of the fastest one's, or of what loading a
+mini-batch takes, those are kept that take no more devices, and of these in this sequence
 
 1. the smallest version difference, the largest of the stages';
 2. the lowest share of memory on the fullest device, in tenths; one that is half full has room;
@@ -105,23 +105,28 @@ class Candidates:
 
     Args:
         tolerance: share of the period that may be given away.
+        least_s: no period is shorter, whatever the plan.
     """
 
-    def __init__(self, cluster: Cluster, tolerance: float) -> None:
+    def __init__(self, cluster: Cluster, tolerance: float, least_s: float = 0.0) -> None:
         self.cluster = cluster
-        self.within = max(1 + tolerance, SAME)
+        self._within, self._least_s = max(1 + tolerance, SAME), least_s
         self._kept: dict[tuple[bool, bool], list[tuple[Evaluation, Regard]]] = {}
+
+    def limit_s(self, shortest_s: float) -> float:
+        """The longest period that may be signed where that is the shortest."""
+        return max(shortest_s, self._least_s) * self._within
 
     def add(self, found: Evaluation) -> None:
         """Keep a plan that fits, unless one that is kept is as good in everything."""
         kept = self._kept.setdefault(_kind(found), [])
         shortest_s = min((other.prediction.period_s for other, _ in kept), default=float("inf"))
-        if found.prediction.period_s > shortest_s * self.within:
+        if found.prediction.period_s > self.limit_s(shortest_s):
             return
         mine = regard(found, self.cluster)
         if any(_as_good(other, its, found, mine) for other, its in kept):
             return
-        limit_s = min(shortest_s, found.prediction.period_s) * self.within
+        limit_s = self.limit_s(min(shortest_s, found.prediction.period_s))
         kept[:] = [
             (other, its)
             for other, its in kept
@@ -138,32 +143,32 @@ class Candidates:
         several, listed = _kind(fastest)
         kinds = [(several, True)] if listed else [(several, True), (several, False)]
         met = [found for kind in kinds for found, _ in self._kept.get(kind, [])]
-        return prefer(met, fastest, self.within, self.cluster)
+        return prefer(met, fastest, self.limit_s(fastest.prediction.period_s), self.cluster)
 
     def allows(self, plan: Evaluation, fastest: Evaluation) -> bool:
         """Whether it is within the tolerance, and takes no more devices."""
-        return _allows(plan, fastest, self.within)
+        return _allows(plan, fastest, self.limit_s(fastest.prediction.period_s))
 
 
 def prefer(
-    plans: Sequence[Evaluation], fastest: Evaluation, within: float, cluster: Cluster
+    plans: Sequence[Evaluation], fastest: Evaluation, limit_s: float, cluster: Cluster
 ) -> Evaluation:
-    """Of plans whose period is within this factor of the fastest one's, and that take no more
-    devices than that, the one that is preferred; the fastest may be the only one."""
-    fair = [plan for plan in plans if _allows(plan, fastest, within)]
+    """Of plans whose period is no longer than this, and that take no more devices than the fastest
+    one, the one that is preferred; the fastest may be the only one."""
+    fair = [plan for plan in plans if _allows(plan, fastest, limit_s)]
     return min([fastest, *fair], key=lambda plan: regard(plan, cluster))
 
 
-def _allows(plan: Evaluation, fastest: Evaluation, within: float) -> bool:
-    limit_s = fastest.prediction.period_s * within
+def _allows(plan: Evaluation, fastest: Evaluation, limit_s: float) -> bool:
     return plan.prediction.period_s <= limit_s and _devices(plan) <= _devices(fastest)
 
 
 def fastest_of(
-    found: Evaluation, chosen: Evaluation, cluster: Cluster
+    found: Evaluation, chosen: Evaluation, cluster: Cluster, least_s: float = 0.0
 ) -> FastestPlan | msgspec.UnsetType:
-    """What the fastest plan has, for the chosen one's file; unset where that is as fast."""
-    if chosen.prediction.period_s <= found.prediction.period_s * SAME:
+    """What the fastest plan has, for the chosen one's file; unset where that is as fast, as no
+    period is shorter than `least_s`."""
+    if chosen.prediction.period_s <= max(found.prediction.period_s, least_s) * SAME:
         return msgspec.UNSET
     pairs = zip(regard(found, cluster), regard(chosen, cluster), strict=True)
     first = next(k for k, (its, mine) in enumerate(pairs) if its != mine)
@@ -267,7 +272,7 @@ def _fresher(search: SearchState, met: Candidates, moves: Moves) -> None:
         ranges = search.relaxation.limit_ranges(len(chosen.stages), several=_kind(chosen)[0])
         if not chosen.difference or all(least == most for least, most in ranges):
             return
-        limit_s = fastest.prediction.period_s * met.within
+        limit_s = met.limit_s(fastest.prediction.period_s)
         there = _with_difference(search, chosen.difference - 1, met, limit_s)
         if search.branches and not there.branches:
             return
@@ -341,7 +346,7 @@ def _preferred_to(
     """The plan of a move, if it is preferred to another one."""
     fastest, seen = search.best, local.foreseen(move)
     assert fastest is not None
-    if seen is None or seen.least_s > fastest.prediction.period_s * met.within:
+    if seen is None or seen.least_s > met.limit_s(fastest.prediction.period_s):
         return None
     standing = local.look(move)
     if standing is None or standing.over or not met.allows(standing.found, fastest):

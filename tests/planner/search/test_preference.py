@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from math import inf
 
 import msgspec
 import pytest
@@ -86,7 +87,16 @@ def test_memory_counts_in_tenths_above_half(every_plan):
 def test_no_more_devices_are_taken():
     question = Question(of_times(1, 1, 8), uniform_cluster(3), "gpipe", 4, 1.0)
     two, three = cut(question, (2,), (1, 1)), cut(question, (1, 2), (1, 1, 1))
-    assert prefer([three, two], two, 2.0, question.cluster) is two
+    assert prefer([three, two], two, inf, question.cluster) is two
+
+
+def test_nothing_is_stale_for_a_period_that_loading_makes_longer():
+    """All layers of a mini-batch take 36 ms, its samples 40 ms to load."""
+    profile = msgspec.structs.replace(of_times(1, 1, 1), loading_s_per_sample=10e-3)
+    plan = solve(profile, uniform_cluster(3, **NEAR), stages=3)
+    assert plan.predicted.period_s == pytest.approx(40e-3)
+    assert plan.predicted.version_difference == 0
+    assert plan.solver.fastest is msgspec.UNSET
 
 
 def test_stages_that_do_not_set_the_period_are_even_and_little_stale():
