@@ -316,8 +316,10 @@ def first_batch(given: Given, split: Split, mini_batch: int) -> Any:
             found = loader.collate_fn([loader.dataset[k % size] for k in range(loader.batch_size)])
         else:
             more: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
-            if loader.batch_sampler is None or is_stream(loader):
+            if is_stream(loader):
                 more = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            elif loader.batch_sampler is None:
+                more = {"batch_size": None, "sampler": loader.sampler}
             alone = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **more)
             found = next(iter(alone), None)
     if found is None:

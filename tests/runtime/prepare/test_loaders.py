@@ -171,6 +171,19 @@ def test_a_samplers_own_batches_count_as_what_is_in_them():
     assert torch.equal(torch.cat([target for _, target, _ in found]), torch.arange(6))
 
 
+def test_a_sampler_may_choose_lists_for_data_that_take_them():
+    """As torch's documentation has it where data make batches themselves."""
+
+    class Together:
+        def __getitem__(self, chosen):
+            return torch.tensor(chosen)[:, None], torch.tensor(chosen)
+
+    sampler = BatchSampler(range(10), 4, drop_last=False)
+    loader = DataLoader(Together(), batch_size=None, sampler=sampler)
+    assert size_of(loader, "train", 4) == 10
+    assert some_samples(loader, "train", 3)[1].tolist() == [0, 1, 2]
+
+
 def test_an_evaluation_refuses_batches_without_some_of_their_samples():
     loader = DataLoader(
         range(6), batch_size=3, collate_fn=lambda rows: 2 * (torch.tensor(rows[1:]),)
