@@ -22,12 +22,12 @@ from ..systems.variants import Variant
 from .answer.fitting import Fitting
 from .answer.two_searches import beside
 from .branching import SearchRequest, explore, read_asked
-from .parts import INTERRUPTED, LEAST_GAIN
+from .parts import INTERRUPTED, LEAST_GAIN, quick_effort
 from .solve import solve
 
-_QUICK, _QUICK_SHARE, _ON_SHARE = 200_000, 1 / 8, 1 / 4
-"""Simulated operations, and of the time, for a plan without recomputation, and for one with it
-where memory is what that may be slow for, to see which is to be looked for."""
+_QUICK_SHARE, _ON_SHARE = 1 / 8, 1 / 4
+"""Of the time, for a plan without recomputation that is soon found, and for one with it where
+memory is what that may be slow for, to see which is to be looked for."""
 
 _HALF = 0.5
 """Of a device's memory: where no plan's stage needs more, twice as much could be in flight."""
@@ -93,7 +93,7 @@ class Ask:
         Args:
             known: plans fit without; else some do where one is soon found.
         """
-        effort = min(asked.get("effort", _QUICK), _QUICK)
+        effort = quick_effort(*self.question(tied, asked))
         quick = {**asked, "effort": effort, "explains": False}
         plan = tried(replace(self, recompute="off"), tied, share * _QUICK_SHARE, **quick)
         if not isinstance(plan, Plan):
@@ -102,9 +102,11 @@ class Ask:
         if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
             on = replace(self, recompute="on")
             recomputing = tried(on, tied, share * _ON_SHARE, before=plan, **quick)
-            most_s = plan.predicted.period_s * (1 - LEAST_GAIN)
-            if isinstance(recomputing, Plan) and recomputing.predicted.period_s <= most_s:
-                return self._recomputing(recomputing, plan, tied, share, asked)
+            if isinstance(recomputing, Plan):
+                # What is as good when the time is over may be better by more.
+                least = LEAST_GAIN * (recomputing.solver.stopped != "time limit")
+                if recomputing.predicted.period_s < plan.predicted.period_s * (1 - least):
+                    return self._recomputing(recomputing, plan, tied, share, asked)
             stopped = (
                 recomputing.solver.stopped if isinstance(recomputing, Plan) else str(recomputing)
             )

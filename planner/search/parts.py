@@ -10,12 +10,14 @@ from dataclasses import replace
 from ...profiles.files import ratio
 from ..evaluate import Evaluation
 from ..partition.problem import SAME
+from ..question import Question
 from .branching import SearchRequest, explore
-from .choices import Branch, Choice, PlacedBranch
+from .choices import Branch, Choice, PlacedBranch, micro_batch_counts
 from .device_sequences import cluster_in_sequence, few_sequences, sequence_matters
+from .effort import placed_operations
 from .exploration import run
 from .stages_per_device import PlacedSearch
-from .state import OutOfBudget, SearchState
+from .state import EFFORT, OutOfBudget, SearchState
 
 INTERRUPTED = "interrupted"
 """What ends a search by Ctrl-C."""
@@ -28,6 +30,23 @@ that were to gain 0 to 8 % gained −12 to +4."""
 LISTED_SHARE = 1 / 3
 """Of effort and time, for devices as listed, before other sequences are tried; where these can't
 be told apart but by replicas, the rest."""
+
+_QUICK, _SIMULATED = 200_000, 60
+"""Simulated operations for a plan that is soon found; and plans that can be simulated by it where
+devices have several stages, which takes longer: some eight of them are first cuts."""
+
+
+def quick_effort(question: Question, request: SearchRequest) -> int:
+    """Simulated operations for a plan that is soon found, of those that there are."""
+    each, variant = request.stages_per_device or 1, question.system
+    most = _QUICK
+    if variant.placement != "any" or each > 1:
+        stages = request.stages or len(question.cluster.devices) * max(each, 2)
+        counts = micro_batch_counts(question, request.micro_batches)
+        n = next((n for n in counts if n >= stages), counts[-1])
+        several = _SIMULATED * placed_operations(variant, stages, n)
+        most = min(max(_QUICK, several), EFFORT // 2)
+    return min(request.effort, most)
 
 
 def run_parts(

@@ -9,10 +9,13 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, row_of_layers
 from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.question import Question
 from timeprest.planner.search import default_recompute, defaults
 from timeprest.planner.search.answer.recheck import recheck, was_edited
+from timeprest.planner.search.branching import SearchRequest
 from timeprest.planner.search.defaults import best_plan
-from timeprest.planner.search.parts import LEAST_GAIN
+from timeprest.planner.search.effort import placed_operations
+from timeprest.planner.search.parts import LEAST_GAIN, quick_effort
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.profiles.profile import SharedParameters
@@ -131,6 +134,34 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
         best_plan(profile, tight, system, recompute="off")
     with pytest.raises(InfeasibleError, match="with --recompute auto neither"):
         best_plan(profile, uniform_cluster(2, "1kB"), system)
+
+
+@pytest.mark.parametrize(("stopped", "last"), [("time limit", "auto"), ("effort", "off")])
+def test_a_look_that_time_ended_says_little_of_what_recomputing_gains(monkeypatch, stopped, last):
+    """As shorter a plan as that is by little may be by much."""
+    profile, cluster, given = chain(8, saved=1000), uniform_cluster(2, "20kB"), []
+
+    def found(*asked, recompute, **more):
+        given.append(recompute)
+        plan = solve(*asked, recompute="off", **more)
+        period_s = plan.predicted.period_s * (0.98 if recompute == "on" else 1.0)
+        report = msgspec.structs.replace(plan.solver, optimal=False, stopped=stopped)
+        predicted = msgspec.structs.replace(plan.predicted, period_s=period_s)
+        return msgspec.structs.replace(plan, predicted=predicted, solver=report)
+
+    monkeypatch.setattr(default_recompute, "solve", found)
+    best_plan(profile, cluster, "gpipe", stages_per_device=1)
+    assert given == ["off", "on", last]
+
+
+def test_what_is_soon_found_where_devices_have_several_stages_is_of_some_plans():
+    question = Question(chain(8), uniform_cluster(2), "timeprest", 8, 0.0)
+    one, two = (
+        quick_effort(question, SearchRequest(stages_per_device=v, micro_batches=8)) for v in (1, 2)
+    )
+    assert one < two
+    assert two >= 60 * placed_operations(question.system, 4, 8)
+    assert quick_effort(question, SearchRequest(stages_per_device=2, effort=10)) == 10
 
 
 def test_none_are_where_several_stages_on_each_device_fit_without():
