@@ -89,8 +89,8 @@ def _setting(text: str, name: str) -> tuple[str, Any]:
             given = field.kind.base(value)
         except ValueError:
             raise UserError(f"{name} {text!r}: give {word} a number") from None
-    elif value not in field.option.values:
-        raise UserError(f"{name} {text!r}: give {word} one of {', '.join(field.option.values)}")
+    elif isinstance(field.kind.base, tuple) and value not in field.kind.base:
+        raise UserError(f"{name} {text!r}: give {word} one of {', '.join(field.kind.base)}")
     return field.name, read_field(field, given, f"{name} {word}")
 
 
