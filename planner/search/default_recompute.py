@@ -69,8 +69,8 @@ class Ask:
         Raises as `solve`.
         """
         asked = {**self.asked, **others}
-        if self.recompute is not None:
-            return self._solved(tied, share, asked, self.recompute)
+        if self.recompute is not None or self.system.recompute_refusal:
+            return self._solved(tied, share, asked, self.recompute or "off")
         fits = self._fits_without(tied, asked)
         if fits is False:
             return self._with_recompute(tied, share, asked)
@@ -131,7 +131,7 @@ class Ask:
 
     def _may_gain(self, plan: Plan, tied: Tied, asked: Mapping[str, Any]) -> bool:
         """Whether memory is what a plan may be slow for."""
-        if self.system.recompute_refusal or self.order is not None:
+        if self.order is not None:
             return False
         needs = plan.predicted.needs(plan.stages, self.cluster)
         if not any(need > limit * _HALF for _, need, limit in needs):
@@ -167,7 +167,7 @@ class Ask:
         """Whether a plan that computes nothing again is soon found; None where that isn't known
         before there was a search."""
         limited = any(device.memory_bytes is not None for device in self.cluster.devices)
-        if not limited or self.system.recompute_refusal:
+        if not limited:
             return True
         if self.order is not None:
             return None
