@@ -54,7 +54,7 @@ _TURNS, _LOOKED = 150, 10
 """Of a game's players at the most, and between looks at how far apart they are."""
 
 _SETTLED = 1e-4
-"""Of a game's value: closer bounds of it change no next weights."""
+"""Of a game's value: a game ends when its players' bounds are that near to each other."""
 
 _CLOSE, _IDLE = 1.001, 8
 """When the bound hasn't risen so much in so many rounds, or can't, no more follow."""
