@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -140,7 +140,9 @@ def _size(given: Given, mini_batch: int) -> int | None:
     if batches is None:
         return None
     with suppress(Exception), OwnRandomness(0)():  # the user's sampler, which a run is to tell of
-        chosen = islice(copy(chooses), batches)
+        # What it draws by, and remembers, is as it was when a run begins.
+        again = deepcopy(chooses, {id(given.dataset): given.dataset})
+        chosen = islice(again, batches)
         return sum(len(k) if isinstance(k, (list, tuple)) else each for k in chosen)
     return batches * each
 

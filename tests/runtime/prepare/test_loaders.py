@@ -8,6 +8,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import select
 import signal
 import threading
@@ -169,6 +170,25 @@ def test_a_samplers_own_batches_count_as_what_is_in_them():
     found = [samples.evaluation(k) for k in range(samples.evaluations)]
     assert [real for _, _, real in found] == [2, 1, 1, 2]
     assert torch.equal(torch.cat([target for _, target, _ in found]), torch.arange(6))
+
+
+class Drawing(Uneven):
+    """Draws its batches by generators of its own."""
+
+    def __init__(self):
+        super().__init__(range(6), 3, drop_last=False)
+        self.drawn, self.generator = random.Random(3), torch.Generator().manual_seed(1)
+
+    def __iter__(self):
+        rows = torch.randperm(6, generator=self.generator).tolist()
+        yield from (rows[: (k := self.drawn.randint(2, 3))], rows[k:])
+
+
+def test_a_sampler_is_as_it_was_when_its_samples_are_counted():
+    sampler = Drawing()
+    loader = DataLoader(range(6), batch_sampler=sampler)
+    assert size_of(loader, "train", 3) == 6
+    assert list(sampler) == list(Drawing())
 
 
 def test_a_sampler_may_choose_lists_for_data_that_take_them():
