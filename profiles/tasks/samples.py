@@ -140,11 +140,18 @@ def _size(given: Given, mini_batch: int) -> int | None:
     if batches is None:
         return None
     with suppress(Exception), OwnRandomness(0)():  # the user's sampler, which a run is to tell of
-        # What it draws by, and remembers, is as it was when a run begins.
-        again = deepcopy(chooses, {id(given.dataset): given.dataset})
-        chosen = islice(again, batches)
+        chosen = islice(_unused(given, chooses), batches)
         return sum(len(k) if isinstance(k, (list, tuple)) else each for k in chosen)
     return batches * each
+
+
+def _unused(loader: DataLoader[Any], sampler: Any) -> Any:
+    """A copy to look at: what a sampler draws by, and remembers, is as it was when a run begins.
+    The sampler itself where it can't be copied."""
+    try:
+        return deepcopy(sampler, {id(loader.dataset): loader.dataset})
+    except Exception:  # the user's
+        return sampler
 
 
 def length_of(value: Any) -> int | None:
@@ -317,11 +324,11 @@ def first_batch(given: Given, split: Split, mini_batch: int) -> Any:
             size = dataset_size(loader.dataset, split)
             found = loader.collate_fn([loader.dataset[k % size] for k in range(loader.batch_size)])
         else:
-            more: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+            more: dict[str, Any] = {"batch_sampler": _unused(loader, loader.batch_sampler)}
             if is_stream(loader):
                 more = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             elif loader.batch_sampler is None:
-                more = {"batch_size": None, "sampler": loader.sampler}
+                more = {"batch_size": None, "sampler": _unused(loader, loader.sampler)}
             alone = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **more)
             found = next(iter(alone), None)
     if found is None:

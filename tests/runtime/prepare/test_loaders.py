@@ -32,7 +32,7 @@ from timeprest.profiles.tasks.loaders import as_ours, died, why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
 from timeprest.profiles.tasks.parts import ALL, INPUTS
 from timeprest.profiles.tasks.prefetch import Ahead
-from timeprest.profiles.tasks.samples import few, pick, size_of, some_samples
+from timeprest.profiles.tasks.samples import few, first_batch, pick, size_of, some_samples
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_epochs, read_losses
 from timeprest.runtime.run import run
@@ -184,10 +184,11 @@ class Drawing(Uneven):
         yield from (rows[: (k := self.drawn.randint(2, 3))], rows[k:])
 
 
-def test_a_sampler_is_as_it_was_when_its_samples_are_counted():
-    sampler = Drawing()
-    loader = DataLoader(range(6), batch_sampler=sampler)
+def test_a_sampler_is_as_it_was_when_its_samples_are_counted_and_looked_at():
+    sampler, rows = Drawing(), [(torch.zeros(1), torch.zeros(1))] * 6
+    loader = DataLoader(rows, batch_sampler=sampler)
     assert size_of(loader, "train", 3) == 6
+    first_batch(loader, "train", 3)
     assert list(sampler) == list(Drawing())
 
 
