@@ -3,6 +3,7 @@ and printing these."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from decimal import Decimal
 from math import inf, nan
 from numbers import Real
 from operator import index
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 from .errors import UserError
@@ -90,6 +92,13 @@ def number(
     if found is None or not 0 <= found <= most:
         raise UserError(f"{name} {shown(value)}: give a number from 0{other}")
     return float(found)
+
+
+def path(value: object, name: str) -> Path:
+    """Raises UserError for what is no path."""
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"{name} {shown(value)}: give a path")
+    return Path(value)
 
 
 # Texts become Python's own below: files can't hold NumPy's.

@@ -12,7 +12,7 @@ from ..planner.plan import Plan, check_plan
 from ..profiles.errors import RunError, StoppedError, UserError
 from ..profiles.measuring.process_settings import settings_put_back
 from ..profiles.tasks.objects import SESSION, check_not_importing, give, name_of
-from ..profiles.units import truth, whole
+from ..profiles.units import path, truth, whole
 from .processes.environment import launched_by
 from .processes.rendezvous import Rendezvous
 from .records.callbacks import Callback, Callbacks
@@ -110,7 +110,7 @@ class Trainer:
                 raise UserError(f"task: the run's is {named}, found by that name; leave task out")
         self.plan, self.settings = plan, settings
         # The task's code may go to another folder.
-        self.where = Path(run_dir).absolute()
+        self.where = path(run_dir, "run_dir").absolute()
         self.callbacks = tuple(callbacks)
         self._observer = Callbacks((*self.callbacks, MetricLogs()))
         self._max_restarts = whole(max_restarts, "max_restarts", 0)

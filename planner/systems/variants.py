@@ -318,6 +318,17 @@ _TABLE = (
 
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _TABLE}
 
+_ALSO_CALLED = {
+    "1f1b": "pipedream-flush",
+    "dapple": "pipedream-flush",
+    "2bw": "pipedream-2bw",
+    "fill-drain": "gpipe",
+    "interleaved": "interleaved-1f1b",
+    "zero-bubble": "zb-h1",
+    "zbv": "zb-v",
+}
+"""What papers and other engines call systems of the table."""
+
 
 def variant_named(name: str) -> Variant:
     """The system of this name: of the table, or of a plugin at hand.
@@ -330,7 +341,9 @@ def variant_named(name: str) -> Variant:
     try:
         return VARIANTS[name]
     except KeyError:
-        raise PlanError(f"unknown system {name!r}; known are {', '.join(VARIANTS)}") from None
+        meant = _ALSO_CALLED.get(name.lower())
+        hint = f"; {meant} is this one's name here" if meant else ""
+        raise PlanError(f"unknown system {name!r}{hint}; known are {', '.join(VARIANTS)}") from None
 
 
 def under_order(variant: Variant, order: Order) -> Variant:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import in_one_line
+from ...profiles.units import number, whole
 from .events import (
     CheckpointWritten,
     EpochDone,
@@ -238,9 +239,8 @@ class EarlyStopping(Callback):
         """
         if mode not in ("min", "max"):
             raise UserError(f"EarlyStopping: mode {mode!r}: give 'min' or 'max'")
-        if patience < 1 or not min_delta >= 0:
-            raise UserError("EarlyStopping: patience is 1 or more, min_delta 0 or more")
-        self.figure, self.patience, self.min_delta = figure, patience, min_delta
+        self.figure, self.patience = figure, whole(patience, "EarlyStopping: patience")
+        self.min_delta = number(min_delta, "EarlyStopping: min_delta") or 0.0
         self._sign = 1.0 if mode == "min" else -1.0
         self.best: float | None = None
         self.best_mini_batch = 0

@@ -235,6 +235,7 @@ def test_a_table_of_costs_is_no_profile_yet(folder):
         (["--memory", "1kB"], "What would do: "),
         (["--micro-batches", 5], "only 4 samples"),
         (["--variant", "zigzag"], "unknown system"),
+        (["--variant", "1F1B"], "unknown system '1F1B'; pipedream-flush is this one's name here"),
     ],
 )
 def test_bad_requests_are_one_line(options, message, folder):

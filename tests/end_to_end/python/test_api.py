@@ -423,6 +423,8 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     ):
         with pytest.raises(UserError, match=why):
             timeprest.run(plan, tmp_path / "none", steps=1, inline=True, **change)
+    with pytest.raises(UserError, match="run_dir None: give a path"):
+        timeprest.run(plan, None, steps=1, inline=True)
     assert not (tmp_path / "none").exists()
 
 
