@@ -398,7 +398,7 @@ class EqualDevices:
         """
         count = self._count("devices", spelled) or 2
         each, memory_bytes = self._count("per_machine", spelled), self.memory_bytes(spelled)
-        links = self.equal_links({}, each is not None, spelled)
+        links = self.equal_links({}, each is not None and each < count, spelled)
         homes = [f"machine{k // each}" if each else None for k in range(count)]
         devices = tuple(
             Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
@@ -427,8 +427,8 @@ class EqualDevices:
         far = (self.between_bandwidth, self.between_latency) != (None, None)
         if far and not several:
             raise UserError(
-                f"{spelled('per_machine')}: say how many devices a machine has, to give links "
-                "between"
+                f"{spelled('per_machine')}: say how many devices a machine has, fewer than all, "
+                "to give links between"
             )
         usual = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY, **usual}
         return Cluster(

@@ -257,6 +257,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"pins": 3}, "pins: give each layer's stage by its name"),
         ({"pins": ["l3"]}, "pins 'l3': give NAME=STAGE, as in pins layer3=1; 0 is the first"),
         ({"between_latency": "1ms"}, "per_machine: say how many devices a machine has"),
+        ({"per_machine": 2, "between_latency": "1ms"}, "per_machine: .*, fewer than all, to give"),
         ({"pins": {"l0": 1}, "stages": 2}, "can't be cut as asked with --pin l0=1: no stage may"),
         ({"tied": "apart"}, "tied 'apart': give one of auto, together, split"),
         ({"order": 3}, "order: give the name of a file, not int"),
