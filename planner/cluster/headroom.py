@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -27,8 +28,8 @@ class Headroom(NamedTuple):
 
 
 def parse_headroom(text: str | float, what: str = "--headroom") -> Headroom:
-    """``"8%"``, ``"4GiB"`` or a number of bytes. Raises UserError naming `what`."""
-    if isinstance(text, str) and text.strip().endswith("%"):
+    """``"8%"`` or ``0.08``, ``"4GiB"`` or a number of bytes. Raises UserError naming `what`."""
+    if re.fullmatch(r"0?\.\d+|.*%", str(text).strip()):
         return Headroom(share=parse_share(text, what))
     return Headroom(nbytes=parse_memory(text, what))
 

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def test_a_share_or_bytes():
-    assert parse_headroom("8%") == Headroom(share=0.08)
+    assert {parse_headroom(each) for each in ("8%", "0.08", 0.08)} == {Headroom(share=0.08)}
     assert parse_headroom("4GiB") == Headroom(nbytes=4 * GIB)
     assert parse_headroom("0") == Headroom()
     for text in ("100%", "-1%", "much%", "nan%"):
