@@ -53,6 +53,7 @@ def read_config(context: click.Context, path: str, given: Collection[str]) -> di
         key = written.replace("_", "-")
         if key.startswith("no-") and f"--{key}" in getattr(keys.get(key[3:]), "secondary_opts", ()):
             key, value = key[3:], not value if isinstance(value, bool) else value
+        key = next((name for name, option in keys.items() if f"--{key}" in option.opts), key)
         if key not in keys:
             close = get_close_matches(key, keys, 1)
             more = f"; did you mean {close[0]}?" if close else ""

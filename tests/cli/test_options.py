@@ -191,6 +191,14 @@ def test_one_value_of_an_option_that_takes_several_needs_no_list(tmp_path):
     assert "pin: [1]: give text or a number" in done.output
 
 
+def test_every_long_name_of_an_option_is_a_key(tmp_path):
+    for key in ("between", "between-bandwidth", "between_bandwidth"):
+        done = configured(tmp_path, "tp-plan solve", f"{key} = '1GB/s'", "--print-config")
+        assert 'between-bandwidth = "1GB/s"' in done.output.splitlines()
+    done = configured(tmp_path, "tp-plan solve", "between = '1GB/s'\nbetween-bandwidth = '1GB/s'")
+    assert "is there twice" in done.output
+
+
 def test_the_command_line_wins(tmp_path):
     text = "epochs = 7\nlr = 1\ncheckpoint_every = 4\ncheckpoint-every = 4\n"
     done = configured(tmp_path, "tp-run", text)
