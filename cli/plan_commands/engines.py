@@ -42,6 +42,7 @@ receive_option = click.option(
     "--receive",
     type=BandwidthValue(),
     default=inf,
+    show_default=False,
     help="At which a device of the other engine takes in what it received, like 10GB/s: copies, "
     "and what its ranks put together.  [default: at once]",
 )

@@ -41,6 +41,7 @@ def help_of(name):
 def test_help_has_every_option_once_and_ranges_that_mean_something(name):
     text = help_of(name)
     assert "RANGE" not in text
+    assert not re.search(r"\[default:[^]]*\]\s+\[default:", text)
     assert set(re.findall(r"\d<=?x<=?[^\]]*", text)) <= {"0<x<1", "0<=x<1", "0<x<=1", "0<=x<=1"}
     shown = text.split("Examples:")[0]
     for option in COMMANDS[name].params:
