@@ -81,8 +81,8 @@ def _type(field: OptionField) -> click.ParamType[Any]:
 
 
 class ImportingCommand(GroupedCommand):
-    """A command that has the options of importers, too, where a word of its line is a file of
-    theirs; in help, and with a file of options, all of them."""
+    """A command that has the options of importers, too, where its line has a file of theirs or
+    options that aren't its own; in help, and with a file of options, all of them."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -98,11 +98,12 @@ class ImportingCommand(GroupedCommand):
             given, rest, _ = self.make_parser(context).parse_args(list(args))
             for plugin in given.get("plugins", ()):
                 plugins.load_file(plugin)
-            all_of_them = any(re.match(r"-h$|--help$|--(print-)?config", word) for word in args)
+            unknown = any(word.startswith("-") for word in rest)
+            asked = any(re.match(r"-h$|--help$|--(print-)?config", word) for word in args)
             files = (given.get(p.name) for p in self.params if isinstance(p, click.Argument))
             words = [*rest, *(file for file in files if isinstance(file, str))]
-            if all_of_them:
-                words = plugins.names("importers")
+            if unknown or asked:
+                words = [f"file{name}" for name in plugins.names("importers")]
             records = options_of_importers(words)
         except (PluginError, click.UsageError):
             return []  # said when the line is read in earnest

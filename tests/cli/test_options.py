@@ -52,6 +52,16 @@ def test_help_has_every_option_once_and_ranges_that_mean_something(name):
             assert len(lines) == 1, option.opts
 
 
+def test_an_importers_option_without_its_file_says_what_it_goes_with():
+    for target, why in (
+        ("costs.csv", "--model: costs.csv has no such option"),
+        ("digits", "--model: goes with a file that is imported; digits is none"),
+    ):
+        done = CliRunner().invoke(profile_main, [target, "--model", "x"], prog_name="tp-profile")
+        assert done.exit_code == 2
+        assert re.fullmatch(rf".*: {why}\n", done.output)
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_options_are_in_groups_of_a_few(name):
     text = help_of(name).split("Examples:")[0]

@@ -192,6 +192,7 @@ def test_options_of_a_plugins_importer_are_found_too(tmp_path, plugins_forgotten
     )
     code, said = run("x.mine", "--plugin", plugin, "--colour", "green")
     assert (code, said.endswith("x.mine in green")) == (2, True)
+    assert "--colour TEXT" in run("--help", "--plugin", plugin)[1]
 
 
 def test_their_own_files(tmp_path):
