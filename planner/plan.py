@@ -492,16 +492,17 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     return plan
 
 
-_told: set[tuple[str, str]] = set()
+_told: set[tuple[bytes, str]] = set()
+"""Plans that a warning was given of, whatever names they have, with what their plugin is now."""
 
 
 def _look_at_plugin(plan: Plan, variant: Variant, where: str) -> None:
-    """Warn, once in a process, where a plugin isn't what it was."""
+    """Warn, once of a plan in a process, where its plugin isn't what it was."""
     there, made_with = with_plugin_at_hand(plan).plugin_checksum, plan.plugin_checksum
     if msgspec.UNSET in (there, made_with) or there == made_with:
         return
-    if (where, str(there)) not in _told:
-        _told.add((where, str(there)))
+    if (told := (msgspec.json.encode(plan), str(there))) not in _told:
+        _told.add(told)
         line = (
             f"{where}: the plugin {plan.plugin} has changed since this was made: {variant.name} "
             "may be another system now"
