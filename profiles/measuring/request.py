@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..files import MAX_COUNT, Count, Factor, Threads
 from ..options import Option, Spelled, chosen, read_record
 from ..profile import FRONT_ENDS, front_ends
-from ..units import shown, whole
+from ..units import shown, texts, whole
 
 MODEL = "Model"
 MEASURED = "What is measured"
@@ -36,6 +36,10 @@ def _sizes(given: object, name: str) -> list[int]:
         return [whole(size, name) for size in given]  # type: ignore[attr-defined]
     except TypeError:
         raise UserError(f"{name}: give a list of them, not {shown(given)}") from None
+
+
+def _inputs(given: object, name: str) -> list[str]:
+    return texts(given, name, "3x32x32:float32")
 
 
 def _front_end(given: object, name: str) -> str:
@@ -77,7 +81,8 @@ class ProfileRequest:
     ] = None
     """How to find the graph."""
     inputs: Annotated[
-        Sequence[str], Option(MODEL, flags=("--input",), metavar="SHAPE:DTYPE", several=True)
+        str | Sequence[str],
+        Option(MODEL, flags=("--input",), metavar="SHAPE:DTYPE", several=True, read=_inputs),
     ] = ()
     """What a model that isn't a task takes, one sample: 3x32x32:float32, 64:int64:1000 for integers
     below 1000, or by name mask=64:int64. Once for each input."""

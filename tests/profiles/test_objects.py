@@ -166,6 +166,16 @@ def test_a_model_of_a_session_is_profiled():
         timeprest.profile(make_task(), together=2)
 
 
+def test_one_input_needs_no_list():
+    one, several = (
+        timeprest.profile(nn.Linear(3, 2), inputs=each, batch_size=4, seconds=0).inputs
+        for each in ("3:float32", ["3:float32"])
+    )
+    assert one == several
+    with pytest.raises(UserError, match="inputs: give one or more such as '3x32x32:float32', not"):
+        timeprest.profile(nn.Linear(3, 2), inputs=[(3,)], batch_size=4)
+
+
 def test_a_session_is_left_as_it_was():
     """Threads and random numbers, and a model of the user's own."""
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).eval()
