@@ -50,6 +50,7 @@ from .plain_attributes import changed, plain_attributes
 from .worker_state import WorkerState, capture
 
 if TYPE_CHECKING:
+    from ..prepare.prepared import Prepared
     from ..records.growing_file import GrowingFile
 
 FORMAT = "timeprest-checkpoint/1"
@@ -78,6 +79,8 @@ class Checkpoint(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """That it lies in, counted from 0."""
     epoch_mini_batches: int
     """Done in that epoch."""
+    samples: int | msgspec.UnsetType = msgspec.UNSET
+    """In the training data; older ones don't say."""
     variant: str
     plan: str
     """Checksum of the plan."""
@@ -295,14 +298,14 @@ class CheckpointWriter:
     def __init__(
         self,
         where: RunDir,
-        plan: Plan,
-        settings: RunSettings,
+        prepared: Prepared,
         agree: Agree,
         logs: Mapping[int, Sequence[GrowingFile]],
     ) -> None:
         """`logs`: by the replicas' numbers, what those of this process write."""
+        plan, settings = prepared.plan, prepared.settings
         self.where = where
-        self.variant = plan.variant
+        self.variant, self.samples = plan.variant, prepared.samples
         self.plan, self.settings = plan_checksum(plan), settings_checksum(settings)
         self.keep = settings.keep_checkpoints
         self.agree = agree
@@ -393,6 +396,7 @@ class CheckpointWriter:
                 mini_batches=segment.end,
                 epoch=segment.epoch,
                 epoch_mini_batches=segment.offset + segment.mini_batches,
+                samples=self.samples,
                 variant=self.variant,
                 plan=self.plan,
                 settings=self.settings,

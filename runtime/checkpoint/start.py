@@ -55,12 +55,19 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
     if not done:
         return
     saved = Saved(where.checkpoints.folder(done))
-    then = (done, saved.info.epoch, saved.info.epoch_mini_batches)
-    if then not in {(s.end, s.epoch, s.offset + s.mini_batches) for s in prepared.segments}:
+    then, had = (done, saved.info.epoch, saved.info.epoch_mini_batches), saved.info.samples
+    # Of a stream nobody knows more than the run's steps take of it.
+    of_steps = (settings.steps or 0) * prepared.plan.mini_batch
+    other = had not in (msgspec.UNSET, prepared.samples) and prepared.samples != of_steps
+    places = {(s.end, s.epoch, s.offset + s.mini_batches) for s in prepared.segments}
+    if other or then not in places:
         raise UserError(
             f"{where.path}: the training data have another length than before, when mini-batch "
-            f"{done} was the {then[2]}. of epoch {then[1] + 1}: put them back as they were, or "
-            f"start another run from the weights: tp-run PLAN --from {where.path}"
+            f"{done} was the {then[2]}. of epoch {then[1] + 1}"
+            + f" of {had} samples; they have {prepared.samples} now"
+            * other
+            + ": put them back as they were, or start another run from the weights: "
+            f"tp-run PLAN --from {where.path}"
         )
 
 

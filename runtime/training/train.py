@@ -57,7 +57,7 @@ def train(
             metrics if runner.replica.is_reporter else None,
         )
         files[runner.replica.number] = [file for file in written if file is not None]
-    checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
+    checkpoints = CheckpointWriter(where, prepared, agree, files)
     try:
         course = Course(runners, metrics or Observer(), agree, replicas_agree, checkpoints)
         course.run()
