@@ -279,6 +279,11 @@ def contents(
 ) -> dict[str, bytes]:
     """A worker's files of a checkpoint by their paths in it. Takes and raises as `capture`."""
     state, tensors = capture(runner.stage, random, sums, logs, left_out)
+    state = msgspec.structs.replace(
+        state,
+        not_finite=tuple(runner.gradients.not_finite.mini_batches),
+        beyond_profile=tuple(runner.data.beyond_profile),
+    )
     file = runner.replica.file
     found = {
         f"state/{file}.json": msgspec.json.encode(state),

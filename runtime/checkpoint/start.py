@@ -220,6 +220,8 @@ def put_back(
     weights = runner.prepared.model.as_named(written)
     give_weights(runner, weights, where)
     _remember_frozen(runner)
+    runner.gradients.not_finite.mini_batches = [*state.not_finite]
+    runner.data.beyond_profile = [*state.beyond_profile]
     return restore(runner.stage, state, tensors)
 
 

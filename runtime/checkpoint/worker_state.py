@@ -124,6 +124,9 @@ class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """Bytes of the worker's own logs so far, by their paths in the run directory."""
     left_out: tuple[str, ...] = ()
     """What changed in plain attributes (`plain_attributes`), by name: it isn't here."""
+    not_finite: tuple[int, ...] = ()
+    beyond_profile: tuple[int, ...] = ()
+    """Mini-batches so far, as of `StageReport`."""
 
 
 def capture(

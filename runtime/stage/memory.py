@@ -35,7 +35,6 @@ class MemoryAccount:
         last: what was held at the last moment that was accounted for, by all stages of the worker,
             by kind (`ACCOUNTED_KINDS`); None: there was none.
         peak: the most there was at moments of this stage.
-        most_versions: of its weights, held at once.
         activations_bytes: that are kept for backwards to come.
         aside_bytes: of gradients that aren't their parameters' own.
         beside: what the worker's other stages hold between their operations, by kind.
@@ -64,7 +63,6 @@ class MemoryAccount:
         self.last: tuple[int, ...] | None = None
         self.peak: MemoryByKind | None = None
         self._most = 0
-        self.most_versions = 1
         self.beside: Sequence[Callable[[], tuple[int, ...]]] = ()
 
     def note(self, boundary_bytes: int = 0, *, gradients_changed: bool = True) -> None:
@@ -82,7 +80,6 @@ class MemoryAccount:
         if total > self._most or self.peak is None:
             self._most = total
             self.peak = MemoryByKind(**dict(zip(_FIELDS, held, strict=True)))
-        self.most_versions = max(self.most_versions, self._versions.held)
 
     def held(self, boundary_bytes: int) -> tuple[int, ...]:
         """Bytes that all stages of the worker hold now, by kind (`ACCOUNTED_KINDS`), with what was

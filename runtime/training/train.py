@@ -122,7 +122,7 @@ def _reports(
                 not_by_ipc=runner.messages.not_by_ipc,
                 device_peak_bytes=peak_bytes(runner.device),
                 device_used_bytes=used_bytes(runner.device),
-                versions_held=runner.stage.account.most_versions,
+                versions_held=max((e.versions_held for e in epochs), default=1),
                 version_differences=summed_counts(e.version_differences for e in epochs),
                 weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                 not_finite=runner.gradients.not_finite.mini_batches,

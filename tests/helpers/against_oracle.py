@@ -159,7 +159,6 @@ def compare(run_dir, plan, oracle, summary):
         assert logged == oracle.log[s]
         report = summary.stages[s]
         assert report.versions_held == oracle.most_held(s, recompute=stage.recompute)
-        assert max(epoch.versions_held for epoch in report.epochs) == report.versions_held
         assert report.version_differences == Counter(oracle.differences[s])
         compare_staleness(report.epochs, oracle.differences[s], oracle.weight_distances[s])
 

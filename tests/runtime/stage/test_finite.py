@@ -107,6 +107,9 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     # NaN is null in JSON; what reads it back finds NaN again.
     reports = RunDir(tmp_path).read_reports(all_replicas(plan))
     assert [r.not_finite for r in reports] == [r.not_finite for r in summary.stages]
+    # A run that goes on from there knows of them.
+    summary = resume(tmp_path, steps=5, inline=True)
+    assert [report.not_finite for report in summary.stages] == [[], [2, 3]]
     tail.poll()
     assert math.isnan(records[0].train_loss)
     assert math.isnan(records[0].test["loss"])

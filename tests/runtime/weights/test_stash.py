@@ -278,7 +278,7 @@ def test_copies_of_the_weights_counted_in_bytes(
         assert start >= 1
         assert max(seen) - start + 1 == copies[s]
         assert min(seen) - start + 1 == 1
-        assert runners[s].stage.account.most_versions == copies[s]
+        assert runners[s].stage.meter.seen.versions_held == copies[s]
         # Only what was counted on top of the latest weights is accounted as older versions.
         peak = runners[s].stage.account.peak
         assert peak is not None
