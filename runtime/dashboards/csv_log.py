@@ -7,10 +7,9 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...profiles.errors import FileError
 from ...profiles.files import write_bytes
 from ..records.events import RunBegun
-from ..records.growing_file import GrowingFile
+from ..records.growing_file import GrowingFile, new_lines
 from ..records.metric_logs import NAMES
 
 
@@ -45,14 +44,13 @@ class _CsvFile(GrowingFile):
 
 def _rows_up_to(path: Path, step: int) -> list[list[str]]:
     """The head of a CSV file and its rows up to a step; none where there is no such file."""
+    # A full disk may have left a part of a line, which looks like a row where its last number is
+    # cut.
+    lines, _ = new_lines(path, 0)
     try:
-        with path.open(newline="") as file:
-            head, *rows = csv.reader(file)
-    except (FileNotFoundError, ValueError):
+        head, *rows = csv.reader(line.decode() for line in lines)
+    except ValueError:
         return []
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from None
-    # The last line may be a part.
     whole = [row for row in rows if len(row) == len(head) and row[0].isdigit()]
     return [head, *(row for row in whole if int(row[0]) <= step)]
 

@@ -106,6 +106,23 @@ def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_pa
     assert [row["step"] for row in rows(run_dir, "evaluations.csv")] == ["3", "6"]
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_part_of_a_line_is_written_anew(kept, mlp_profile, mlp_target, tmp_path):
+    """A full disk leaves some of the head, or all columns of a row, the last number cut."""
+    run_dir = tmp_path / "run"
+    how = {"checkpoint_every": 4, "eval_every": 2, "callbacks": [Unplugged()]}
+    with pytest.raises(Stopped):
+        train(mlp_profile, mlp_target, run_dir, "csv", **how).run()
+    before = {name: rows(run_dir, name) for name in ("metrics.csv", "evaluations.csv")}
+    for name in before:
+        path = run_dir / "dashboards" / name
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[: kept + 1])[:-4])
+    Trainer(None, run_dir, inline=True).resume()
+    for name, wanted in before.items():
+        there = [row for row in wanted if int(row["step"]) <= 4]
+        assert rows(run_dir, name)[: len(there)] == there
+
+
 @pytest.mark.parametrize("log", ["", "csv"])
 def test_rows_that_a_killed_launcher_didnt_write(log, mlp_profile, mlp_target, tmp_path):
     """What the workers had by the checkpoint is filled in; also where no log was asked for then."""
