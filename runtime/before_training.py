@@ -9,7 +9,7 @@ from textwrap import shorten
 from ..planner.plan import Plan
 from .checkpoint.initial_weights import check_start
 from .checkpoint.logs import check_logs, noted_sizes
-from .checkpoint.start import check_rates, check_unfinished, left_out
+from .checkpoint.start import check_task, check_unfinished, left_out
 from .checkpoint.trial import try_kept
 from .prepare.prepare import prepare
 from .prepare.prepared import Prepared
@@ -43,7 +43,7 @@ def checked(
     lines = try_kept(prepared)
     if settings.resumed:
         check_unfinished(prepared, where)
-        lines += check_rates(prepared, where)
+        lines += check_task(prepared, where)
     if settings.start_from is not None and not settings.resume_at:
         lines += check_start(prepared, Path(settings.start_from))
     return prepared, lines

@@ -23,7 +23,7 @@ from ..stage.runner import StageRunner
 from .checkpoint import Saved, find_whole, plan_checksum, settings_checksum
 from .initial_weights import give_weights, start_from
 from .learning_rate import go_on
-from .worker_state import WorkerState, frozen_parameters, restore, unpack
+from .worker_state import WorkerState, check_updates, frozen_parameters, restore, unpack
 
 
 def check_settings(settings: RunSettings) -> RunSettings:
@@ -71,15 +71,16 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
         )
 
 
-def check_rates(prepared: Prepared, where: RunDir) -> list[str]:
+def check_task(prepared: Prepared, where: RunDir) -> list[str]:
     """Warnings of the learning rates that a run which goes on would have.
 
     Not for runs on GPUs whose optimizers can't be made here: the workers find out.
 
-    Raises TargetError for a scheduler that ends before the run does.
+    Raises FileError for a checkpoint of another optimizer or scheduler, TargetError for a scheduler
+    that ends before the run does.
     """
-    settings = prepared.settings
-    if not settings.resume_at or settings.lr_schedule is not None:
+    settings, lines = prepared.settings, list[str]()
+    if not settings.resume_at:
         return []
     saved = Saved(where.checkpoints.folder(settings.resume_at))
     with looked_at(prepared):
@@ -87,18 +88,27 @@ def check_rates(prepared: Prepared, where: RunDir) -> list[str]:
             name = f"state/stage{s}"
             if not (saved.path / f"{name}.json").exists():
                 continue
-            state, scheduler = saved.worker_state(f"stage{s}"), None
+            state, updates = saved.worker_state(f"stage{s}"), None
             with suppress(UserError):
-                scheduler = StageUpdates(prepared, s).scheduler
-            if scheduler is None or state.scheduler is None:
+                updates = StageUpdates(prepared, s)
+            if updates is None:
+                continue
+            try:
+                check_updates(updates, state)
+            except ValueError as error:
+                raise _not_its_state(saved, f"stage {s}", error) from None
+            if updates.scheduler is None or settings.lr_schedule is not None:
                 continue
             with suppress(KeyError, ValueError, AttributeError):
                 # The worker says so where it isn't its state.
                 found = _scheduler_state(saved, name, state)
-                line = go_on(scheduler, found, state.run_length)
-                return [] if line is None else [line]
-            return []
-    return []
+                line = go_on(updates.scheduler, found, state.run_length)
+                lines += [line] if line is not None and line not in lines else []
+    return lines
+
+
+def _not_its_state(saved: Saved, name: str, why: Exception) -> FileError:
+    return FileError(f"{saved.path}: isn't a state of this {name}: {why}")
 
 
 def _scheduler_state(saved: Saved, name: str, state: WorkerState) -> Any:
@@ -201,7 +211,7 @@ def restore_worker(
     try:
         random = put_back(runner, weights, state, tensors, str(saved.path / name))
     except (KeyError, ValueError, RuntimeError) as error:
-        raise FileError(f"{saved.path}: isn't a state of this {replica.name}: {error}") from error
+        raise _not_its_state(saved, replica.name, error) from error
     return random, state.sums
 
 

@@ -22,6 +22,7 @@ from ...profiles.tracing.call import mark_of
 from ..prepare.devices import put
 from ..prepare.tied_parameters import model_parameters, write
 from ..records.metrics import EpochSums
+from ..stage.optimizer import StageUpdates
 from ..stage.stage import Stage
 from ..weights.prediction import LAST
 from .learning_rate import go_on
@@ -114,6 +115,8 @@ class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     own: Any = None
     """Instead of both, what its state_dict() gives, where it keeps more."""
     scheduler: Any = None
+    scheduler_class: str | None = None
+    """None: there is none, or it is an older state."""
     run_length: RunLength | None = None
     """Which the scheduler was made for; None: there is none, or it isn't known."""
     last_gradients: Any = None
@@ -173,6 +176,7 @@ def capture(
             optimizer=None if optimizer is None else type(optimizer).__name__,
             **parts,
             scheduler=pack(state_dict and state_dict(), tensors, "scheduler"),
+            scheduler_class=None if scheduler is None else type(scheduler.rule).__name__,
             run_length=None if scheduler is None else scheduler.length,
             sums=sums,
             logs=logs,
@@ -230,19 +234,34 @@ def give_back(
     give_kept(optimizer, named, unpack(state.kept, tensors))
 
 
+def check_updates(updates: StageUpdates, state: WorkerState) -> None:
+    """Raise ValueError for the state of a stage whose updates were made by others than these."""
+    optimizer, scheduler = updates.optimizer, updates.scheduler
+    own = None if optimizer is None else type(optimizer).__name__
+    rule = None if scheduler is None else type(scheduler.rule).__name__
+    had_rule = state.scheduler_class
+    if had_rule is None and state.scheduler is not None:
+        had_rule = rule or "one"
+    found: list[tuple[str, object, object]]
+    found = [("optimizer", state.optimizer, own), ("scheduler", had_rule, rule)]
+    if optimizer is not None and state.groups is not None:
+        groups = len(state.groups), len(optimizer.param_groups)
+        found.append(("number of parameter groups", *groups))
+    for what, had, now in found:
+        if had != now:
+            raise ValueError(
+                f"its {what} was {had}, and is {now} now; put the task back as it was, or start "
+                "another run by tp-run PLAN --from RUN"
+            )
+
+
 def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> Tensor:
     """Give a stage this state, its weights left out. Returns that of its random numbers.
 
     Raises KeyError or ValueError for a state that isn't this stage's.
     """
-    advice = "put the task back as it was, or start another run by tp-run PLAN --from RUN"
+    check_updates(stage.updates, state)
     optimizer, scheduler = stage.updates.optimizer, stage.updates.scheduler
-    own = None if optimizer is None else type(optimizer).__name__
-    if own != state.optimizer:
-        raise ValueError(f"its optimizer was {state.optimizer}, and is {own} now; {advice}")
-    if (scheduler is None) != (state.scheduler is None):
-        had = "no" if state.scheduler is None else "a"
-        raise ValueError(f"it had {had} scheduler, unlike now; {advice}")
     buffers, frozen = dict(stage.piece.module.named_buffers()), frozen_parameters(stage)
     for name, tensor in tensors.items():
         if name.startswith(_BUFFERS):

@@ -626,6 +626,15 @@ def waves(self, optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 + np.cos(update))
 
 
+def by_steps(self, optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def two(self, named):
+    first, *others = dict(named).values()
+    return [{{"params": [first]}}, {{"params": others}}]
+
+
 def few(self, split):
     return torch.utils.data.Subset(ShortEpochs.data(self, split), range(24))
 
@@ -644,8 +653,13 @@ class Changing(ShortEpochs):
     ("before", "after", "message"),
     [
         ("", "optimizer = adam", "its optimizer was SGD, and is Adam now"),
-        ("", "scheduler = waves", "it had no scheduler"),
-        ("scheduler = waves", "", "it had a scheduler"),
+        ("", "scheduler = waves", "its scheduler was None, and is LambdaLR now"),
+        (
+            "scheduler = waves",
+            "scheduler = by_steps",
+            "its scheduler was LambdaLR, and is StepLR now",
+        ),
+        ("", "parameter_groups = two", "number of parameter groups was 1, and is 2 now"),
         ("", "data = few", r"another length .* was the 4\. of epoch 1 of 42 samples; they have 24"),
         # Epochs have as many mini-batches as before, of another shuffle.
         ("", "data = fewer", r"epoch 1 of 42 samples; they have 41 now: put them back"),
@@ -659,6 +673,9 @@ def test_a_task_that_was_changed_since(before, after, message, tmp_path):
     path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook=after))
     with pytest.raises((UserError, FileError), match=message):
         resume(tmp_path / "run", steps=8, inline=True)
+    # It is still the run that has ended.
+    assert (tmp_path / "run/summary.json").exists()
+    assert load_weights(tmp_path / "run")
 
 
 def test_state_that_no_file_can_hold(tmp_path):
