@@ -94,6 +94,7 @@ def begun(prepared: Prepared, where: RunDir) -> RunBegun:
         run_dir=where.path,
         mini_batches=last.end,
         epoch_mini_batches=last.whole_epoch,
+        epoch_samples=min(prepared.samples, last.whole_epoch * prepared.plan.mini_batch),
         resumed_at=settings.resume_at or 0,
         before=tuple(event for event in told if isinstance(event, EvaluationDone)),
         told_before=told,

@@ -71,6 +71,8 @@ class TrainingProgress(Callback):
     @_stopping
     def on_begin(self, event: RunBegun) -> None:
         self._total = event.mini_batches
+        # Of a restarted run, too, which is at an earlier mini-batch.
+        self._rate = Rate(event.epoch_samples / event.epoch_mini_batches)
         warn_if_edited(event.plan, str(event.run_dir / "plan.json"))
         if not self._bar.quiet:
             self._bar.print(*self._opening())
@@ -102,15 +104,13 @@ class TrainingProgress(Callback):
 class Rate:
     """Samples per second over the last few seconds."""
 
-    def __init__(self, mini_batch: int) -> None:
+    def __init__(self, mini_batch: float) -> None:
+        """`mini_batch`: samples in one, in the mean."""
         self._mini_batch = mini_batch
         self._seen: deque[tuple[float, int]] = deque()
 
     def __call__(self, done: int, now: float) -> float | None:
         """After so many mini-batches; None: too early to say."""
-        if self._seen and done < self._seen[-1][1]:
-            # The run has been restarted from a checkpoint.
-            self._seen.clear()
         self._seen.append((now, done))
         while len(self._seen) > 2 and now - self._seen[1][0] > _WINDOW_S:
             self._seen.popleft()

@@ -91,6 +91,7 @@ class RunBegun:
     Attributes:
         mini_batches: in the whole run.
         epoch_mini_batches: in a whole epoch.
+        epoch_samples: in these, without padding.
         resumed_at: mini-batches done before; 0 for a new run.
         before: evaluations before that.
         told_before: those, and the mini-batches before that, in their sequence.
@@ -101,6 +102,7 @@ class RunBegun:
     run_dir: Path
     mini_batches: int
     epoch_mini_batches: int
+    epoch_samples: int = 0
     resumed_at: int = 0
     before: tuple[EvaluationDone, ...] = ()
     told_before: Iterable[MiniBatchDone | EvaluationDone] = ()

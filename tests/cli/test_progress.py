@@ -14,7 +14,13 @@ from timeprest.cli import progress
 from timeprest.cli.errors import PlainConsole
 from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.run import main
-from timeprest.cli.run_commands.progress import BusyShares, Rate, busy_text, training_text
+from timeprest.cli.run_commands.progress import (
+    BusyShares,
+    Rate,
+    TrainingProgress,
+    busy_text,
+    training_text,
+)
 from timeprest.profiles.files import write_file
 from timeprest.runtime.records.events import MiniBatchDone
 from timeprest.runtime.records.progress import Observer
@@ -216,9 +222,23 @@ def test_samples_per_second_are_of_the_last_seconds():
     for second in range(2, 20):
         found = rate(11 + (second - 1), float(second))
     assert found == pytest.approx(16)
-    # A restarted run is at an earlier mini-batch.
-    assert rate(5, 30.0) is None
-    assert rate(7, 31.0) == pytest.approx(32)
+
+
+@pytest.mark.parametrize(("ragged", "samples"), [("pad", 42 / 6), ("drop", 40 / 5)])
+def test_samples_per_second_leave_padding_out(ragged, samples, mlp_profile, mlp_target, tmp_path):
+    """An epoch of 42 samples in mini-batches of 8: the last one has 2 of its own, or there is none
+    of them."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    settings = RunSettings(task=mlp_target.replace("MLPTask", "ShortEpochs"), ragged=ragged)
+    shown = TrainingProgress(Bar("training", quiet=True), plan, None, list)
+
+    class Begins(Observer):
+        def begin(self, begun):
+            shown.on_begin(begun)
+
+    run(plan, settings, tmp_path / "run", inline=True, observer=Begins())
+    shown._rate(1, 0.0)
+    assert shown._rate(2, 1.0) == pytest.approx(samples)
 
 
 def test_busy_shares_are_those_of_the_looks():
