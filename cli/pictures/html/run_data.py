@@ -276,24 +276,25 @@ def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
 
 def _evaluations(facts: RunFacts) -> list[dict[str, Any]]:
     """All of them, within epochs and at their ends, counted from the run's beginning."""
-    found = []
+    found: dict[int, dict[str, Any]] = {}
     ends = _epochs(facts)
     for record in facts.evaluations:
         # Epochs before it are done, and it may have been one until the run grew.
         first = max((e["mini_batches"] for e in ends if e["epoch"] < record.epoch), default=0)
         at = first + record.mini_batches
         before_s = max((e["seconds"] for e in ends if e["mini_batches"] < at), default=0.0)
-        found.append(
-            {
-                "epoch": record.epoch,
-                "mini_batches": at,
-                "seconds": before_s + record.seconds,
-                "test": {name: _number(value) for name, value in record.test.items()},
-            }
-        )
+        found[at] = {
+            "epoch": record.epoch,
+            "mini_batches": at,
+            "seconds": before_s + record.seconds,
+            "test": {name: _number(value) for name, value in record.test.items()},
+        }
     kept = ("epoch", "mini_batches", "seconds", "test")
-    found += [{name: end[name] for name in kept} for end in ends if end["test"]]
-    return sorted(found, key=lambda each: each["mini_batches"])
+    # That at which a callback has ended the run is its epoch's, too.
+    found |= {
+        end["mini_batches"]: {name: end[name] for name in kept} for end in ends if end["test"]
+    }
+    return [found[at] for at in sorted(found)]
 
 
 def _epochs_of(where: RunDir, replica: Replica, summary: RunSummary | None) -> Sequence[StageEpoch]:

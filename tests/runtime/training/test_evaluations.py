@@ -15,6 +15,7 @@ from helpers.alike import assert_same_weights, check_processes
 from helpers.plans import plan_by_hand, profiled, with_times
 from helpers.processes.stopped_runs import check_resumed
 from timeprest import Callback, EarlyStopping, Trainer
+from timeprest.cli.pictures.html.run_data import read_facts, run_figures
 from timeprest.cli.run import main
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.target import resolve
@@ -124,6 +125,8 @@ def test_callbacks_are_told_and_may_stop(mlp_profile, mlp_target, tmp_path):
     assert [place for place, _ in places.found] == [2, 4, 6]
     assert summary.mini_batches == 6
     assert summary.epochs[-1].test == places.found[-1][1]
+    told = run_figures(read_facts(tmp_path / "run"))["evaluations"]
+    assert [(each["mini_batches"], each["test"]) for each in told] == places.found
 
 
 @pytest.mark.slow
