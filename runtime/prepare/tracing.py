@@ -53,7 +53,7 @@ def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]
     if name == made_from.target and file.endswith(".py") and not is_file(Path(file)):
         raise TargetError(
             f"{name}: no such file: {file}; the plan names it as seen from the folder where it was "
-            "profiled: start there, or say where it is with --task"
+            "profiled: start there; a new run may say where it is with --task"
         )
     target = resolve(name, to_train=True)
     if target.task is None:
