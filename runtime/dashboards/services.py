@@ -28,10 +28,13 @@ class Written:
         self._path, self._flush = path, flush
         self._latest, self._noted_s = 0, time.monotonic()
         try:
-            there = int(path.read_text()) if resumed_at else 0
+            there = int(path.read_text())
         except (OSError, ValueError):
             there = 0
         self.step = min(there, resumed_at)
+        if there > self.step:
+            # What came behind is written anew, and a kill may come before the next note.
+            write_bytes(path, str(self.step).encode())
 
     def has(self, step: int) -> bool:
         """Whether a step is there; else it is going to be written."""

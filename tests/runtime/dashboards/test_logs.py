@@ -215,6 +215,16 @@ def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path, monkeypa
     assert [each.step for each in evaluated] == [4, 6, 8]
 
 
+def test_a_step_that_is_to_be_written_anew_isnt_there(tmp_path):
+    """Nor for a run that is killed before it notes another, and goes on at a later checkpoint."""
+    path = tmp_path / "written.txt"
+    path.write_text("43")
+    assert services.Written(path, 10, list).step == 10
+    assert services.Written(path, 20, list).step == 10
+    assert services.Written(path, 0, list).step == 0
+    assert services.Written(path, 20, list).step == 0
+
+
 def note_up_to(step):
     """What is noted of a log, up to this step and no further."""
     note = services.Written.note
