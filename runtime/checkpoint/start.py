@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
 
 
 def check_task(prepared: Prepared, where: RunDir) -> list[str]:
-    """Warnings of the learning rates that a run which goes on would have.
+    """Warnings of the learning rates that a run which goes on would have, and of options that the
+    task's optimizer has otherwise than the checkpoint's, which counts.
 
     Not for runs on GPUs whose optimizers can't be made here: the workers find out.
 
@@ -97,6 +98,7 @@ def check_task(prepared: Prepared, where: RunDir) -> list[str]:
                 check_updates(updates, state)
             except ValueError as error:
                 raise _not_its_state(saved, f"stage {s}", error) from None
+            lines += [line for line in _other_options(updates, state) if line not in lines]
             if updates.scheduler is None or settings.lr_schedule is not None:
                 continue
             with suppress(KeyError, ValueError, AttributeError):
@@ -105,6 +107,25 @@ def check_task(prepared: Prepared, where: RunDir) -> list[str]:
                 line = go_on(updates.scheduler, found, state.run_length)
                 lines += [line] if line is not None and line not in lines else []
     return lines
+
+
+def _other_options(updates: StageUpdates, state: WorkerState) -> Iterator[str]:
+    if updates.optimizer is None or state.groups is None:
+        return
+    # What a scheduler sets goes by the rate that it began with.
+    rate = "lr" if updates.scheduler is None else "initial_lr"
+    # A rate may be a tensor.
+    with suppress(KeyError):
+        for had, group in zip(
+            unpack(state.groups, {}), updates.optimizer.param_groups, strict=True
+        ):
+            for name, key in (("lr", rate), ("weight_decay", "weight_decay")):
+                if had.get(key) != group.get(key):
+                    yield (
+                        f"the task's optimizer has {name} {group.get(key)} now, and the run goes "
+                        f"on with its checkpoint's, {had.get(key)}; with another one: tp-run PLAN "
+                        "--from RUN"
+                    )
 
 
 def _not_its_state(saved: Saved, name: str, why: Exception) -> FileError:

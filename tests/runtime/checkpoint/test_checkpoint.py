@@ -622,6 +622,10 @@ def adam(self, parameters):
     return torch.optim.Adam(parameters)
 
 
+def slower(self, parameters):
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
 def waves(self, optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 + np.cos(update))
 
@@ -676,6 +680,22 @@ def test_a_task_that_was_changed_since(before, after, message, tmp_path):
     # It is still the run that has ended.
     assert (tmp_path / "run/summary.json").exists()
     assert load_weights(tmp_path / "run")
+
+
+@pytest.mark.parametrize("hook", ["", "scheduler = waves"])
+def test_a_rate_that_was_changed_in_the_task_is_warned_of(hook, tmp_path):
+    """The checkpoint's counts."""
+    path, target = tmp_path / "changing.py", f"{tmp_path / 'changing.py'}:Changing"
+    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook=hook))
+    run(plan_for(target, "gpipe", 2), settings_for(target, steps=4), tmp_path / "run", inline=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskWarning)
+        resume(tmp_path / "run", steps=6, inline=True)
+    hook = f"optimizer = slower; {hook}"
+    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook=hook))
+    with pytest.warns(TaskWarning, match=r"has lr 0\.01 now, .* its checkpoint's, 0\.05;") as told:
+        resume(tmp_path / "run", steps=8, inline=True)
+    assert len(told) == 1
 
 
 def test_state_that_no_file_can_hold(tmp_path):
