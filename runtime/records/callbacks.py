@@ -235,7 +235,8 @@ class EarlyStopping(Callback):
             min_delta: what a figure must be better by than the best one.
             mode: whether less ("min") or more ("max") is better.
 
-        Raises UserError for a patience below 1, a negative `min_delta` or another mode.
+        Raises UserError for a patience that is no whole number from 1, a negative `min_delta` or
+        another mode.
         """
         if mode not in ("min", "max"):
             raise UserError(f"EarlyStopping: mode {mode!r}: give 'min' or 'max'")

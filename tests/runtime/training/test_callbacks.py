@@ -294,7 +294,13 @@ def test_early_stopping(plan, short_epochs):
         stops_after(EarlyStopping(), rising, plan, settings)
     with pytest.raises(UserError, match="goes by evaluations"):
         stops_after(EarlyStopping(), [], plan, of_epochs(short_epochs, evaluate=False))
-    for bad in ({"mode": "most"}, {"patience": 0}, {"patience": "3"}, {"min_delta": -1.0}):
+    for bad in (
+        {"mode": "most"},
+        {"patience": 0},
+        {"patience": "3"},
+        {"patience": float("nan")},
+        {"min_delta": -1.0},
+    ):
         with pytest.raises(UserError, match="EarlyStopping"):
             EarlyStopping(**bad)
 
