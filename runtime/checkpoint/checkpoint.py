@@ -212,14 +212,18 @@ class Saved:
                     found[parameter] = (state.optimizer, kept)
         return found
 
-    def with_own_state(self) -> str | None:
-        """The class of an optimizer in it that has a state_dict of its own. Raises FileError."""
+    def optimizers(self) -> dict[str, bool]:
+        """Classes of optimizers in it that have kept something, and whether it is in a state_dict
+        of their own. Raises FileError."""
+        found: dict[str, bool] = {}
         for name in self._files(_OF_STAGE):
             if (self.path / name).exists():
                 state = self.worker_state(Path(name).stem)
-                if state.own is not None:
-                    return state.optimizer
-        return None
+                by_parameter = (state.kept or {"dict": []})["dict"]
+                own = state.own is not None
+                if state.optimizer and (own or any(kept["dict"] for _, kept in by_parameter)):
+                    found[state.optimizer] = own
+        return found
 
     def _files(self, pattern: str) -> list[str]:
         return [name for name in self.info.files if re.fullmatch(pattern, name)]

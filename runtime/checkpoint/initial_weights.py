@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 
 from torch import Tensor, nn
 
 from ...planner.plan import read_plan
-from ...profiles.errors import FileError
+from ...profiles.errors import FileError, UserError
 from ..prepare.prepared import Prepared
 from ..prepare.tied_parameters import state_of, write
 from ..records.run_dir import RunDir, load_weights, read_tensors
+from ..stage.optimizer import StageUpdates, looked_at
 from ..stage.runner import StageRunner
 from .checkpoint import Saved, find_whole, plan_checksum
 from .worker_state import give_kept, known_parameters
@@ -70,12 +72,29 @@ def check_start(prepared: Prepared, path: Path) -> list[str]:
     if left := [name for name in weights if name not in known]:
         some = shorten(", ".join(left), 120, placeholder=" …")
         lines.append(f"--from {path}: the model has no weights of these names: {some}")
-    if saved is not None and (own := saved.with_own_state()):
-        lines.append(
-            f"--from {path}: what its optimizer, a {own}, keeps in a state_dict of its own stays "
-            "behind: the new run's begins anew on the weights"
-        )
+    for kind, own in {} if saved is None else saved.optimizers().items():
+        other = None if own else _of_other_class(prepared, kind)
+        if own or other:
+            lines.append(
+                f"--from {path}: what its optimizer, a {kind}, keeps "
+                + ("in a state_dict of its own " * own)
+                + f"stays behind: the new run's{f', a {other},' * (not own)} begins anew on the "
+                "weights"
+            )
     return lines
+
+
+def _of_other_class(prepared: Prepared, kind: str) -> str | None:
+    """The class of the run's optimizer, where that isn't of this one; None where it can't be made
+    here, too."""
+    with looked_at(prepared):
+        for s in range(len(prepared.model.pieces)):
+            with suppress(UserError):
+                optimizer = StageUpdates(prepared, s).optimizer
+                if optimizer is not None:
+                    own = type(optimizer).__name__
+                    return None if own == kind else own
+    return None
 
 
 def start_from(runner: StageRunner, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -23,7 +24,7 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.optimizer import hook_warnings
 from timeprest.runtime.verify.check import check
 from torch import nn
@@ -173,6 +174,22 @@ def test_it_stays_behind_where_another_run_starts(mlp_profile, tmp_path):
     start = settings_for("BothKeptTask", epochs=1, start_from=str(tmp_path / "run"))
     with pytest.warns(TaskWarning, match="its optimizer, a BothKept, keeps in a state_dict of its"):
         run(plan_for(mlp_profile, "gpipe", 2), start, tmp_path / "other", inline=True)
+
+
+def test_what_another_class_keeps_stays_behind(mlp_profile, mlp_target, tmp_path):
+    plan, adam = plan_for(mlp_profile, "gpipe"), OptimizerChoice(name="adam", lr=1e-3)
+    settings = RunSettings(task=mlp_target, steps=2, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    start = msgspec.structs.replace(settings, start_from=str(tmp_path / "run"), optimizer=adam)
+    with pytest.warns(
+        TaskWarning, match="optimizer, a SGD, keeps stays behind: .*, a Adam, begins"
+    ):
+        run(plan, start, tmp_path / "other", inline=True)
+    run(plan, start, tmp_path / "adam", inline=True)
+    again = msgspec.structs.replace(start, start_from=str(tmp_path / "adam"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskWarning)
+        run(plan, again, tmp_path / "again", inline=True)
 
 
 def test_profiles_count_it():
