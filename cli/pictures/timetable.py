@@ -257,14 +257,20 @@ def timeline_json(plan: Plan, first: int | None, count: int | None) -> dict[str,
 def record(plan: Plan, begin: int, count: int) -> Recording:
     """A plan's run, without memory, up to `count` mini-batches from `begin` on, and some more that
     they don't notice its end. Raises UserError where they are too many."""
+    refuse_too_many(plan, begin + count, "--timeline")
+    until = min(begin + count + _settled(plan), _affordable(plan))
+    return predicted(plan, until, memory_too=False)
+
+
+def refuse_too_many(plan: Plan, mini_batches: int, option: str) -> None:
+    """Raise UserError where so many mini-batches of a plan are too long to simulate."""
     fits = _affordable(plan)
-    if begin + count > fits:
+    if mini_batches > fits:
         raise UserError(
-            f"--timeline: {begin + count} mini-batches, counted from the run's first, have more "
+            f"{option}: {mini_batches} mini-batches, counted from the run's first, have more "
             f"than {_MOST_OPERATIONS:,} operations; show some of the first {fits} with "
             "--from-mini-batch and --mini-batches"
         )
-    return predicted(plan, min(begin + count + _settled(plan), fits), memory_too=False)
 
 
 def _affordable(plan: Plan) -> int:

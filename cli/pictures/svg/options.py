@@ -18,6 +18,7 @@ from ....profiles.files import MAX_COUNT, PDF_MARK, write_bytes
 from ...options.command import group, refuse
 from ...options.values import FigureName, Whole
 from ..curves import CurveTarget, RunCurve, as_csv, is_table
+from ..timetable import refuse_too_many
 from .curves import curves_svg
 from .frame import FigureSettings, window_of
 from .memory import memory_svg
@@ -120,8 +121,8 @@ def write_plan_figures(
     """Write the figures of plans that are asked for, each below its words; of one alone where
     memory is asked for. Returns the files' names.
 
-    Raises FileError where a file can't be written, UserError for options that nothing comes of,
-    ScheduleError as `recording.predicted`.
+    Raises FileError where a file can't be written, UserError for options that nothing comes of and
+    for too many mini-batches, ScheduleError as `recording.predicted`.
     """
     svg, svg_memory = figures["svg"], figures.get("svg_memory")
     if not svg:
@@ -129,6 +130,10 @@ def write_plan_figures(
     if not svg and not svg_memory:
         refuse(("svg_width",), "goes with a figure, as of --svg FILE")
         return []
+    for plan in plans.values() if first or mini_batches else ():
+        refuse_too_many(
+            plan, (first or 0) + (mini_batches or 1), "--svg" if svg else "--svg-memory"
+        )
     settings = FigureSettings(
         width=figures["svg_width"],
         first=first or 0,

@@ -477,6 +477,11 @@ def test_show_writes_figures(tmp_path):
     text = called("tp-plan", "show", tmp_path / "plan.json", *drawn)
     assert str(svg) in text.replace("\n", "")
     assert "mini-batches 2 to 4" in svg.read_text(encoding="utf-8")
+    drawn = ("--svg", tmp_path / "many.svg", "--mini-batches", 10**5)
+    assert "show some of the first" in called(
+        "tp-plan", "show", tmp_path / "plan.json", *drawn, code=2
+    )
+    assert not (tmp_path / "many.svg").exists()
 
 
 def test_compare_stacks_timelines(tmp_path):
