@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ...tables.names import names_by_system
 from ...tables.palette import SERIES
 from ..curves import AXES, CurveTarget, RunCurve, thinned
-from .frame import GRID, SIZE, SMALL, Entry, legend, steps, tick_text, ticks
-from .svg import INK, Drawing, number, text_width
+from .frame import GRID, SIZE, SMALL, Entry, legend, steps, tick_text, ticks, write_notes
+from .svg import INK, Drawing, number
 
 _HEIGHT, _GAP, _LEFT = 92.0, 18.0, 30.0
 """Of a panel, between two, and for the numbers of its vertical axis; in points."""
@@ -53,7 +53,7 @@ def curves_svg(
             panel = _CurvePanel(pitch * k + _LEFT, pitch * (k + 1) - 6, y, shown, axis, target)
             panel.draw(drawing, looks, named=k == 0)
         y += _HEIGHT + _GAP + SIZE
-    y = _write_notes(drawing, _merged(notes, len(runs)), y - 2)
+    y = write_notes(drawing, _merged(notes, len(runs)), 1, y - 2) + (SMALL if notes else 0)
     facts = [f"{', '.join(quantities)} over {', '.join(axes)};"]
     if target:
         facts += [f"target {target.quantity} {target.value:g}:"]
@@ -75,21 +75,6 @@ def _merged(notes: Mapping[str, Sequence[str]], runs: int) -> list[str]:
         words if len(about) == runs > 1 else f"{', '.join(about)}: {words}"
         for words, about in notes.items()
     ]
-
-
-def _write_notes(drawing: Drawing, notes: Sequence[str], y: float) -> float:
-    with drawing.group(font_size=SMALL, fill=INK):
-        line = ""
-        for note in notes:
-            if line and text_width(f"{line}; {note}", SMALL) > drawing.width - 2:
-                drawing.text(1, y, f"{line};")
-                line, y = note, y + SMALL + 2
-            else:
-                line = f"{line}; {note}" if line else note
-        if line:
-            drawing.text(1, y, line)
-            y += SMALL
-    return y
 
 
 class _CurvePanel:

@@ -133,8 +133,8 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return 1e6, "µs"
 
 
-def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float:
-    """Draw the time axis, a note below its left end. Returns the y of its lower edge."""
+def time_axis(drawing: Drawing, scale: Scale, y: float, notes: Sequence[str] = ()) -> float:
+    """Draw the time axis, notes below it. Returns the y of its lower edge."""
     factor, unit = time_unit(scale.begin_s + scale.seconds)
     begin, most = scale.begin_s * factor, (scale.begin_s + scale.seconds) * factor
     step = steps(most - begin, int((scale.right - scale.left) / 27))
@@ -149,12 +149,25 @@ def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float
         for value in values:
             drawing.text(scale(value / factor), y + 9, tick_text(value, step))
         drawing.text(scale.right, y + 17.5, name, font_size=SIZE, text_anchor="end")
-    if note:
-        taken = text_width(note, SMALL) + text_width(name, SIZE) + 6
-        if taken > scale.right - scale.left:
-            y += 8
-        drawing.text(scale.left, y + 17.5, note, font_size=SMALL, fill=INK)
-    return y + 20
+    words, left = text_width("; ".join(notes), SMALL), scale.left
+    if notes and words + text_width(name, SIZE) + 6 > scale.right - left:
+        y, left = y + 8, min(left, max(1, drawing.width - 1 - words))
+    return write_notes(drawing, notes, left, y + 17.5) + 2.5
+
+
+def write_notes(drawing: Drawing, notes: Sequence[str], left: float, y: float) -> float:
+    """Write notes in as many lines as they take. Returns the y of the last one's baseline."""
+    with drawing.group(font_size=SMALL, fill=INK):
+        line = ""
+        for note in notes:
+            if line and left + text_width(f"{line}; {note}", SMALL) > drawing.width - 1:
+                drawing.text(left, y, f"{line};")
+                line, y = note, y + SMALL + 2
+            else:
+                line = f"{line}; {note}" if line else note
+        if line:
+            drawing.text(left, y, line)
+    return y
 
 
 def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: float) -> None:

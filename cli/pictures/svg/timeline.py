@@ -273,7 +273,7 @@ def _idle(drawing: Drawing, recording: Recording, middles: Sequence[float], pitc
                 drawing.text(x, middle + 2.2, f"{share:.0%} idle")
 
 
-def _how_labelled(told: Sequence[Lettering]) -> str:
+def _how_labelled(told: Sequence[Lettering]) -> list[str]:
     """What the numbers on the marks are."""
     forms = {letters.micro for letters in told if letters.labels}
     notes = [
@@ -293,4 +293,4 @@ def _how_labelled(told: Sequence[Lettering]) -> str:
         notes.append("v: weight version")
     if any("→" in text for text in below):
         notes.append("v0→v1: that of the forward, that of the backward")
-    return "; ".join(notes)
+    return notes

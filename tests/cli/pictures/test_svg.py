@@ -319,6 +319,8 @@ def test_versions_stand_below_the_labels(variant):
     figure = Figure(timeline_svg(recording, FigureSettings(versions=True, width=800)))
     check_inside(figure)
     check_labels(figure)
+    for width in (170.1, 241):
+        check_inside(Figure(timeline_svg(recording, FigureSettings(versions=True, width=width))))
     _, spans = shown(recording, FigureSettings())
     known = {f"v{span.version}" for span in spans}
     changed = {
