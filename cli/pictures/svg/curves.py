@@ -103,6 +103,9 @@ class _CurvePanel:
             low, high = math.log10(low), math.log10(high)
         margin = (high - low) * 0.04 or abs(high) * 0.05 or 0.5
         self.low, self.high = low - margin, high + margin
+        if self.log:
+            # Of a loss that blows up, what margins take may be more than a number can be.
+            self.low, self.high = max(self.low, -307), min(self.high, 308)
 
     def x_of(self, far: float) -> float:
         return self.left + (self.right - self.left) * far / self.most
@@ -149,7 +152,7 @@ class _CurvePanel:
         """Values with their texts, on the vertical axis."""
         if not self.log:
             return _linear_ticks(self.low, self.high)
-        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+        decades = range(math.floor(self.low), math.floor(self.high) + 1)
         for digits in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
             found = [d * 10.0**k for k in decades for d in digits]
             found = [v for v in found if self.low <= math.log10(v) <= self.high]

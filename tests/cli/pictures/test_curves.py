@@ -184,7 +184,9 @@ def test_what_isnt_a_pipelines_time_is_said():
     )
 
 
-@pytest.mark.parametrize("values", [(1e-4, 3.0), (2.31, 2.29), (5.0, 5.0), (0.0, 1.0), (-1, 1)])
+@pytest.mark.parametrize(
+    "values", [(1e-4, 3.0), (2.31, 2.29), (5.0, 5.0), (0.0, 1.0), (-1, 1), (5e-324, 1.7e308)]
+)
 def test_numbers_stand_beside_every_axis(values):
     """Many decades, a part of one, nothing, and what has no logarithm."""
     points = tuple(CurvePoint(k + 1, k + 1.0, k + 1.0, value) for k, value in enumerate(values))

@@ -24,7 +24,8 @@
     let [low, high] = extent(log ? values.map(Math.log10) : values);
     if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= Math.abs(low) * 0.1 || 1; }
     const found = [low - room * (high - low), high + room * (high - low)];
-    return log ? found.map((v) => 10 ** v) : found;
+    // Of a loss that blows up, what room takes may be more than a number can be.
+    return log ? found.map((v) => 10 ** Math.min(308, Math.max(-307, v))) : found;
   };
 
   /** About so many round numbers from `low` to `high`. */
