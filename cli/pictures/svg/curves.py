@@ -44,6 +44,10 @@ def curves_svg(
     for quantity in quantities:
         shown = []
         for curve in (curve for curve in curves if curve.quantity == quantity):
+            lost = sum(not math.isfinite(point.value) for point in curve.points)
+            if lost:
+                words = f"{quantity}: {lost} of {len(curve.points)} aren't finite"
+                notes.setdefault(words, []).append(names[curve.run])
             thin, count = thinned(curve, _MOST_POINTS)
             shown.append(thin)
             if count > 1:

@@ -173,10 +173,11 @@ def test_a_target_is_marked():
     assert (svg.count(mark), never.count(mark)) == (1, 0)
 
 
-def test_what_isnt_a_pipelines_time_is_said():
+def test_what_curves_dont_show_is_said():
     several = (*curves_of(figures(mode="inline"), 2), *curves_of(figures("b", "gpipe"), 2))
     words = "inline: all stages took turns, so its seconds aren't a pipeline's"
-    assert f"timeprest: {words}" in texts(curves_svg(several, ("seconds",), 400))
+    below = f"timeprest: {words}; training loss: 1 of 4 aren't finite"
+    assert below in texts(curves_svg(several, ("seconds",), 400))
     assert words not in curves_svg(several, ("mini-batches",), 400)
     long = curves_of(figures(losses=[1.0 + k for k in range(1000)]), 10)
     assert "timeprest: training loss: means of 7 mini-batches" in texts(

@@ -9,7 +9,7 @@ from helpers.output.browser import Watched, chromium
 from helpers.output.commands import called
 from helpers.plans import plan_by_hand, with_times
 from timeprest.runtime.run import run
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 pytestmark = pytest.mark.browser
 
@@ -74,6 +74,25 @@ def test_measured_stands_beside_predicted(browser, runs, tmp_path):
     text = page.inner_text("main")
     for word in ("undefined", "NaN", "[object", "null"):
         assert word not in text
+    at_rest(watched)
+
+
+def test_what_isnt_finite_is_told_from_what_wasnt_measured(
+    browser, runs, mlp_profile, mlp_target, tmp_path
+):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
+    diverges = OptimizerChoice(name="sgd", lr=1e9, momentum=0.9)
+    settings = RunSettings(task=mlp_target, steps=20, on_nan="warn", optimizer=diverges)
+    run(plan, settings, runs / "nan", inline=True)
+    watched, page, figures = look(browser, runs, ["nan"], tmp_path)
+    assert figures["runs"][0]["epochs"][-1]["train_loss"] is None
+    assert (
+        page.locator("#runs .tiles").inner_text().split("train loss")[1].startswith("\nnot finite")
+    )
+    at_rest(watched)
+    watched, page, _ = look(browser, runs, ["nan", "gpipe"], tmp_path)
+    rows = page.locator("#runs tbody tr").all_inner_texts()
+    assert ["not finite" in row for row in rows] == [True, False]
     at_rest(watched)
 
 

@@ -6,6 +6,9 @@
   const figure = (path, value, text) => known(value) ? TP.figure(path, value, text(value)) : "–";
   /** Shares of right answers, told apart to the hundredth of a percent. */
   const accuracy = (share) => `${(100 * share).toFixed(2)} %`;
+  /** What an epoch has under a name, its training loss or a figure of the test data. */
+  const score = (path, has, name) => has[name] === undefined ? "–" : has[name] === null ? "not finite"
+    : TP.figure(`${path}.${name}`, has[name], (name === "accuracy" ? accuracy : TP.number)(has[name]));
   /** A line through numbers, with a dot for each where they are few. */
   const lineOf = (name, index, xs, ys) => ({ name, index, points: xs.map((x, k) => [x, ys[k]]), lines: true, dots: xs.length <= 40 });
   const last = (list) => list.length ? list[list.length - 1] : null;
@@ -32,21 +35,19 @@
           TP.el("dl", { class: "tiles" },
             tile("period", figure(`runs.${k}.period.measured_s`, run.period.measured_s, TP.seconds), times(run.period.measured_s, run.period.predicted_s) || `predicted ${seconds(run.period.predicted_s)}`),
             tile("throughput", figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number), `samples/s; predicted ${TP.number(run.samples_per_s.predicted)}`),
-            done ? tile("train loss", figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number), `epoch ${done.epoch + 1}`) : null,
-            done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? accuracy : TP.number), `epoch ${done.epoch + 1}`)) : null,
+            done ? tile("train loss", score(`runs.${k}.epochs.${run.epochs.length - 1}`, done, "train_loss"), `epoch ${done.epoch + 1}`) : null,
+            done ? Object.keys(done.test).map((name) => tile(`test ${name}`, score(`runs.${k}.epochs.${run.epochs.length - 1}.test`, done.test, name), `epoch ${done.epoch + 1}`)) : null,
             tile("most stale", TP.counted(Math.max(0, ...run.workers.flatMap((worker) => worker.epochs.flatMap((epoch) => Object.keys(epoch.version_differences).map(Number)))), "update", "updates"), `difference of versions${run.sequence_distance_predicted ? `; v = ${run.sequence_distance_predicted} predicted` : ""}`)));
       }
       if (view.runs.length < 2) return;
       host.append(TP.table("Runs side by side",
         ["run", "system", "mini-batches", "period", "predicted", "samples/s", "train loss", "test loss", "test accuracy"],
         view.runs.map((run, k) => {
-          const done = last(run.epochs);
+          const done = last(run.epochs), path = `runs.${k}.epochs.${run.epochs.length - 1}`;
           return [TP.el("span", {}, colourOf(run, k, view), run.name), run.variant, TP.number(run.mini_batches),
             figure(`runs.${k}.period.measured_s`, run.period.measured_s, TP.seconds), seconds(run.period.predicted_s),
             figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number),
-            done ? figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number) : "–",
-            done && done.test.loss !== undefined && done.test.loss !== null ? TP.number(done.test.loss) : "–",
-            done && done.test.accuracy !== undefined && done.test.accuracy !== null ? accuracy(done.test.accuracy) : "–"];
+            ...done ? [score(path, done, "train_loss"), score(`${path}.test`, done.test, "loss"), score(`${path}.test`, done.test, "accuracy")] : ["–", "–", "–"]];
         }), 2));
     },
   });
@@ -116,8 +117,8 @@
       host.append(TP.asTable("Epochs, as a table", () => TP.table("Epochs",
         ["run", "epoch", "mini-batches", "seconds", "train loss", ...names.map((name) => `test ${name}`)],
         runs.flatMap((run, k) => run.epochs.map((epoch, e) => [run.name, epoch.epoch + 1, TP.number(epoch.mini_batches), TP.number(epoch.seconds, 4),
-          figure(`runs.${k}.epochs.${e}.train_loss`, epoch.train_loss, TP.number),
-          ...names.map((name) => epoch.test[name] === undefined || epoch.test[name] === null ? "–" : name === "accuracy" ? accuracy(epoch.test[name]) : TP.number(epoch.test[name]))])))));
+          score(`runs.${k}.epochs.${e}`, epoch, "train_loss"),
+          ...names.map((name) => score(`runs.${k}.epochs.${e}.test`, epoch.test, name))])))));
     },
   });
 
