@@ -91,7 +91,7 @@ class Scale:
 def left_margin(lanes: Iterable[Lane]) -> float:
     """Room for the lanes' names, and for the numbers of a vertical axis."""
     widest = max((text_width(part, SIZE) for lane in lanes for part in name_lines(lane)), default=0)
-    return widest + 20
+    return widest + text_width("1000 MiB", SMALL) + 3
 
 
 def name_lines(lane: Lane) -> list[str]:

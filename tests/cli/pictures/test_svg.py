@@ -296,6 +296,15 @@ def test_a_limit_far_away_is_told_in_words():
     assert "limit" not in near
 
 
+def test_numbers_of_memory_stand_beside_the_names():
+    recording = predicted(chain_plan("gpipe"))
+    factor = 2000 * 2**20 // max(sum(point.nbytes) for point in recording.memory)
+    larger = [p._replace(nbytes=tuple(factor * n for n in p.nbytes)) for p in recording.memory]
+    texts = Figure(memory_svg(replace(recording, memory=tuple(larger)), [None] * 3)).texts()
+    (number, *_) = [left for left, *_, words in texts if words == "1000 MiB"]
+    assert all(right < number for _, right, *_, words in texts if words.startswith("stage"))
+
+
 @settings(max_examples=25)
 @given(evaluated() | evaluated(placed=True))
 def test_nothing_stands_outside_or_over_another(drawn):
