@@ -413,10 +413,10 @@ def test_a_run_without_its_end_is_reported_as_far_as_it_has_come(runs, tmp_path)
     metrics.write_bytes(lines[0] + lines[1][:10])
     text = " ".join(invoke(folder).split())
     done = len(json.loads(lines[0])["losses"])
-    assert f"The run stopped before its end: {done} mini-batches are done." in text
+    assert f"The run stopped before its end, after {done} mini-batch." in text
     with alone(folder):
         text = " ".join(invoke(folder).split())
-    assert f"The run hasn't ended: {done} mini-batches are done so far." in text
+    assert f"The run hasn't ended; {done} mini-batch so far." in text
     (folder / "lock").write_text("1 on another-host ")
     assert "The run hasn't ended" in " ".join(invoke(folder).split())
     (figures,) = json.loads(invoke(folder, "--json"))["runs"]

@@ -58,6 +58,7 @@ from ....planner.search.answer.recheck import was_edited
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...options.values import FileName
+from ...tables.layout import counted
 from ...tables.palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
 from ...tables.stages import placement_name
 from ..svg.frame import FigureSettings, window_of
@@ -294,7 +295,7 @@ def plans_report(plans: Mapping[str, Plan], path: str) -> None:
     title = f"{len(plans)} plans: {systems}"
     if len(plans) == 1:
         (plan,) = plans.values()
-        title = f"{plan.profile.target}: {plan.title}, {len(plan.stages)} stages"
+        title = f"{plan.profile.target}: {plan.title}, {counted(len(plan.stages), 'stage')}"
     write_page(
         path,
         {

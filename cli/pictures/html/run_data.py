@@ -28,6 +28,7 @@ from ....runtime.records.progress import read_progress
 from ....runtime.records.recording import counterpart, measured, mini_batches_of
 from ....runtime.records.run_dir import RunDir
 from ....runtime.settings import RunSettings
+from ...tables.layout import counted
 from ...tables.stages import memory_limit
 from .page import columns
 
@@ -107,11 +108,11 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     missing = []
     summary = where.read_summary()
     if summary is None:
-        done = sum(len(each) for each in losses)
+        done = counted(sum(len(each) for each in losses), "mini-batch")
         missing.append(
-            f"The run stopped before its end: {done} mini-batches are done."
+            f"The run stopped before its end, after {done}."
             if is_over(where.path)
-            else f"The run hasn't ended: {done} mini-batches are done so far."
+            else f"The run hasn't ended; {done} so far."
         )
     by_worker = tuple(
         worker_epochs([_epochs_of(where, replica, summary) for replica in worker.replicas])

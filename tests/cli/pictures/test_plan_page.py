@@ -481,6 +481,9 @@ def test_show_writes_the_page(plan, tmp_path, monkeypatch):
     show = partial(called, "tp-plan", "show", "plan.json", "--html")
     assert "wrote report.html" in show("report.html")
     assert "<title>by-hand: timeprest, 4 stages</title>" in (tmp_path / "report.html").read_text()
+    write_file("one.json", chain_plan("gpipe", 1))
+    called("tp-plan", "show", "one.json", "--html", "one.html")
+    assert "gpipe, 1 stage</title>" in (tmp_path / "one.html").read_text()
     show("plan.json/report.html", code=2)
     assert json.loads(show("x.html", "--json"))["variant"] == plan.variant
     assert (tmp_path / "x.html").exists()
