@@ -382,9 +382,10 @@ def micro_batch_counts(question: Question, asked: int | None) -> list[int]:
         counts = [asked] if sizes[0] <= -(-batch // asked) <= sizes[-1] else []
     if not counts:
         size = f"of {-(-batch // asked)} samples " if asked else ""
+        has = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
         raise PlanError(
             f"mini-batch {batch}: micro-batches {size}are asked for that the profile didn't "
-            f"measure: it has {sizes[0]} to {sizes[-1]} samples; profile again with --batch-size "
+            f"measure: it has {has} samples; profile again with --batch-size "
             "and --micro-batch-sizes that reach them"
         )
     if counts[0] > MAX_MICRO_BATCHES:

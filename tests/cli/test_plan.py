@@ -221,6 +221,13 @@ def test_devices_that_get_none_of_the_stages_asked_for_are_named(folder):
     assert " takes all" not in call("solve", "profile.json", *options, 4)
 
 
+def test_the_sizes_that_were_measured_are_named(folder):
+    names = "layer,forward (ms),backward (ms),parameter bytes,activation bytes"
+    (folder / "costs.csv").write_text(f"{names}\nn0,1,2,8,8\nn1,1,2,8,8\n")
+    called("tp-profile", "costs.csv", "--batch-size", 8, "-o", "one.json")
+    assert "it has 8 samples;" in call("solve", "one.json", "--micro-batches", 2, code=2)
+
+
 def test_a_table_of_costs_is_no_profile_yet(folder):
     (folder / "costs.csv").write_text("layer,forward (ms)\nn0,1\n")
     text = call("solve", "costs.csv", code=2)
