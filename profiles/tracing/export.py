@@ -19,7 +19,7 @@ from ..errors import TraceError
 from .call import Call
 from .fx import functions_called, transformers_opened
 from .graph import GraphBody, TracedModel, fetch_attribute, output_node
-from .layers import Home, group
+from .layers import Home, group, without_gradient
 from .pieces import fill, take_apart
 
 _PREFIX = "model."
@@ -246,8 +246,7 @@ def _copy_cut_off(
         made.meta = dict(node.meta)
         if cut:
             # By the name that evaluation has for it.
-            cut_off = torch.ops.aten.detach.default
-            made = graph.create_node("call_function", cut_off, (made,), name=node.name)
+            made = graph.create_node("call_function", without_gradient, (made,), name=node.name)
             made.meta = dict(node.meta)
         copies[node] = made
         if cut or not learns:

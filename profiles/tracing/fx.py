@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import TraceError
 from .call import Call
 from .graph import GraphBody, TracedModel, fetch_attribute
-from .layers import NETWORKS, Home, group, matches
+from .layers import NETWORKS, Home, group, matches, without_gradient
 from .remembered import summed
 
 
@@ -87,9 +87,12 @@ class _Tracer(fx.Tracer):
                 "the forward switches torch.autocast or torch.inference_mode, which symbolic "
                 "tracing can't see"
             )
-        if grad == self.modes[0] or not kind.startswith("call_"):
+        if grad or not self.modes[0] or not kind.startswith("call_"):
             return proxy
-        return super().create_proxy("call_function", without_gradient, (proxy,), {})
+        behind = super().create_proxy("call_function", without_gradient, (proxy,), {})
+        # Evaluation cuts nothing off, and has the same names.
+        proxy.node.name, behind.node.name = behind.node.name, proxy.node.name
+        return behind
 
 
 _called: list[set[int]] = []
@@ -219,16 +222,6 @@ def _modes() -> tuple[int, ...]:
     torch.autocast_decrement_nesting()
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), nested, *autocast)
-
-
-def without_gradient(value: Any) -> Any:
-    """What an operation under torch.no_grad made: a graph has no such context, so it is cut off
-    behind each of them."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if type(value) in (list, tuple):
-        return type(value)(without_gradient(item) for item in value)
-    return value
 
 
 @cache

@@ -14,9 +14,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from .graph import OUTPUT, LayerNodes, operation_name
@@ -140,15 +141,25 @@ def packs_the_result(node: fx.Node) -> bool:
     return all(user.op == "output" or packs_the_result(user) for user in node.users)
 
 
+def without_gradient(value: Any) -> Any:
+    """What an operation under torch.no_grad made: a graph has no such context, so it is cut off
+    behind each of them."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(without_gradient(item) for item in value)
+    return value
+
+
 def _is_unpacking(node: fx.Node) -> bool:
-    """Unpacking a tuple and reading a size belong to whoever made the thing: so no tuple crosses
-    from one layer to another."""
+    """Unpacking a tuple, reading a size and cutting gradients off belong to whoever made the thing:
+    so no tuple crosses from one layer to another, and both modes have the same layers."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.op == "call_function" and node.target is operator.getitem:
         return isinstance(node.args[1], (int, str))
     if node.op == "call_function":
-        return node.target is getattr or node.target is torch.ops.aten.sym_size.int
+        return node.target in (getattr, torch.ops.aten.sym_size.int, without_gradient)
     return node.op == "call_method" and node.target == "size"
 
 
