@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device_specs import DeviceSpec, load_spec
 from ..errors import TargetError, UserError
-from ..tracing.fake import fake_mode, quiet
+from ..tracing.fake import copied_without_data, fake_mode, quiet
 from ..tracing.pieces import tensors_in
 
 # Bytes of all tensors alive at once, on any device ----------------------------------------------
@@ -327,7 +327,7 @@ class Platform:
             return make().to(self.device)
         if not first:
             try:
-                with self.working():
+                with self.working(), copied_without_data():
                     return make()
             except TargetError as failure:
                 cause = failure.__cause__

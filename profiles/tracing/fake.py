@@ -9,8 +9,8 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 Size: TypeAlias = Sequence[int]
@@ -32,6 +32,27 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         _LOG.disabled = before
+
+
+@contextmanager
+def copied_without_data() -> Iterator[None]:
+    """While it lasts, `copy.deepcopy` copies tensors without data as such: torch's own copies their
+    mode and looks for their memory, which gives tensors of several modes, or fails."""
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            copy: Any = tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter):
+                copy = nn.Parameter(copy, tensor.requires_grad)
+            memo[id(tensor)] = copy
+        return memo[id(tensor)]
+
+    kind: Any = FakeTensor
+    kind.__deepcopy__ = copied
+    try:
+        yield
+    finally:
+        del kind.__deepcopy__
 
 
 def know_grouped_products() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections import UserDict
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from timeprest.profiles.measuring.bench import relative_error, worst_error
 from timeprest.profiles.measuring.checks import place_call
 from timeprest.profiles.measuring.measure import default_sizes, measure
 from timeprest.profiles.measuring.platforms import platform_of
-from timeprest.profiles.target import resolve
+from timeprest.profiles.target import InputSpec, Target, resolve
 from timeprest.profiles.tasks.task import root_of
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
+from torch import nn
 
 BIN = Path(sys.executable).parent
 
@@ -64,6 +66,24 @@ def test_counting_lets_go_of_what_was_counted():
     del made
     gc.collect()
     assert there() is None
+
+
+def _blocks() -> nn.Module:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return nn.Sequential(*[deepcopy(block) for _ in range(2)])
+
+
+def test_where_nothing_is_run_models_are_made_by_copies():
+    target = Target("it", None, _blocks, (InputSpec((4,), torch.float32),))
+    found = [
+        measure(target, batch_size=4, micro_batch_sizes=[4], seconds=0, platform=platform)
+        for platform in (platform_of("cpu"), platform_of("meta", "a100-80gb"))
+    ]
+    measured, computed = (
+        [(one.parameter_bytes, one.measurements[0].saved_bytes) for one in profile.layers]
+        for profile in found
+    )
+    assert measured == computed
 
 
 @pytest.mark.choice(2)
