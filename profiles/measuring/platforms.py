@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device_specs import DeviceSpec, load_spec
@@ -313,9 +313,9 @@ class Platform:
 
     def place(self, tensor: Tensor) -> Tensor:
         """The tensor on this device."""
-        if self._fake is not None:
-            return self._fake.from_tensor(tensor)  # type: ignore[no-any-return]
-        return tensor.to(self.device)
+        if self._fake is None:
+            return tensor.to(self.device)
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def build(self, make: Callable[[], nn.Module], *, first: bool) -> nn.Module:
         """Build a model here.
@@ -325,17 +325,19 @@ class Platform:
         """
         if self._fake is None:
             return make().to(self.device)
+        model = None
         if not first:
             try:
                 with self.working(), copied_without_data():
-                    return make()
+                    model = make()
             except TargetError as failure:
                 cause = failure.__cause__
                 # Of a module whose parameters are fake, torch can't always change the dtype.
                 swapping = isinstance(cause, RuntimeError) and "Couldn't swap" in str(cause)
                 if not swapping and not isinstance(cause, DataDependentOutputException):
                     raise
-        model = make()
+        # One that there is already is of real tensors, too.
+        model = make() if model is None else model
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

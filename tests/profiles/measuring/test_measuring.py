@@ -73,8 +73,9 @@ def _blocks() -> nn.Module:
     return nn.Sequential(*[deepcopy(block) for _ in range(2)])
 
 
-def test_where_nothing_is_run_models_are_made_by_copies():
-    target = Target("it", None, _blocks, (InputSpec((4,), torch.float32),))
+@pytest.mark.parametrize("there", [None, _blocks()])
+def test_where_nothing_is_run_models_are_made_by_copies_or_there_before(there):
+    target = Target("it", None, lambda: there or _blocks(), (InputSpec((4,), torch.float32),))
     found = [
         measure(target, batch_size=4, micro_batch_sizes=[4], seconds=0, platform=platform)
         for platform in (platform_of("cpu"), platform_of("meta", "a100-80gb"))
