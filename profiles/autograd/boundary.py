@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,6 +74,16 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
+SavedTensor = tuple[weakref.ref[Tensor], int, int]
+"""What autograd was given to keep, the key of its storage, and that one's bytes."""
+
+
+def bytes_held(saved: Iterable[SavedTensor]) -> dict[int, int]:
+    """Bytes by storage key of what autograd keeps still. What was saved for a result that nobody
+    took, or that was cut off from gradients, has gone with it."""
+    return {key: size for kept, key, size in saved if size and kept() is not None}
+
+
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Context manager that notes every storage saved for backward under it, each once.
 
@@ -80,30 +91,33 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     tensors themselves are left as they are.
 
     Attributes:
-        storages: bytes by storage key. Keys stay valid while the graph is alive.
         tensors: how many were saved, ignored ones too.
     """
 
     def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
         self.ignored = {storage_key(tensor) for tensor in ignore}
-        self.storages: dict[int, int] = {}
+        self._saved: list[SavedTensor] = []
         self.tensors = 0
         super().__init__(self._pack, lambda kept: kept)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.tensors += 1
-        key = storage_key(tensor)
-        size = storage_bytes(tensor)
-        if size and key not in self.ignored:
-            self.storages[key] = size
         # An operation's own output would keep its operation, and that the output, for good.
-        return tensor.detach()
+        kept = tensor.detach()
+        if storage_key(tensor) not in self.ignored:
+            self._saved.append((weakref.ref(kept), storage_key(tensor), storage_bytes(tensor)))
+        return kept
 
     def __enter__(self) -> SavedBytes:  # type: ignore[override]
         super().__enter__()
         return self
 
     @property
+    def storages(self) -> dict[int, int]:
+        """Bytes by storage key, of graphs that are there; keys stay valid while they are."""
+        return bytes_held(self._saved)
+
+    @property
     def total(self) -> int:
-        """Bytes saved so far."""
+        """Bytes held now."""
         return sum(self.storages.values())

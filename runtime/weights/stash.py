@@ -16,6 +16,7 @@ that goes through them is at the forward's weights.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...planner.systems.hooks import NOTHING
 from ...planner.systems.versions import SharedWalk, VersionWalk
-from ...profiles.autograd.boundary import storage_bytes, storage_key
+from ...profiles.autograd.boundary import SavedTensor, bytes_held, storage_bytes, storage_key
 from ...profiles.errors import TargetError
 
 
@@ -341,7 +342,7 @@ def _packing(
     counts: bool,
 ) -> Iterator[None]:
     """`WeightVersions.forward` with hooks."""
-    counted: dict[int, int] = {}
+    counted: list[SavedTensor] = []
     index, only, beside = (
         versions._index,
         versions._only_dtype,
@@ -364,11 +365,12 @@ def _packing(
             if found is not None:
                 return found
         if k is None:
-            if counts:
-                counted[key] = storage.nbytes()
             # An operation that saves its own output would hold itself alive through it. Where
             # there are hooks, torch doesn't look at versions itself.
-            return tensor.detach(), tensor._version
+            kept = tensor.detach()
+            if counts:
+                counted.append((weakref.ref(kept), key, storage.nbytes()))
+            return kept, tensor._version
         offset = int(tensor.storage_offset())
         version = 0 if k < versioned else versions._frozen[k - versioned]._version
         lazy = tensor.is_conj(), tensor.is_neg()
@@ -380,7 +382,7 @@ def _packing(
         with _holding(versions.every, tensors), hooked:
             yield
     finally:
-        versions.saved = counted
+        versions.saved = bytes_held(counted)
 
 
 def _holding(

@@ -66,6 +66,7 @@ def test_counting_lets_go_of_what_was_counted():
     del made
     gc.collect()
     assert there() is None
+    assert saved.total == 0
 
 
 def _blocks() -> nn.Module:

@@ -89,6 +89,17 @@ def test_backward_uses_the_version_it_is_told():
     assert grads[1].item() == 8.0
 
 
+def test_what_has_gone_with_its_graph_is_not_kept():
+    weight = nn.Parameter(torch.ones(1, 3))
+    weights = WeightVersions([weight])
+    x, other = torch.ones(2, 3), torch.ones(5, 3)
+    with weights.forward(None):
+        cut_off = nn.functional.linear(other, weight).exp().detach()
+        y = nn.functional.linear(x, weight) + cut_off.sum()
+    assert y.requires_grad
+    assert list(weights.saved.values()) == [x.nbytes]
+
+
 @pytest.mark.parametrize(
     "seen",
     [
