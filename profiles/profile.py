@@ -409,6 +409,9 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
         raise FileError(f"{where}: micro_batch_sizes: must rise")
     for layer in profile.layers:
         _check_sizes(f"{where}: layer {layer.name!r}", layer.measurements, sizes)
+        for part, of in (("matrix_bytes", "parameter_bytes"), ("frozen_bytes", "buffer_bytes")):
+            if (getattr(layer, part) or 0) > getattr(layer, of):
+                raise FileError(f"{where}: layer {layer.name!r}: more {part} than {of}")
         for name in (*layer.saves, *(layer.changes or ())):
             if name not in storages:
                 does = "saves" if name in layer.saves else "changes"

@@ -1,14 +1,17 @@
-"""What reading a file takes of memory, however it is made."""
+"""What reading a file takes of memory, and what numbers of a profile go together."""
 
 from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
+from helpers.by_hand.profiles import chain
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError
 from timeprest.profiles.files import read_file, read_limited, read_lines, read_toml
+from timeprest.profiles.profile import check_profile
 
 
 def of_toml(text):
@@ -77,3 +80,12 @@ def test_what_there_is_no_memory_for_is_said_in_a_line(tmp_path, monkeypatch):
         patch.setattr(Path, "open", none)
         with pytest.raises(FileError, match=r"plan\.json: can't be read: no memory"):
             read_limited(tmp_path / "plan.json", "")
+
+
+@pytest.mark.parametrize("part", ["matrix_bytes", "frozen_bytes"])
+def test_a_part_of_a_layers_bytes_is_no_more_than_all(part):
+    profile = chain(2)
+    first, *others = profile.layers
+    odd = msgspec.structs.replace(first, **{part: 2 * (first.parameter_bytes + first.buffer_bytes)})
+    with pytest.raises(FileError, match=f"'n0': more {part} than"):
+        check_profile(msgspec.structs.replace(profile, layers=(odd, *others)))
