@@ -219,9 +219,9 @@ class Saved:
         for name in self._files(_OF_STAGE):
             if (self.path / name).exists():
                 state = self.worker_state(Path(name).stem)
-                by_parameter = (state.kept or {"dict": []})["dict"]
-                own = state.own is not None
-                if state.optimizer and (own or any(kept["dict"] for _, kept in by_parameter)):
+                nothing: dict[str, Any] = {"dict": []}
+                own, kept = state.own is not None, (state.kept or nothing)["dict"]
+                if state.optimizer and (own or any(each != nothing for _, each in kept)):
                     found[state.optimizer] = own
         return found
 

@@ -110,7 +110,9 @@ def check_task(prepared: Prepared, where: RunDir) -> list[str]:
 
 
 def _other_options(updates: StageUpdates, state: WorkerState) -> Iterator[str]:
-    if updates.optimizer is None or state.groups is None:
+    # Classes of the user's may change theirs as they step.
+    torchs = type(updates.optimizer).__module__.startswith("torch.optim.")
+    if updates.optimizer is None or state.groups is None or not torchs:
         return
     # What a scheduler sets goes by the rate that it began with.
     rate = "lr" if updates.scheduler is None else "initial_lr"

@@ -626,6 +626,16 @@ def slower(self, parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
+class Falling(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] *= 0.9
+        return super().step(closure)
+
+
+def falling(self, parameters):
+    return Falling(parameters, lr=0.05)
+
+
 def waves(self, optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 + np.cos(update))
 
@@ -680,6 +690,15 @@ def test_a_task_that_was_changed_since(before, after, message, tmp_path):
     # It is still the run that has ended.
     assert (tmp_path / "run/summary.json").exists()
     assert load_weights(tmp_path / "run")
+
+
+def test_a_rate_that_steps_change_is_no_other_one(tmp_path):
+    path, target = tmp_path / "changing.py", f"{tmp_path / 'changing.py'}:Changing"
+    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook="optimizer = falling"))
+    run(plan_for(target, "gpipe", 2), settings_for(target, steps=4), tmp_path / "run", inline=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskWarning)
+        resume(tmp_path / "run", steps=6, inline=True)
 
 
 @pytest.mark.parametrize("hook", ["", "scheduler = waves"])
