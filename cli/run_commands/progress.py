@@ -54,7 +54,7 @@ class TrainingProgress(Callback):
         `opening`: makes the lines to print when training begins."""
         self._bar = bar
         self._opening = opening
-        self._rate = Rate(plan.mini_batch)
+        self._rate: Rate
         self._total = 0
         self._within = False
         self._busy: BusyShares | None = None
