@@ -124,7 +124,7 @@ def _result(
     as any other, and their structure. Raises RandomForwardError."""
     cards = {tensor.device for tensor in call.tensors if tensor.is_cuda}
     with unchanged(model):
-        before = states(), own_states(model), [*map(torch.cuda.get_rng_state, cards)]
+        before = states(), own_states(model.modules()), [*map(torch.cuda.get_rng_state, cards)]
         leaves, structure = take_apart(call.of(model, [t.clone() for t in call.tensors]))
         after = map(torch.cuda.get_rng_state, cards)
         same = same_states(before[0], states()) and same_own_states(before[1])

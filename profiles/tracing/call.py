@@ -134,12 +134,14 @@ def without_data(model: nn.Module) -> Iterator[FakeTensorMode]:
 @contextmanager
 def numbers_unchanged(model: nn.Module) -> Iterator[None]:
     """Put back the numbers of buffers and weights, and the random states."""
-    bound = [(m._buffers, dict(m._buffers)) for m in _python_modules(model)]
-    before = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
-    weights = [(p, p.data, p.data.clone(), p._version) for p in _small_weights(model)]
-    drawn, own = states(), own_states(model)
+    modules, parameters, buffers = _parts(model)
+    bound = [(m._buffers, dict(m._buffers)) for m in _of_python(modules)]
+    before = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+    weights = [(p, p.data, p.data.clone(), p._version) for p in _small_weights(parameters)]
+    drawn, own = states(), own_states(modules)
+    cards = {t.device.index or 0 for t in [*parameters, *buffers] if t.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=_devices(model)):
+        with torch.random.fork_rng(devices=sorted(cards)):
             yield
     finally:
         set_states(drawn)
@@ -162,12 +164,12 @@ class _Makeup:
     """What modules are besides numbers: class, attributes, submodules, hooks, what is trained."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = _python_modules(model)
-        self._attributes = [(module, type(module), dict(vars(module))) for module in modules]
+        modules, parameters, _ = _parts(model)
+        self._attributes = [(m, type(m), dict(vars(m))) for m in _of_python(modules)]
         tables = [then[name] for _, _, then in self._attributes for name in _TABLES if name in then]
         self._hooks = [
             (p, name, getattr(p, name))
-            for p in model.parameters()
+            for p in parameters
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
         ]
         tables += [hooks for _, _, hooks in self._hooks if hooks is not None]
@@ -177,7 +179,7 @@ class _Makeup:
         self._inside = kept_in(places_of(model)) | {
             id(table): Remembered(table) for table in tables if table
         }
-        self._learnt = [(p, p.requires_grad) for p in model.parameters()]
+        self._learnt = [(p, p.requires_grad) for p in parameters]
 
     def put_back(self) -> None:
         for module, kind, then in self._attributes:
@@ -210,8 +212,17 @@ class _Makeup:
                     self._inside[id(then[name])].put_back()
 
 
-def _python_modules(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+def _parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter], list[Tensor]]:
+    """Its modules, parameters and buffers, each once: looks are many, and torch walks over all
+    modules for each of the three."""
+    modules = list(model.modules())
+    parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
+    return modules, [*parameters.values()], [*buffers.values()]
+
+
+def _of_python(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
 
 
 # The first forward ------------------------------------------------------------------------------
@@ -297,8 +308,8 @@ _TABLES = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, 
 """Attributes of every module: its parameters, buffers, submodules and hooks by name."""
 
 
-def _small_weights(model: nn.Module) -> list[nn.Parameter]:
-    found = [p for p in model.parameters() if type(p) is nn.Parameter and not p.is_meta]
+def _small_weights(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    found = [p for p in parameters if type(p) is nn.Parameter and not p.is_meta]
     return found if sum(p.numel() * p.element_size() for p in found) <= _SMALL_BYTES else []
 
 
@@ -319,8 +330,3 @@ def mark_of(tensor: Tensor) -> tuple[int, str]:
         return tensor._version, summed(dense(tensor))
     except RuntimeError:
         return tensor._version, ""
-
-
-def _devices(model: nn.Module) -> list[int]:
-    tensors = [*model.parameters(), *model.buffers()]
-    return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})

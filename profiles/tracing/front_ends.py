@@ -338,7 +338,7 @@ def _without_random_numbers(name: str, model: nn.Module) -> Iterator[None]:
 
     torch.export makes operations of torch's own; the children of an nn.Sequential draw anew.
     """
-    before, own = states(), own_states(model)
+    before, own = states(), own_states(model.modules())
     yield
     after = states()
     if name != "fx":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,10 +83,11 @@ def same_states(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 # Generators that modules have for themselves ----------------------------------------------------
 
 
-def own_states(model: nn.Module) -> list[tuple[Any, Any]]:
+def own_states(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
     """Generators that are attributes of modules, each with its state."""
-    found = (value for module in model.modules() for value in vars(module).values())
-    return [(value, state_of(value)) for value in found if isinstance(value, GENERATORS)]
+    found = (value for module in modules for value in vars(module).values())
+    others = (value for value in found if type(value) not in COLLECTED)
+    return [(value, state_of(value)) for value in others if isinstance(value, GENERATORS)]
 
 
 def set_own_states(given: Sequence[tuple[Any, Any]]) -> None:
@@ -103,6 +105,11 @@ def same_own_states(given: Sequence[tuple[Any, Any]]) -> bool:
     """Whether nothing was drawn from them since."""
     return all(state_of(generator) == state for generator, state in given)
 
+
+PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
+"""What most attributes are: what else they might be needn't be asked, which is dear."""
+
+COLLECTED = PLAIN | {dict, list, set, tuple, OrderedDict}
 
 GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .random_states import GENERATORS, state_of
+from .random_states import COLLECTED, GENERATORS, PLAIN, state_of
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has, its mode among them."""
@@ -204,7 +204,8 @@ def kept_in(attributes: Mapping[str, Any]) -> dict[int, Remembered]:
 
 
 def _changeable(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    todo = [value for name, value in attributes.items() if name not in OF_EVERY_MODULE]
+    named = ((k, v) for k, v in attributes.items() if type(v) not in PLAIN)
+    todo = [value for name, value in named if name not in OF_EVERY_MODULE]
     seen = set[int]()
     while todo and len(seen) < _MOST:
         value = todo.pop()
@@ -216,7 +217,8 @@ def _changeable(attributes: Mapping[str, Any]) -> Iterator[Any]:
             continue
         if isinstance(value, _COLLECTIONS) or is_users_object(value):
             yield value
-        todo += [item for _, item in islice(found[1], _LOOKED_INTO)]
+        inside = islice(found[1], _LOOKED_INTO)
+        todo += [item for _, item in inside if type(item) not in PLAIN]
 
 
 # Where a forward can leave things ----------------------------------------------------------------
@@ -227,15 +229,16 @@ def places_of(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Any]
     name, attributes of its modules and of their classes, and what functions have of the scopes
     around them."""
     found: dict[str, Any] = {}
-    functions, kinds = list(functions), dict[type, None]()
+    functions, classes = list(functions), dict[type, None]()
     for path, module in model.named_modules():
         attributes = {k: v for k, v in vars(module).items() if k not in OF_EVERY_MODULE}
         found |= {f"{path}.{name}".lstrip("."): value for name, value in attributes.items()}
-        functions += filter(inspect.isroutine, attributes.values())
+        others = (value for value in attributes.values() if type(value) not in COLLECTED)
+        functions += filter(inspect.isroutine, others)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             functions += hooks.values()
-        kinds |= dict.fromkeys(kind for kind in type(module).__mro__ if not _of_library(kind))
-    for kind in kinds:
+        classes[type(module)] = None
+    for kind in dict.fromkeys(k for c in classes for k in c.__mro__ if not _of_library(k)):
         found |= _in_class(kind)
         functions += [value for value in vars(kind).values() if inspect.isfunction(value)]
     for function in functions:

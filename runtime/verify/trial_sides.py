@@ -80,7 +80,7 @@ class Randomness:
     """The same random numbers on both sides: by mini-batch, micro-batch and what draws them."""
 
     def __init__(self, case: TrialCase) -> None:
-        self._own = own_states(case.model)
+        self._own = own_states(case.model.modules())
         self._device = case.device
 
     def begin(self, b: int, i: int, what: int) -> None:

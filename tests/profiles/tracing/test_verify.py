@@ -571,7 +571,7 @@ def test_what_training_changes_is_no_constant(make, front_end):
 )
 def test_what_every_trace_would_lose_is_refused(make, why):
     model = build(make)
-    own = own_states(model)
+    own = own_states(model.modules())
     with pytest.raises(TraceError, match=why):
         trace(model, "it", call_of())
     # The look has left it as it was.
