@@ -75,6 +75,12 @@ def for_torch(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
         raise TORCH.refuse(
             "the task's loss gives a sum and a weight, and there each micro-batch's loss is a mean"
         )
+    for tensor, producer, consumer in facts.taken:
+        if not producer and consumer == RESULT:
+            raise TORCH.refuse(
+                f"the model's result has its own input {tensor!r} in it, and there results are "
+                "what stages make; have the loss take that from the target"
+            )
     notes = [f"start it: torchrun --nproc-per-node {plan.workers} {{folder}}/{SCRIPT}"]
     if facts.unused_hooks:
         hooks = " and ".join(facts.unused_hooks)
@@ -153,7 +159,6 @@ def _script(plan: Plan, points: Sequence[str], facts: ModelFacts) -> str:
         "loaded": loaded,
         "path": "" if name else "from pathlib import Path\n",
         "result": _PLAIN if facts.one_tensor else _NESTED,
-        "trees": _TREES if facts.one_tensor else f"{_TREES}, tree_structure, tree_unflatten",
         "copy": "" if facts.one_tensor else "import copy\n",
         "summed": _SUMMED if replicas > 1 else "",
         **_precision(plan.profile.autocast),
@@ -185,18 +190,16 @@ def _lines(names: Sequence[str]) -> str:
     return "[\n" + "".join(f"    {name!r},\n" for name in names) + "]"
 
 
-_TREES = "tree_leaves, tree_map"
 _PLAIN = """    def rebuilt(output):
         return output
 """
 _NESTED = """    # Stages give tensors alone: how the model nests them is seen on a copy of it.
     with torch.no_grad():
         result = copy.deepcopy(model)(*part(args, rows), **part(kwargs, rows))
-    structure = tree_structure(result)
 
     def rebuilt(output):
-        tensors = output if isinstance(output, (list, tuple)) else [output]
-        return tree_unflatten(list(tensors), structure)
+        tensors = iter(output if isinstance(output, (list, tuple)) else [output])
+        return tree_map_only(torch.Tensor, lambda _: next(tensors), result)
 """
 _AUTOCAST = """def precision():
     # The plan was profiled so. Without a cache, since that may outlive an update.
@@ -230,7 +233,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 <imported>
-from torch.utils._pytree import <trees>
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 TARGET = <target>
 MINI_BATCH = <mini_batch>
@@ -284,26 +287,37 @@ class Stage(nn.Module):
         self.inner.recompile()
         inside = [node for node in self.inner.graph.nodes if node.op == "placeholder"]
         sources = dict(zip(inside, calls[s].args, strict=True))
-        received = [node for node in inside if sources[node].op != "placeholder"]
-        self.received = [node.target for node in received]
-        self.own = {n.target: sources[n].name for n in inside if n not in received}
+        self.received = [node.target for node in inside if sources[node].op != "placeholder"]
+        self.own = {n.target: sources[n].name for n in inside if n.target not in self.received}
         graphs = [m.graph for m in self.inner.modules() if hasattr(m, "graph")]
         self.in_place = any(writes(node) for graph in graphs for node in graph.nodes)
-        gives = tree_leaves(self.inner.graph.output_node().args[0])
-        self.picked = list(range(len(gives)))
-        if s + 1 < len(calls):
-            sent = [node for node in calls[s + 1].args if node.op != "placeholder"]
-            self.picked = [n.args[1] if n.target is operator.getitem else 0 for n in sent]
-        self.takes = tuple(map(like, received))
-        self.gives = tuple(like(gives[k]) for k in self.picked)
+        messages = [[n for n in call.args if n.op != "placeholder"] for call in calls]
+        result = tree_leaves(pipe.split_gm.graph.output_node().args[0])
+        result = [node for node in result if isinstance(node, torch.fx.Node)]
+        # What an earlier stage makes of the result goes through the last one.
+        messages[-1] += dict.fromkeys(
+            node for node in result if node not in messages[-1] and source(node) != calls[-1]
+        )
+        outputs = {
+            call: tree_leaves(pipe.get_stage_module(k).graph.output_node().args[0])
+            for k, call in enumerate(calls)
+        }
+        takes, gives = messages[s], [*messages, result][s + 1]
+        own = len(outputs[calls[s]])
+        self.picked = [own + takes.index(n) if n in takes else place(n) for n in gives]
+        self.takes = tuple(like(outputs[source(n)][place(n)]) for n in takes)
+        self.gives = tuple(like(outputs[source(n)][place(n)]) for n in gives)
 
     def forward(self, *args, **named):
         own = {name: named[root] for name, root in self.own.items()}
-        if self.in_place:  # autograd refuses it on what was received
-            args = [each.clone() for each in args]
-        given = {**dict(zip(self.received, args, strict=True)), **own}
-<run>        leaves = tree_leaves(output)
-        picked = tuple(leaves[k].contiguous() for k in self.picked)  # as gloo wants messages
+        # Autograd refuses to write to what was received.
+        args = [each.clone() if self.in_place else each.view_as(each) for each in args]
+        for each in args:
+            if each.requires_grad:
+                each.register_hook(torch.Tensor.contiguous)  # as gloo wants messages
+        given = {**dict(zip(self.received, args, strict=False)), **own}
+<run>        leaves = [*tree_leaves(output), *args]
+        picked = tuple(message(leaves[k]) for k in self.picked)
         return picked if len(picked) > 1 else picked[0]
 
 
@@ -311,6 +325,22 @@ class Stage(nn.Module):
     """Whether a node of a traced graph writes to what its module was given, as in-place ReLUs."""
     mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     return mutable and any(source.op == "placeholder" for source in node.all_input_nodes)
+
+
+def source(node):
+    """The call of a stage that makes what a node of the split model's graph stands for."""
+    return node.args[0] if node.target is operator.getitem else node
+
+
+def place(node):
+    """Where that is among what the stage gives."""
+    return node.args[1] if node.target is operator.getitem else 0
+
+
+def message(tensor):
+    """As gloo wants it, and no view: schedules that split backwards detach it in place."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def like(node):
@@ -322,7 +352,7 @@ def like(node):
 
 def part(value, rows):
     """These rows of every tensor in a nest."""
-    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, torch.Tensor) else leaf, value)
+    return tree_map_only(torch.Tensor, lambda leaf: leaf[rows], value)
 
 
 def main():

@@ -305,9 +305,10 @@ class Task:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_each_stage_is_given_the_inputs_that_it_takes(tmp_path):
+def test_each_stage_is_given_what_it_takes(tmp_path):
     """Of samples that are dicts with more in them, and an argument that is a nest: the first stage
-    takes one part of it, the second one the other."""
+    takes one part of it, the second one the other. The first one makes a part of the result, and
+    sends a view, and what has a gradient that isn't contiguous."""
     (tmp_path / "nest.py").write_text(NEST)
     target = f"{tmp_path / 'nest.py'}:Task"
     profile = timeprest.profile(target, batch_size=8, seconds=0.01)
@@ -324,10 +325,13 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(2, 2)
 
     def forward(self, x, unused=None, scales=None):
-        return self.second(self.first(x) * scales["of first"]) * scales["of second"][0]
+        near = self.first(x) * scales["of first"]
+        auxiliary = near.square()
+        far = self.second(near.view(-1, 2, 2)).flatten(1) * scales["of second"][0]
+        return {"auxiliary": auxiliary, "none": None, "both": torch.cat([far, near], 1)}
 
 
 class Samples(torch.utils.data.Dataset):
@@ -348,7 +352,8 @@ class Task:
         return Samples()
 
     def loss(self, output, target):
-        return nn.functional.mse_loss(output, target["wanted"])
+        apart = output["both"] - target["wanted"].repeat(1, 2)
+        return apart.square().mean() + output["auxiliary"].mean()
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.1)

@@ -19,7 +19,7 @@ from helpers.plans import chain_plan, plan_by_hand
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.exports.blocks import blocks_of
 from timeprest.planner.exports.export import exported
-from timeprest.planner.exports.torch_pipelining import ModelFacts
+from timeprest.planner.exports.torch_pipelining import RESULT, ModelFacts
 from timeprest.planner.schedules.torch_csv import csv_text
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.operations import Op, Schedule
@@ -178,6 +178,7 @@ def test_what_torch_cuts_is_the_sequence_of_modules():
         ({"calls": {"n0": 1, "n1": 1}}, "stage 2 begins with 'n2', which isn't a module"),
         ({"ties": [["n0", "n2"]]}, "'n0', 'n2' share parameters and are on stages 0, 2"),
         ({"weighted": True}, "a sum and a weight"),
+        ({"taken": (("mask", "", RESULT),)}, "has its own input 'mask' in it"),
     ):
         with pytest.raises(PlanError, match=re.escape(why)):
             export(plan, "torch", **more)
