@@ -77,7 +77,8 @@ def _run(model: nn.Module, call: Call, names: list[str]) -> tuple[Any, dict[str,
 
     hooks = [modules[name].register_forward_pre_hook(counting(name)) for name in calls]
     try:
-        with unchanged(model), torch.no_grad():
+        # What is compiled doesn't call the hooks of what is inside.
+        with unchanged(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             result = call.of(model)
             # Put back, too, as whatever hooks keep.
             return result, dict(calls)

@@ -201,6 +201,21 @@ def test_an_edited_plan_is_checked_first(engine, tmp_path):
         exported(msgspec.structs.replace(plan, stages=other.stages), engine, facts_of)
 
 
+def test_a_compiled_model_is_cut_before_its_own_modules(tmp_path):
+    (tmp_path / "compiled.py").write_text(
+        f"{FROZEN}\n\nclass Compiled(Task):\n"
+        "    def model(self):\n        return torch.compile(super().model(), backend='eager')\n"
+    )
+    target = f"{tmp_path / 'compiled.py'}:Compiled"
+    profile = timeprest.profile(target, batch_size=8, seconds=0.01)
+    cut = [("_orig_mod.first", "_orig_mod.relu"), ("_orig_mod.second",)]
+    plan = plan_by_hand(with_times(profile), "gpipe", 2, 2, mini_batch=8, cut=cut)
+    assert (
+        "SPLIT_POINTS = [\n    '_orig_mod.second',"
+        in exported(plan, "torch", facts_of).files["train.py"]
+    )
+
+
 @pytest.mark.parametrize("command", [("simulate",), ("export", "--to", "torchtitan", "-o", "out")])
 def test_what_was_edited_is_told(command, folder):
     plan = msgspec.structs.replace(timeprest.Plan.load("plan.json"), mini_batch=16)
