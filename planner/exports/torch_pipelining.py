@@ -288,7 +288,7 @@ class Stage(nn.Module):
         inside = [node for node in self.inner.graph.nodes if node.op == "placeholder"]
         sources = dict(zip(inside, calls[s].args, strict=True))
         self.received = [node.target for node in inside if sources[node].op != "placeholder"]
-        self.own = {n.target: sources[n].name for n in inside if n.target not in self.received}
+        self.own = {n.target: keyword(sources[n]) for n in inside if n.target not in self.received}
         graphs = [m.graph for m in self.inner.modules() if hasattr(m, "graph")]
         self.in_place = any(writes(node) for graph in graphs for node in graph.nodes)
         messages = [[n for n in call.args if n.op != "placeholder"] for call in calls]
@@ -325,6 +325,11 @@ class Stage(nn.Module):
     """Whether a node of a traced graph writes to what its module was given, as in-place ReLUs."""
     mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     return mutable and any(source.op == "placeholder" for source in node.all_input_nodes)
+
+
+def keyword(node):
+    """A name for an input of the model that is no argument of a schedule's step, like target."""
+    return f"input {node.name}"
 
 
 def source(node):
@@ -392,9 +397,9 @@ def main():
         for s, module in zip(mine, modules, strict=True)
     ]
     wanted = {root for module in modules for root in module.own.values()}
-    roots = [node.name for node in pipe.split_gm.graph.nodes if node.op == "placeholder"]
+    roots = [keyword(node) for node in pipe.split_gm.graph.nodes if node.op == "placeholder"]
 
-    def named(args, kwargs):
+    def inputs(args, kwargs):
         leaves = dict(zip(roots, tree_leaves((args, kwargs)), strict=True))
         return {name: leaves[name] for name in wanted}
 
@@ -413,7 +418,7 @@ def main():
         args, kwargs, target = batch(step)
         found = []
         schedule.step(
-            **part(named(args, kwargs), of_replica),
+            **part(inputs(args, kwargs), of_replica),
             target=of_replica if last else None,
             losses=found if last else None,
             return_outputs=False,

@@ -322,8 +322,9 @@ class Task:
 @pytest.mark.slow
 def test_each_stage_is_given_what_it_takes(tmp_path):
     """Of samples that are dicts with more in them, and an argument that is a nest: the first stage
-    takes one part of it, the second one the other. The first one makes a part of the result, and
-    sends a view, and what has a gradient that isn't contiguous."""
+    takes one part of it, the second one the other. Another one is called as an argument of torch's
+    own. The first stage makes a part of the result, and sends a view, and what has a gradient that
+    isn't contiguous."""
     (tmp_path / "nest.py").write_text(NEST)
     target = f"{tmp_path / 'nest.py'}:Task"
     profile = timeprest.profile(target, batch_size=8, seconds=0.01)
@@ -342,8 +343,8 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(2, 2)
 
-    def forward(self, x, unused=None, scales=None):
-        near = self.first(x) * scales["of first"]
+    def forward(self, target, unused=None, scales=None):
+        near = self.first(target) * scales["of first"]
         auxiliary = near.square()
         far = self.second(near.view(-1, 2, 2)).flatten(1) * scales["of second"][0]
         return {"auxiliary": auxiliary, "none": None, "both": torch.cat([far, near], 1)}
@@ -356,7 +357,8 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, k):
         drawn = torch.randn(4, 4, generator=torch.Generator().manual_seed(k))
         scales = {"of second": (drawn[1],), "of first": drawn[2]}
-        return {"a_number": torch.tensor(k), "scales": scales, "wanted": drawn[0], "x": drawn[3]}
+        given = {"scales": scales, "wanted": drawn[0], "target": drawn[3]}
+        return {"a_number": torch.tensor(k), **given}
 
 
 class Task:
