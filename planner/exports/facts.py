@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...profiles.measuring.process_settings import settings_put_back
+from ...profiles.tasks.objects import SESSION
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, shared_state, values
 from ...profiles.tracing.shapes import specs_and_result
@@ -49,6 +50,7 @@ def _facts_of(plan: Plan) -> ModelFacts:
         one_tensor=isinstance(result, Tensor),
         weighted=kind_of_loss(task, result, wanted).weighted,
         unused_hooks=tuple(hook for hook in _NOT_CALLED if hasattr(task, hook)),
+        in_session=plan.profile.target.startswith(SESSION),
         taken=tuple(_taken(graph, call)),
     )
 

@@ -7,11 +7,13 @@ schedule goes as CSV into the runtime that torch's own looped and zero-bubble sc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import UNSET
 
+from ...profiles.errors import TaskWarning
 from ..plan import Plan
 from .engines import TORCHS, UNTIE, Engine, EngineFiles, ranks_of
 from .schedule import schedule_csv
@@ -37,6 +39,7 @@ class ModelFacts:
         one_tensor: whether its result is one tensor.
         weighted: whether the loss gives a sum and a weight.
         unused_hooks: hooks of the task that the script doesn't call.
+        in_session: whether this Python session alone has it.
         taken: of each tensor that a layer takes from elsewhere its name, the layer that makes it
             ("": an input of the model) and the one that takes it (RESULT: what the model gives).
     """
@@ -47,6 +50,7 @@ class ModelFacts:
     one_tensor: bool
     weighted: bool
     unused_hooks: tuple[str, ...] = ()
+    in_session: bool = False
     taken: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -81,12 +85,18 @@ def for_torch(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
                 f"the model's result has its own input {tensor!r} in it, and there results are "
                 "what stages make; have the loss take that from the target"
             )
-    notes = [f"start it: torchrun --nproc-per-node {plan.workers} {{folder}}/{SCRIPT}"]
+    if facts.in_session:
+        raise TORCH.refuse(
+            f"{plan.profile.target} is in no file, and the script's processes make it for "
+            "themselves; put it in a file, and profile that"
+        )
     if facts.unused_hooks:
         hooks = " and ".join(facts.unused_hooks)
-        notes.append(f"the script doesn't call the task's {hooks}: add what they do")
+        line = f"the script doesn't call the task's {hooks}: add what they do"
+        warnings.warn(line, TaskWarning, stacklevel=2)
+    start = f"start it: torchrun --nproc-per-node {plan.workers} {{folder}}/{SCRIPT}"
     files = {SCRIPT: _script(plan, points, facts), CSV: schedule_csv(plan)}
-    return EngineFiles(files, tuple(notes))
+    return EngineFiles(files, (start,))
 
 
 def split_points(plan: Plan, facts: ModelFacts) -> list[str]:
