@@ -160,7 +160,14 @@ def _matched(
             continue
         found = weights.get(name, known.get(names.get(name, name)))
         if found is None:
-            raise FileError(f"{where}: has no {name!r}: are these weights of another model?")
+            # As wrappers name them: DDP, torch.compile.
+            near = [n for n in weights if n.endswith(f".{name}") or name.endswith(f".{n}")]
+            why = (
+                f"but {near[0]!r}: give its tensors the model's names"
+                if near
+                else "are these weights of another model?"
+            )
+            raise FileError(f"{where}: has no {name!r}, {why}")
         if found.shape != mine.shape:
             raise FileError(
                 f"{where}: {name!r} has shape {list(found.shape)}, and {list(mine.shape)} in this "

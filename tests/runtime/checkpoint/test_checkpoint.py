@@ -899,7 +899,8 @@ def test_starting_from_what_doesnt_fit(stopped, tmp_path):
 
 
 def test_weights_that_start_a_run_are_the_models(tmp_path):
-    """Names that it hasn't are said; integers in the place of a weight are a mistake."""
+    """Names that it hasn't are said; integers in the place of a weight are a mistake, and so are
+    names as a wrapper has them."""
     plan = plan_for(f"{TASKS}:ShakenTask", "gpipe", 2)
     model = resolve(f"{TASKS}:ShakenTask").model(1)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -912,6 +913,9 @@ def test_weights_that_start_a_run_are_the_models(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", TaskWarning)
         run(plan, settings, tmp_path / "same", inline=True)
+    save_file({f"module.{name}": value for name, value in weights.items()}, start)
+    with pytest.raises(FileError, match=r"has no 'l0.weight', but 'module.l0.weight': give"):
+        run(plan, settings, tmp_path / "wrapped", inline=True)
     save_file({**weights, "l0.bias": torch.ones_like(weights["l0.bias"]).long()}, start)
     with pytest.raises(FileError, match="is of int64, and of float64 in this"):
         run(plan, settings, tmp_path / "run", inline=True)
