@@ -369,6 +369,8 @@ def _where(model: nn.Module, target: str, failure: Exception) -> str:
     """The line of the user's code that a failure came from, else the model."""
     for error in (failure, failure.__cause__):
         found = traceback.extract_tb(error.__traceback__) if error is not None else []
+        if isinstance(error, TraceError):  # a front end's own file, ONNX's or a plugin's, raised it
+            found = found[:-1]
         frames = [frame for frame in found if is_users(frame.filename, models=True)]
         if frames:
             return f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"

@@ -72,6 +72,8 @@ def test_the_line_is_that_of_the_front_end_that_got_furthest():
     assert told.startswith(f"{__file__}:{line_of(Early(), 'late')}: `return x * int(x.max())")
     told = refusal(Early(), front_end="fx")
     assert told.startswith(f"{__file__}:{line_of(Early(), 'early')}: ")
+    told = refusal(Early(), front_end="onnx")  # whose line is no model's
+    assert told.startswith("it (Early.forward): no front end takes this")
 
 
 def test_a_graph_that_does_something_else_got_further_than_none():
