@@ -319,6 +319,7 @@ def _ended_by(error: click.ClickException | click.Abort) -> int:
 
 
 def program() -> str:
-    """The command's name, for messages; also where it was started as a module of ours."""
+    """The command's name, for messages; also where it was started as a module of ours. Elsewhere,
+    as in a notebook's kernel, the package's."""
     name = os.path.basename(sys.argv[0])
-    return _MODULES.get(name, name) or "timeprest"
+    return _MODULES.get(name, name if name.startswith("tp-") else "timeprest")

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from helpers.output.commands import called
 from helpers.plans import chain_plan
 from timeprest import cli
-from timeprest.cli.errors import errors_as_lines
+from timeprest.cli.errors import errors_as_lines, program
 from timeprest.profiles.files import write_file
 
 
@@ -109,3 +109,18 @@ def test_closed_streams_are_no_errors(closed, tmp_path):
     line = f'exec "$0" -m timeprest.cli.plan --help {closed}'
     done = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, check=True)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("started", "called"),
+    [
+        ("/bin/tp-plan", "tp-plan"),
+        ("/timeprest/cli/run.py", "tp-run"),
+        ("/site-packages/ipykernel_launcher.py", "timeprest"),
+        ("-c", "timeprest"),
+        ("", "timeprest"),
+    ],
+)
+def test_messages_name_the_command_or_the_package(started, called, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [started])
+    assert program() == called
