@@ -119,8 +119,9 @@ def for_torchtitan(plan: Plan, look: object) -> EngineFiles:
         {CONFIG: "\n".join(lines) + "\n", PYTHON: python, CSV: schedule_csv(plan)},
         (
             f"releases 0.2.x read {CONFIG}; after those, {PYTHON} says how to use it",
-            "the model's forward must do without the modules of other stages; children that are in "
-            "no layer of their own have to be added to their stage's line",
+            "the model's forward must do without the modules of other stages, its lists must be an "
+            "nn.ModuleList or nn.ModuleDict, and children that are in no layer of their own have "
+            "to be added to their stage's line",
             *precision_notes(plan),
         ),
     )
