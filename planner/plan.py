@@ -348,7 +348,7 @@ def _without_cores(plan: Any) -> None:
 class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """A plan that tp-run can execute."""
 
-    older: ClassVar = {"timeprest-plan/1": _without_cores}
+    older: ClassVar[dict[str, Callable[[Any], None]]] = {"timeprest-plan/1": _without_cores}
 
     variant: str
     mini_batch: Count

@@ -249,7 +249,7 @@ def import_graphs_with(load: Callable[[], Callable[..., Profile]]) -> None:
 class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """A measured model. Layers are in topological order."""
 
-    most: ClassVar = MAX_FILE_BYTES
+    most: ClassVar[int] = MAX_FILE_BYTES
 
     target: str
     fingerprint: str

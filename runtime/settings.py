@@ -95,7 +95,7 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A run's settings; workers read them from the run directory. Checksums of checkpoints hold
     their sequence."""
 
-    most: ClassVar = 2**20
+    most: ClassVar[int] = 2**20
 
     task: Annotated[str, Option(TRAINING, usual="what the plan's profile measured", names="target")]
     """Built-in task, file.py:NAME or pkg.module:NAME."""

@@ -305,6 +305,27 @@ def test_every_folder_of_modules_is_installed():
     assert set(config["options"]["packages"].split()) == names
 
 
+def test_the_oldest_python_reads_it(trees):
+    """Python 3.10 takes a bare ClassVar for no type, nor KW_ONLY, where annotations are read."""
+    for path in SOURCES.values():
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+    bare = [
+        module
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "ClassVar"
+    ]
+    readers = [
+        module
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get_type_hints")
+    ]
+    assert not bare
+    # That of files reads no dataclass.
+    assert readers == [("profiles", "files"), ("profiles", "options")]
+
+
 def test_public_names():
     import timeprest
 

@@ -206,7 +206,7 @@ class DroppedArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT, omit_defaults=True):
     """A study's file: all that its table and page are made of."""
 
-    most: ClassVar = MAX_FILE_BYTES
+    most: ClassVar[int] = MAX_FILE_BYTES
 
     question: StudyQuestion
     arms: tuple[StudyArm, ...]
