@@ -5,6 +5,7 @@ Index letters: S stages; D devices; n groups of layers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise, product
 from math import inf
@@ -118,14 +119,19 @@ def _parts(near: Neighbours) -> list[tuple[int, ...]]:
 
 
 def _sequences(near: Neighbours) -> Iterable[Sequence[int]]:
-    """Of devices: as listed, machine by machine, and by speed, fast ones first and last. Where the
-    first layers and the last ones may want devices of one machine, which sums what they share, or
-    of one kind: half of these first, and half last."""
+    """Of devices: as listed, machine by machine, one of each machine in turn, and by speed, fast
+    ones first and last. Where the first layers and the last ones may want devices of one machine,
+    which sums what they share, or of one kind: half of these first, and half last."""
     question, devices = near.question, near.question.cluster.devices
-    listed = range(len(devices))
+    listed, seats, taken = range(len(devices)), list[int](), Counter[str | None]()
+    for device in devices:
+        seats.append(taken[device.machine])
+        taken[device.machine] += 1
     keys: list[Callable[[int], tuple[Any, ...]]] = [
         lambda d: (d,),
         lambda d: (devices[d].machine or "",),
+        # A replica's messages stay in its machine, which has some of each stage's.
+        lambda d: (seats[d], devices[d].machine or ""),
         lambda d: (devices[d].machine or "", -devices[d].speed),
         lambda d: (-devices[d].speed, devices[d].machine or ""),
         lambda d: (devices[d].speed, devices[d].machine or ""),

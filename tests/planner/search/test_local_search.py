@@ -100,6 +100,9 @@ def test_replicas_are_first_laid_on_one_machine_or_one_kind_too():
     assert ((2, 3),) not in alike
     fast_and_slow = of_speeds(1.0, 0.5, 1.0, 0.5)
     assert {((0, 2),), ((1, 3),)} <= begun(fast_and_slow, moves_devices=True)
+    # Each machine a pipeline of its own: gradients alone are sent between.
+    machines = uniform_cluster(8, per_machine=4, between_bandwidth="1MB/s")
+    assert ((0, 4), (1, 5), (2, 6), (3, 7)) in begun(machines, moves_devices=True)
     # Replicas are neighbours in a list that may be taken in no other sequence.
     assert ((1, 3),) not in begun(fast_and_slow)
     assert ((0, 1),) not in begun(uniform_cluster(4))
