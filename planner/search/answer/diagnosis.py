@@ -79,11 +79,14 @@ def _diagnose(
     Args:
         stopped: what ended the search before it had looked at everything.
         pins, micro_batches: that were asked for.
-        explains: else memory alone is said.
+        explains: else memory alone is said; and where the time is over, nothing is looked for.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     if len(search.relaxation.recompute) > 1:
         nothing += ", with --recompute auto neither"
+    if not explains and search.budget.is_late:
+        # What follows needs the time more.
+        return InfeasibleError(nothing)
     fitting, cluster = Fitting(search, micro_batches), search.question.cluster
     # What a search had no time for may fit, and without limits of memory it does.
     found = fitting.plan_at_hand() if search.budget.is_late else None

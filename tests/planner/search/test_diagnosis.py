@@ -14,6 +14,7 @@ from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search import state
 from timeprest.planner.search.answer import fitting
+from timeprest.planner.search.answer.diagnosis import closest_plan
 from timeprest.planner.search.branching import SearchRequest, explore, question_for
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
@@ -188,3 +189,17 @@ def test_there_is_time_to_say_what_would_do_after_a_late_search():
     found.deadline = 0.0
     assert found.plan_at_hand() is None
     assert found.smallest_memory() is not None
+
+
+def test_nothing_is_looked_for_after_a_late_search_that_is_one_of_several():
+    """The time of those that follow it isn't over."""
+    question = question_for(chain(4), uniform_cluster(2, "1GB"), "gpipe")
+
+    def closest(explains):
+        request = SearchRequest(time_limit_s=0.0, explains=explains)
+        search = explore(question, request, lambda *_: None)
+        return closest_plan(search, "time limit", request, None, apart=True)
+
+    assert closest(explains=True)
+    with pytest.raises(InfeasibleError, match=r"found \(time limit\)$"):
+        closest(explains=False)
