@@ -58,6 +58,9 @@ _AT_HAND_S = 10.0
 _FIRST_S = 0.5
 """Of these, for the plan with the least memory, in as many micro-batches as may be looked at."""
 
+_MANY = 4
+"""Micro-batches for each stage: of plans at hand, those with more are looked at last."""
+
 _PROOF_S = 1.0
 """For each proof that nothing fits, before anything is searched."""
 
@@ -289,6 +292,8 @@ class Fitting:
         search, relaxation = self.search, self.search.relaxation
         most = min(len(search.question.cluster.devices), relaxation.graph.most_stages)
         for branch in chain.from_iterable(_counted(relaxation, b, most) for b in branches):
+            if not self.seconds_left:
+                return
             in_flight = in_flight_under(relaxation.variant, search.most_stages, cap)
             problem = relaxation.problem(branch, Assumptions(in_flight))
             for cut in self._cuts(problem):
@@ -309,19 +314,22 @@ class Fitting:
         Once there is one, better ones are looked for as long as half of `SOON_S` lasts."""
         begin = time.monotonic()
         self.deadline = begin + _AT_HAND_S
-        best: Evaluation | None = None
-        if self.search.identical:
-            found = self.least(self.search.question, fits=True)
-            best = found if found is not None and self.search.counts(found) else None
-        else:
-            # More micro-batches leave devices idle for less.
-            branches = sorted(self.search.branches, key=lambda b: -b.micro_batches)
+        found = self.least(self.search.question, fits=True)
+        best = found if found is not None and self.search.counts(found) else None
+        if not self.search.identical:
+            if best is not None:
+                self.deadline = begin + SOON_S / 2
+            # More micro-batches leave devices idle for less: by little, where they are many, and
+            # such plans take long to simulate.
+            many = _MANY * self.search.most_stages
+            branches = sorted(
+                self.search.branches,
+                key=lambda b: (b.micro_batches > many, abs(b.micro_batches - many)),
+            )
             several = self._plans_of(branches, self.search.most_stages)
             for found in chain(several, self._plans_of(branches)):
                 best = found if best is None or better(found, best) else best
                 self.deadline = begin + SOON_S / 2
-                if not self.seconds_left:
-                    break
         self.deadline = time.monotonic() + SECONDS
         return best
 

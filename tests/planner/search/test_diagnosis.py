@@ -203,3 +203,21 @@ def test_nothing_is_looked_for_after_a_late_search_that_is_one_of_several():
     assert closest(explains=True)
     with pytest.raises(InfeasibleError, match=r"found \(time limit\)$"):
         closest(explains=False)
+
+
+@pytest.mark.parametrize(("seconds", "looked_at"), [(0.0, [4]), (1e3, [4, 2, 1, 4])])
+def test_plans_at_hand_are_looked_for_as_long_as_there_is_time(monkeypatch, seconds, looked_at):
+    """First the one that holds least; then those in few micro-batches, which are soon simulated."""
+    monkeypatch.setattr(fitting, "SOON_S", seconds)
+    monkeypatch.setattr(fitting, "_MANY", 1)
+    seen = []
+
+    def noted(question, stages, micro_batches):
+        seen.append(micro_batches)
+        return evaluate(question, stages, micro_batches)
+
+    monkeypatch.setattr(fitting, "evaluate", noted)
+    question = question_for(chain(4), uniform_cluster(2, "1GB"), "gpipe")
+    search = explore(question, SearchRequest(), lambda *_: None)
+    assert fitting.Fitting(search).plan_at_hand()
+    assert seen[:4] == looked_at
