@@ -22,6 +22,9 @@ _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
 _NUMBER = re.compile(r"\d+")
 _CUT = "…"
 
+_MOST_ROWS = 4
+"""Of neighbours among numbered devices, that are written out."""
+
 
 def shortened(name: str, width: int) -> str:
     """The name in at most `width` columns: leading words to their first letters, then the middle.
@@ -73,15 +76,17 @@ def first_to_last(names: Sequence[str], width: int | None = None) -> str:
 
 
 def device_range(names: Sequence[str]) -> str:
-    """``device3``, ``device0, device2``, ``device8–15 (8)`` or ``a … z (9)``."""
+    """``device3``, ``device8–15 (8)``, ``device0,6,1,7``, ``a, b`` or ``a … z (9)``."""
     found = [printable(name) for name in names]
     if len(found) == 1:
         return found[0]
-    parts = [_NUMBERED.fullmatch(name) for name in found]
-    if all(parts):
-        pairs = [(part[1], int(part[2])) for part in parts if part]
-        if all(a[0] == b[0] and a[1] + 1 == b[1] for a, b in pairwise(pairs)):
-            return f"{found[0]}–{pairs[-1][1]} ({len(found)})"
+    parts = [part for name in found if (part := _NUMBERED.fullmatch(name))]
+    if len(parts) == len(found) and len({part[1] for part in parts}) == 1:
+        ends = [k for k, (a, b) in enumerate(pairwise(parts), 1) if int(a[2]) + 1 != int(b[2])]
+        rows = [parts[a:b] for a, b in pairwise([0, *ends, len(parts)])]
+        if len(rows) <= _MOST_ROWS:
+            shown = ",".join(f"{r[0][2]}–{r[-1][2]}" if len(r) > 1 else r[0][2] for r in rows)
+            return f"{parts[0][1]}{shown}" + f" ({len(found)})" * (len(rows) < len(found))
     if len(found) == 2:
         return ", ".join(found)
     return f"{found[0]} … {found[-1]} ({len(found)})"

@@ -353,6 +353,9 @@ def test_names_in_little_room():
     assert shortened("a\x1b[2J\nb", 40) == "a\\x1b[2J\\nb"
     assert device_range(["gpu8", "gpu9", "gpu10"]) == "gpu8–10 (3)"
     assert device_range(["gpu8", "gpu10", "cpu"]) == "gpu8 … cpu (3)"
+    assert device_range(["gpu0", "gpu4", "gpu1", "gpu5"]) == "gpu0,4,1,5"
+    assert device_range(["gpu0", "gpu1", "gpu4"]) == "gpu0–1,4 (3)"
+    assert device_range([f"gpu{k}" for k in range(0, 10, 2)]) == "gpu0 … gpu8 (5)"
     assert device_range(["a", "b"]) == "a, b"
 
 
