@@ -91,7 +91,8 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     question = search.question
     if request.sequence == "listed" or not sequence_matters(question, request.replicas):
         return run(search)
-    # Of equal devices in equal machines other sequences are seldom better, and by little.
+    # Of equal devices in equal machines other sequences are seldom better; then by much, as where
+    # the messages of replicas stay in a machine.
     differ = sequence_matters(question, replicas=False)
     budget, share = search.budget, LISTED_SHARE if differ else 1 - LISTED_SHARE
     try:
