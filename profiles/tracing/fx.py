@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from types import BuiltinMethodType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import _C, Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -62,7 +63,7 @@ class _Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         """Trace, knowing what is switched on outside."""
         self.modes = _modes()
-        with functions_called(self._operation), transformers_opened():
+        with functions_called(self._operation, root), transformers_opened():
             return super().trace(root, concrete_args)
 
     def _operation(self, function: type[Function], arguments: Sequence[Any]) -> Any:
@@ -242,31 +243,59 @@ def applied(
     return apply
 
 
+_APPLY = _C._FunctionBase.__dict__["apply"]
+"""Of custom Functions, below what they have in Python."""
+
+
 @contextmanager
 def functions_called(
     call: Callable[[type[Function], Sequence[Any]], Any] = lambda *_: NotImplemented,
+    model: nn.Module | None = None,
 ) -> Iterator[None]:
-    """While it lasts, have `call` do what `Function.apply` does, unless it gives NotImplemented.
+    """While it lasts, have `call` do what `Function.apply` does, unless it gives NotImplemented;
+    also where the modules of the model's classes have another name for it.
 
     What torch.utils.checkpoint would compute again is simply called: a plan says what a stage
     computes again, and has no use for a graph without the gradients of its parameters.
     """
 
-    def apply(function: type[Function], *arguments: Any) -> Any:
+    def apply(function: type[Function], *arguments: Any, **named: Any) -> Any:
         if function is CheckpointFunction:
             run, _, *inputs = arguments
             return run(*inputs)
-        found = call(function, arguments)
+        found = NotImplemented if named else call(function, arguments)
         if found is not NotImplemented:
             return found
-        return super(_SingleLevelFunction, function).apply(*arguments)  # type: ignore[misc]
+        return _APPLY.__get__(None, function)(*arguments, **named)
 
-    # Below `Function.apply`, which may have other names by now: f = MyFunction.apply.
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    before = Function.__dict__["apply"]
+    names = [*_named(model)] if model is not None else []
+    # Up to torch 2.13 that calls what is below it, whatever it is called.
+    below = _SingleLevelFunction if isinstance(before, classmethod) else Function
+    below.apply = classmethod(apply)  # type: ignore[attr-defined]
+    for scope, name, bound in names:
+        scope[name] = partial(apply, bound.__self__)
     try:
         yield
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        for scope, name, bound in names:
+            scope[name] = bound
+        if below is Function:
+            Function.apply = before  # type: ignore[method-assign]
+        else:
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Global names, f = MyFunction.apply, that methods of a model's classes may call it by."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    methods = (method for kind in kinds for method in vars(kind).values())
+    scopes = {id(m.__globals__): m.__globals__ for m in methods if inspect.isfunction(m)}
+    for scope in scopes.values():
+        for name, value in scope.items():
+            of = getattr(value, "__self__", None) if isinstance(value, BuiltinMethodType) else None
+            if isinstance(of, type) and issubclass(of, Function) and value.__name__ == "apply":
+                yield scope, name, value
 
 
 def homes(node: fx.Node) -> list[Home]:

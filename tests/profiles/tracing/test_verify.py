@@ -17,7 +17,7 @@ from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint
 from timeprest.profiles.tracing.random_states import own_states, same_own_states
 from timeprest.profiles.tracing.verify import _moved, compare, run
-from torch import nn
+from torch import _C, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -86,6 +86,8 @@ def seeded(seed):
 
 
 turned = Reversed.apply
+# As torch 2.14 and later bind it.
+bound = _C._FunctionBase.__dict__["apply"].__get__(None, Reversed)
 """As PyTorch's tutorials call a Function."""
 
 
@@ -119,6 +121,11 @@ class TwoResults(Base):
 class ByAnotherName(Base):
     def between(self, h):
         return turned(h, 0.5)
+
+
+class ByABoundName(Base):
+    def between(self, h):
+        return bound(h, 0.5)
 
 
 class WithAFunction(Base):
@@ -505,6 +512,7 @@ def build(make):
         (NoGradient, "fx"),
         (WithoutAutocast, "export"),
         (ByAnotherName, "fx"),
+        (ByABoundName, "fx"),
         (WithAFunction, "fx"),
         (GivenAModule, "fx"),
         (ByAList, "export"),
