@@ -277,6 +277,13 @@ def naming(plan_path: str) -> Iterator[None]:
         raise PlanError(f"{plan_path}{said.removeprefix('plan')}") from error
 
 
+def _leave_garbage() -> None:
+    """What torch has loaded is no garbage: to look for some at the end takes seconds. What triton
+    has loaded reports as leaks, in many lines, what nobody looked for."""
+    if not any(name.startswith("triton._C") for name in sys.modules):
+        gc.freeze()
+
+
 class OneLineCommand(click.Command):
     """A command whose usage errors are one line too."""
 
@@ -289,8 +296,7 @@ class OneLineCommand(click.Command):
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A file's name, or a layer's, may not be text in the terminal's encoding.
             sys.stdout.reconfigure(errors="backslashreplace")
-        # What torch has loaded is no garbage; to look for some at the end takes seconds.
-        atexit.register(gc.freeze)
+        atexit.register(_leave_garbage)
         try:
             with _printed():
                 code = super().main(*arguments, standalone_mode=False, **extra)  # type: ignore[call-overload]
