@@ -33,11 +33,12 @@ class _Flat(nn.Module):
         self.model = model
         self.training = model.training
         self._call = call
-        self._found = found
+        # A list of its own would be state, which torch compares before and after.
+        self._note = found.append
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         leaves, structure = take_apart(self._call.of(self.model, tensors))
-        self._found.append(structure)
+        self._note(structure)
         return leaves
 
 
@@ -120,8 +121,7 @@ def _exported(model: nn.Module, call: Call, granularity: str, free_batch: bool) 
         if free_batch:
             _check_free(program)
         # The checks of input shapes would be an operation of nobody's.
-        checks = "check_guards" in inspect.signature(program.module).parameters
-        exported = program.module(check_guards=False) if checks else program.module()
+        exported = program.module(check_guards=False)
     for body in exported.modules():
         _leave_out_types(body)
     graph, attributes = _copy(exported, model, call, structures[-1])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from ...profiles.errors import RunError, UserError
@@ -268,8 +267,6 @@ def _serve(address: str, port: int) -> dist.TCPStore:  # type: ignore[name-defin
             timedelta(seconds=ARRIVAL_S),
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
-            # Of torch 2.7, that one takes no socket that listens already.
-            use_libuv=torch.__version__ >= (2, 8),
         )
     except RuntimeError as error:
         words = " ".join(str(error).split())

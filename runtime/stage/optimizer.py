@@ -41,7 +41,7 @@ from ..prepare.devices import device_kind
 from ..prepare.prepared import Prepared
 from ..settings import OptimizerChoice, RunSettings
 from ..weights.delays import delay_of, raise_momentum
-from ..weights.muon import MuonWithAdamW, has_muon
+from ..weights.muon import MuonWithAdamW
 from ..weights.outside import context_at, outside_update
 
 Parameters = Iterable[Any]
@@ -72,11 +72,6 @@ def check_choice(choice: OptimizerChoice) -> OptimizerChoice:
     if choice.name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise UserError(f"--optimizer: unknown {choice.name!r}; known are {known}")
-    if choice.name == "muon" and not has_muon():
-        raise UserError(
-            f"--optimizer muon: torch {torch.__version__} has none; take torch 2.9 or later, or "
-            "another optimizer"
-        )
     if choice.momentum and choice.name not in ("sgd", "muon"):
         raise UserError(f"--momentum: {choice.name} has its own; leave it out, or use sgd")
     if choice.nesterov and not choice.momentum:

@@ -18,11 +18,6 @@ ADJUST = "match_rms_adamw"
 """What torch calls that scale."""
 
 
-def has_muon() -> bool:
-    """Whether torch does."""
-    return hasattr(torch.optim, "Muon")
-
-
 class MuonWithAdamW(Optimizer):
     """Steps both; its groups and its state are theirs."""
 

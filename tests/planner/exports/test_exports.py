@@ -113,8 +113,9 @@ def test_torch_runs_the_schedule(variant, placement, frozen, schedules):
     assert found == dict(enumerate(placement or range(4)))
     with_messages = schedules._add_send_recv(actions, found.__getitem__, 4)
     schedules._simulate_comms_compute(with_messages, found.__getitem__, 4)
-    kinds = {schedules._Action.from_str(c).computation_type.value for c in cells_of(text)}
-    assert kinds == ({"F", "I", "W"} if VARIANTS[variant].split_backward else {"F", "B"})
+    kinds = {schedules._Action.from_str(c).computation_type.name for c in cells_of(text)}
+    split = {"BACKWARD_INPUT", "BACKWARD_WEIGHT"}
+    assert kinds == {"FORWARD"} | (split if VARIANTS[variant].split_backward else {"FULL_BACKWARD"})
 
 
 def test_a_schedule_in_csv():

@@ -12,7 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from timeprest.api import plan as solve_plan
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.profiles.errors import PlanError, TargetError, UserError
+from timeprest.profiles.errors import PlanError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
@@ -20,9 +20,7 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.optimizer import optimizer_of, system_optimizer
-from timeprest.runtime.weights.muon import MuonWithAdamW, has_muon, orthogonal_step
-
-pytestmark = pytest.mark.skipif(not has_muon(), reason="torch has no Muon before 2.9")
+from timeprest.runtime.weights.muon import MuonWithAdamW, orthogonal_step
 
 CHOICE = OptimizerChoice(name="muon", lr=0.05, weight_decay=0.1)
 HIDDEN = OPTIMIZERS["muon"][2]["matrices"]
@@ -204,14 +202,6 @@ def test_plans_without_it_say_nothing_of_it(mlp_profile):
 
 
 # Refusals --------------------------------------------------------------------------------------
-
-
-def test_torch_without_it(mlp_profile, mlp_target, tmp_path, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
-    settings = RunSettings(task=mlp_target, steps=2, optimizer=CHOICE)
-    with pytest.raises(UserError, match=r"^--optimizer muon: torch \S+ has none; .*$"):
-        run(plan, settings, tmp_path / "run", inline=True)
 
 
 def test_profiles_without_hidden_matrices(mlp_profile):
