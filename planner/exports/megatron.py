@@ -50,6 +50,8 @@ def for_megatron(plan: Plan, look: object) -> EngineFiles:
         {ARGUMENTS: "\n".join(lines) + "\n"},
         (
             f"pass them on: pretrain_gpt.py $(cat {{folder}}/{ARGUMENTS}) …",
+            "it ties the output's weight to the embedding's; where the model doesn't, add "
+            "--untie-embeddings-and-output-weights",
             *precision_notes(plan),
         ),
     )

@@ -438,7 +438,7 @@ def main():
             optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
         if last:
-            mean = torch.stack([value.detach() for value in found]).mean()
+            mean = torch.stack([value.detach().double() for value in found]).mean()
             if REPLICAS > 1:
                 dist.all_reduce(mean, group=mesh.get_group("replicas"))
                 mean /= REPLICAS
