@@ -189,6 +189,14 @@ def dataset_size(dataset: Dataset[Any], split: Split) -> int:
     """Number of samples. Raises TargetError for a dataset without a length, or an empty one."""
     if dataset is None:
         raise TargetError(f"data({split!r}) gave None; return a map-style Dataset")
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        keys = ", ".join(map(repr, islice(dataset, 4)))
+        raise TargetError(f"data({split!r}) gave a mapping of {keys}; return that split's Dataset")
+    if isinstance(dataset, Iterator):
+        raise TargetError(
+            f"data({split!r}) gave an iterator, which is over after one pass; return the "
+            "DataLoader that made it, or an IterableDataset"
+        )
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -143,6 +143,8 @@ def test_an_optional_hook_that_is_misspelt_gets_a_warning(plan, tmp_path):
 BLAMED = {
     "ModelNone": r"model\(\) gave None where a torch\.nn\.Module is needed",
     "DataNone": r"data\('train'\) gave None; return a map-style Dataset",
+    "DataOfSplits": r"data\('train'\) gave a mapping of 'train', 'test'; return that split's",
+    "DataOnce": r"data\('train'\) gave an iterator, which is over after one pass",
     "DataTensors": r"gave a tuple of Tensors; wrap tensors in a data set: .*TensorDataset\(inputs",
     "TestDataNone": r"data\('test'\) gave None; return a map-style Dataset \(or .*--no-evaluate\)",
     "Uneven": r"data\(split\): its samples can't be put into a batch: .*equal size",

@@ -6,6 +6,7 @@ import random
 
 import torch
 from mlp_task import MLPTask, ShortEpochs
+from torch.utils.data import DataLoader
 
 
 class OtherParameters(MLPTask):
@@ -127,6 +128,16 @@ misspelt, make_model = Misspelt(), Maker()
 class ModelNone(MLPTask):
     def model(self):
         super().model()
+
+
+class DataOfSplits(MLPTask):
+    def data(self, split):
+        return {"train": super().data("train"), "test": super().data("test")}
+
+
+class DataOnce(MLPTask):
+    def data(self, split):
+        return iter(DataLoader(super().data(split), batch_size=4))
 
 
 class DataNone(MLPTask):
