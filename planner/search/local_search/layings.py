@@ -135,6 +135,9 @@ def _sequences(near: Neighbours) -> Iterable[Sequence[int]]:
         lambda d: (devices[d].machine or "", -devices[d].speed),
         lambda d: (-devices[d].speed, devices[d].machine or ""),
         lambda d: (devices[d].speed, devices[d].machine or ""),
+        # The same of each kind's machines alone.
+        lambda d: (-devices[d].speed, seats[d], devices[d].machine or ""),
+        lambda d: (devices[d].speed, seats[d], devices[d].machine or ""),
     ]
     found = dict.fromkeys(tuple(sorted(listed, key=key)) for key in keys)
     if sums_copies(question) or not question.cluster.uniform:

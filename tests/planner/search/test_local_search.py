@@ -44,6 +44,17 @@ def of_speeds(*speeds):
     return Cluster(devices=devices, network=Network(bandwidth_bytes_per_s=1e9, latency_s=0.0))
 
 
+def on_machines(*speeds):
+    """Devices of such speeds in each machine."""
+    devices = tuple(
+        Device(name=f"d{m}.{k}", speed=speed, machine=f"m{m}")
+        for m, mine in enumerate(speeds)
+        for k, speed in enumerate(mine)
+    )
+    near, far = (Network(bandwidth_bytes_per_s=x, latency_s=0.0) for x in (1e9, 1e6))
+    return Cluster(devices=devices, network=near, between_machines=far)
+
+
 def test_slow_devices_are_left_out():
     """As they are listed, the fastest of them begin; of equal ones the last."""
 
@@ -103,6 +114,9 @@ def test_replicas_are_first_laid_on_one_machine_or_one_kind_too():
     # Each machine a pipeline of its own: gradients alone are sent between.
     machines = uniform_cluster(8, per_machine=4, between_bandwidth="1MB/s")
     assert ((0, 4), (1, 5), (2, 6), (3, 7)) in begun(machines, moves_devices=True)
+    # And so those of one kind, where other machines go on.
+    two_and_one = on_machines([1.0] * 2, [1.0] * 2, [0.5] * 2)
+    assert ((0, 2), (1, 3), (4, 5)) in begun(two_and_one, moves_devices=True)
     # Replicas are neighbours in a list that may be taken in no other sequence.
     assert ((1, 3),) not in begun(fast_and_slow)
     assert ((0, 1),) not in begun(uniform_cluster(4))
