@@ -22,7 +22,7 @@ Index letters: S stages; n groups of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -151,37 +151,44 @@ def even_replicas(
     homes: Sequence[str | None],
     counts: Sequence[int],
     most: int,
+    summed: Sequence[float],
+    sum_of: Callable[[range], tuple[float, float]],
 ) -> list[tuple[float, tuple[tuple[int, ...], ...]]]:
-    """For each number of stages up to `most`, what the busiest replica has to do, about, and the
-    positions of stages' devices that leave it least; of a row of devices, of which some may be left
-    out. How far so many stages on the first devices get under a bound is known from how far one
-    stage less does, and a bound is the least under which all groups are reached. Numbers of stages
-    are left out where fewer come as far on fewer devices.
+    """For each number of stages up to `most`, what the busiest replica has to do, about, summing
+    gradients among it, and the positions of stages' devices that leave it least; of a row of
+    devices, of which some may be left out. How far so many stages on the first devices get under a
+    bound is known from how far one stage less does, and a bound is the least under which all groups
+    are reached. Numbers of stages are left out where fewer come as far on fewer devices.
 
     Args:
         work_s: of each group, [n].
         speeds: of the devices, [D].
         homes: their machines, [D]: replicas are in one.
         counts: replicas that stages may have, ascending.
+        summed: bytes of each group whose gradients are summed, [n].
+        sum_of: what that takes over a row of devices: in any case, and for each byte.
     """
-    groups, done = len(work_s), np.array([0.0, *accumulate(work_s)])
+    groups = len(work_s)
+    done, held = (np.array([0.0, *accumulate(each)]) for each in (work_s, summed))
     devices, least_s = len(speeds), float(done[-1]) / sum(speeds)
     bounds_s = least_s * _FINER ** np.arange(_FINELY)[:, None]
     reach = np.zeros((_FINELY, devices + 1), dtype=np.intp)
     took, found = list[NDArray[np.intp]](), list[tuple[float, tuple[tuple[int, ...], ...]]]()
+    alike = dict[tuple[int, float, float], list[int]]()
+    for row in (range(p - r, p) for r in counts for p in range(r, devices + 1)):
+        if len({homes[d] for d in row}) == 1:
+            capacity = len(row) * min(speeds[d] for d in row)
+            alike.setdefault((len(row), capacity, sum_of(row)[1]), []).append(row.stop)
     for _ in range(most):
         further, replicas = np.full_like(reach, -1), np.zeros_like(reach)
-        for r in (r for r in counts if r <= devices):
-            rows = [range(p - r, p) for p in range(r, devices + 1)]
-            together = [len({homes[d] for d in row}) == 1 for row in rows]
-            capacity = [r * min(speeds[d] for d in row) for row in rows]
-            begins = reach[:, : devices + 1 - r]
-            until_s = (done[begins] + bounds_s * np.array(capacity)) * (1 + 1e-9)
-            ends = np.searchsorted(done, until_s, side="right") - 1
-            ends[(begins < 0) | (ends <= begins) | ~np.array(together)] = -1
-            better = ends > further[:, r:]
-            further[:, r:][better] = ends[better]
-            replicas[:, r:][better] = r
+        for (r, capacity, per_byte_s), at in alike.items():
+            load_s, begins = done / capacity + held * per_byte_s, reach[:, np.array(at) - r]
+            until_s = (load_s[begins] + bounds_s) * (1 + 1e-9)
+            ends = np.searchsorted(load_s, until_s, side="right") - 1
+            ends[(begins < 0) | (ends <= begins)] = -1
+            better = ends > further[:, at]
+            further[:, at] = np.where(better, ends, further[:, at])
+            replicas[:, at] = np.where(better, r, replicas[:, at])
         for p in range(1, devices + 1):
             left_out = further[:, p - 1] >= further[:, p]
             further[left_out, p], replicas[left_out, p] = further[left_out, p - 1], 0

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...cluster.cluster import Cluster
+from ...cluster.contention import AllReduceTimes
 from ...partition.placings import pattern
 from ..choices import Branch, PlacedBranch
-from ..device_sequences import sums_copies
+from ..device_sequences import cluster_in_sequence, sums_copies
 from .first_cuts import even, even_replicas, even_within
 from .neighbours import Neighbours, speeds_of
 
@@ -51,20 +52,24 @@ def layings_of(near: Neighbours, branch: Branch | PlacedBranch) -> Iterator[Lyin
 
 def mixed_layings(near: Neighbours, branch: Branch | PlacedBranch) -> Iterator[Lying]:
     """The same where each stage has as many replicas as it has work for: of few numbers of stages,
-    which leave the busiest replica least to do."""
+    which leave the busiest replica least to do, with sums of gradients."""
     counts = near.relaxation.replica_counts(branch.micro_batches)
     if isinstance(branch, PlacedBranch) or counts == [1]:
         return
     cluster, work_s = near.question.cluster, near.layers.work_s(branch.micro_batches)
     most = min(len(cluster.devices), len(work_s), _MOST_COUNTED)
+    parameters = near.relaxation.graph.parameter_bytes
+    each = branch.micro_batches * near.question.update_every
+    summed: list[float] = (np.bincount(near.layers.number_of, parameters) / each).tolist()
     # Within machines, gradients are summed over links that are faster.
     alone = (False,) if cluster.flat else (False, True)
     sequences = _sequences(near) if near.moves_devices else [range(len(cluster.devices))]
     for sequence, inside in product(sequences, alone):
-        devices = [cluster.devices[d] for d in sequence]
+        listed = cluster_in_sequence(cluster, sequence)
+        devices, sums = listed.devices, AllReduceTimes(listed)
         homes = [device.machine if inside else None for device in devices]
         speeds = [device.speed for device in devices]
-        found = even_replicas(work_s, speeds, homes, counts, most)
+        found = even_replicas(work_s, speeds, homes, counts, most, summed, sums.of)
         asked = [x for x in found if branch.stages in (None, len(x[1]))]
         for _, places in sorted(asked)[:_MOST_EVEN]:
             yield tuple(tuple(sequence[d] for d in mine) for mine in places)

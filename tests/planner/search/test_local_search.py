@@ -124,12 +124,16 @@ def test_replicas_are_first_laid_on_one_machine_or_one_kind_too():
 
 @given(st.data())
 def test_replicas_are_where_they_leave_the_busiest_one_least_to_do(data):
-    """As any split of a row of devices into stages shows."""
+    """As any split of a row of devices into stages shows, with what summing gradients takes."""
     groups, devices = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
     work = data.draw(st.lists(st.integers(1, 9), min_size=groups, max_size=groups))
     speeds = data.draw(st.lists(st.integers(1, 3), min_size=devices, max_size=devices))
     homes = data.draw(st.lists(st.sampled_from([None, "x"]), min_size=devices, max_size=devices))
     counts = [1, *data.draw(st.sets(st.integers(2, 4)))]
+    summed = data.draw(st.lists(st.integers(0, 3), min_size=groups, max_size=groups))
+
+    def sum_of(row):
+        return 0.0, 0.5 * (len(row) > 1) * (1 + row[0] % 2)
 
     def rows(stages, begin=0):
         """Devices of so many stages."""
@@ -143,18 +147,21 @@ def test_replicas_are_where_they_leave_the_busiest_one_least_to_do(data):
 
     def busiest(places):
         ends = combinations(range(1, groups), len(places) - 1)
-        capacity = [len(mine) * min(speeds[d] for d in mine) for mine in places]
         cuts = ([*pairwise([0, *each, groups])] for each in ends)
-        return min(
-            max(sum(work[a:b]) / c for (a, b), c in zip(cut, capacity, strict=True)) for cut in cuts
-        )
+
+        def takes(mine, a, b):
+            capacity = len(mine) * min(speeds[d] for d in mine)
+            return sum(work[a:b]) / capacity + sum(summed[a:b]) * sum_of(mine)[1]
+
+        return min(max(takes(x, *y) for x, y in zip(places, cut, strict=True)) for cut in cuts)
 
     found = dict[int, float]()
-    for about_s, places in even_replicas(work, speeds, homes, sorted(counts), min(groups, devices)):
+    most = min(groups, devices)
+    for about_s, places in even_replicas(work, speeds, homes, sorted(counts), most, summed, sum_of):
         assert places in {*rows(len(places))}
         assert busiest(places) <= about_s * (1 + 1e-6)
         found[len(places)] = about_s
-    least = {s: min(map(busiest, rows(s)), default=inf) for s in range(1, min(groups, devices) + 1)}
+    least = {s: min(map(busiest, rows(s)), default=inf) for s in range(1, most + 1)}
     # A number of stages is left out where fewer are as good on fewer devices.
     for stages, least_s in least.items():
         within = min(about for s, about in found.items() if s <= stages)
@@ -163,7 +170,9 @@ def test_replicas_are_where_they_leave_the_busiest_one_least_to_do(data):
 
 def test_plans_begin_with_more_stages_though_fewer_share_the_work_as_evenly():
     """One stage on all devices shares it best, but sums all gradients."""
-    found = even_replicas([1.0] * 8, [1.0] * 4, [None] * 4, [1, 2, 4], 4)
+    found = even_replicas(
+        [1.0] * 8, [1.0] * 4, [None] * 4, [1, 2, 4], 4, [0.0] * 8, lambda row: (0.0, 0.0)
+    )
     assert [len(places) for _, places in found] == [1, 2, 3, 4]
     assert found[2][1] in {((0, 1), (2,), (3,)), ((0,), (1, 2), (3,)), ((0,), (1,), (2, 3))}
 
@@ -172,9 +181,10 @@ def test_stages_with_much_work_begin_with_more_replicas():
     """Those of one machine, where the link to others is slow."""
     layers = [(f"n{k}", 100, ms * 1e-3, 2e-3 * ms, 10, []) for k, ms in enumerate([4, 1, 1, 8])]
     edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 16) for k in range(3)]
-    profile = profile_by_hand(layers, [*edges, ("n3", "output", "last", 4)])
+    edges.append(("n3", "output", "last", 4))
+    profile = profile_by_hand(layers, edges)
 
-    def begun(cluster, **asked):
+    def begun(cluster, profile=profile, **asked):
         search = search_for(profile, cluster, "gpipe", micro_batches=4, **asked)
         near = LocalSearch(search).near
         return {*mixed_layings(near, search.branches[0])}
@@ -185,6 +195,9 @@ def test_stages_with_much_work_begin_with_more_replicas():
     assert ((0, 1), (2,), (3,), (4, 5, 6, 7)) not in begun(machines, replicas=True)
     assert not begun(uniform_cluster(7), replicas=False)
     assert {len(lying) for lying in begun(uniform_cluster(7), replicas=True, stages=2)} == {2}
+    # Sums of the last layer's gradients would take longer than what replicas gain.
+    large = profile_by_hand([*layers[:3], ("n3", 10**10, *layers[3][2:])], edges)
+    assert {len(lying[-1]) for lying in begun(uniform_cluster(7), large, replicas=True)} == {1}
 
 
 @given(st.data())
