@@ -22,6 +22,7 @@ Index letters: S stages; n groups of layers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -123,21 +124,21 @@ def even_within(
         held_bytes: what each stage would hold of each group, [S, n].
         rooms_bytes: what it may hold, [S].
     """
-    groups, done = len(work_s), np.array([0.0, *accumulate(work_s)])
-    held = np.pad(np.cumsum(held_bytes, axis=1), ((0, 0), (1, 0)))
+    groups, done = len(work_s), [0.0, *accumulate(work_s)]
+    held = np.pad(np.cumsum(held_bytes, axis=1), ((0, 0), (1, 0))).tolist()
 
     def under(most_s: float) -> tuple[int, ...] | None:
         at, ends = 0, list[int]()
         for s, (speed, room) in enumerate(zip(speeds, rooms_bytes, strict=True)):
-            by_time = np.searchsorted(done, (done[at] + most_s * speed) * (1 + 1e-9), side="right")
-            by_room = np.searchsorted(held[s], held[s, at] + room, side="right")
-            end = min(int(by_time) - 1, int(by_room) - 1, groups - (len(speeds) - 1 - s))
+            by_time = bisect_right(done, (done[at] + most_s * speed) * (1 + 1e-9))
+            by_room = bisect_right(held[s], held[s][at] + room)
+            end = min(by_time - 1, by_room - 1, groups - (len(speeds) - 1 - s))
             if end <= at:
                 return None
             ends.append(at := end)
         return tuple(ends) if at == groups else None
 
-    low, high = float(done[-1]) / sum(speeds), float(done[-1]) / min(speeds)
+    low, high = done[-1] / sum(speeds), done[-1] / min(speeds)
     found = under(high)
     for _ in range(_HALVINGS if found else 0):
         cut = under(middle := (low + high) / 2)

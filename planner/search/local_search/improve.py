@@ -744,11 +744,11 @@ def start(
     some = search.branches if branches is None else branches
     every = [(b.micro_batches, lying) for b in some for lying in layings_of(local.near, b)]
     mixed = [(b.micro_batches, lying) for b in some for lying in mixed_layings(local.near, b)]
-    mixed.sort(key=lambda each: local.hoped_s(*each))
+    # Some are found in several sequences of the devices.
+    hoped_s = {each: local.hoped_s(*each) for each in dict.fromkeys((*every, *mixed))}
+    promising = sorted(dict.fromkeys(mixed), key=hoped_s.__getitem__)[:_MOST_MIXED]
     # Where simulations are dear there may be time for few: the most promising ones first.
-    ranked = sorted(
-        dict.fromkeys((*every, *mixed[:_MOST_MIXED])), key=lambda each: local.hoped_s(*each)
-    )
+    ranked = sorted(dict.fromkeys((*every, *promising)), key=hoped_s.__getitem__)
     for done, (micro_batches, lying) in enumerate(ranked):
         search.say(f"{search.standing}; first cuts", done, len(ranked))
         found += local.starts_on(lying, micro_batches)

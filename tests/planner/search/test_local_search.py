@@ -200,6 +200,17 @@ def test_stages_with_much_work_begin_with_more_replicas():
     assert {len(lying[-1]) for lying in begun(uniform_cluster(7), large, replicas=True)} == {1}
 
 
+def test_plans_that_several_sequences_lead_to_are_begun_with_once(monkeypatch):
+    """And leave room for others."""
+    search = search_for(chain(8), uniform_cluster(4), "gpipe", replicas=True, micro_batches=4)
+    local, begun, fast = LocalSearch(search), [], ((0, 1), (2, 3))
+    monkeypatch.setattr(improve, "layings_of", lambda *_: [])
+    monkeypatch.setattr(improve, "mixed_layings", lambda *_: [fast] * 20 + [((0,), (1,))])
+    monkeypatch.setattr(local, "starts_on", lambda lying, _: begun.append(lying) or [])
+    improve.start(search, local)
+    assert begun == [fast, ((0,), (1,))]
+
+
 @given(st.data())
 def test_even_cuts_that_fit_are_the_most_even_ones(data):
     amounts = st.integers(1, 9)
