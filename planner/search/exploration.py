@@ -77,8 +77,8 @@ _DESCENDED = 3
 """Of plans of the branches' best cuts by critical cycles, those that are improved at once."""
 
 _MANY = 12
-"""Devices: with more, and replicas, bounds by critical cycles come after first plans, as those of
-large models do: they take as long."""
+"""Devices: with more, or in any sequence, and replicas, bounds by critical cycles come after first
+plans, as those of large models do: they take as long."""
 
 _GUESSING = 0.3
 """Of the time that there is for bounds, and is left, for guesses at what is in flight: those of
@@ -177,7 +177,8 @@ def _first_plans(search: SearchState, local: LocalSearch, cycles: CycleSearch) -
     covered, budget = any(map(cycles.covers, search.branches)), search.budget
     # Bounds of large models and of split backwards take long, and less where there is a plan.
     relaxation = search.relaxation
-    many = relaxation.freedom.replicas and len(search.question.cluster.devices) > _MANY
+    many = len(search.question.cluster.devices) > _MANY or search.any_sequence
+    many = many and relaxation.freedom.replicas
     first = covered and (search.large or many or relaxation.variant.split_backward)
     if first:
         _start(search, local)

@@ -18,8 +18,9 @@ from timeprest.planner.cluster.links import Network
 from timeprest.planner.evaluate import evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
-from timeprest.planner.search import state
+from timeprest.planner.search import exploration, state
 from timeprest.planner.search.branching import SearchRequest, explore, question_for
+from timeprest.planner.search.critical_cycles import CycleSearch
 from timeprest.planner.search.local_search import improve
 from timeprest.planner.search.local_search.first_cuts import even_replicas, even_within
 from timeprest.planner.search.local_search.improve import LocalSearch, climb_on
@@ -209,6 +210,17 @@ def test_plans_that_several_sequences_lead_to_are_begun_with_once(monkeypatch):
     monkeypatch.setattr(local, "starts_on", lambda lying, _: begun.append(lying) or [])
     improve.start(search, local)
     assert begun == [fast, ((0,), (1,))]
+
+
+def test_in_other_sequences_first_plans_come_before_bounds(monkeypatch):
+    """Of few devices, too: that takes as long there."""
+    search = search_for(chain(8), of_speeds(1.0, 0.5, 1.0, 0.5), "gpipe", replicas=True)
+    done = list[str]()
+    for name in ("_start", "_bound_by_cycles"):
+        monkeypatch.setattr(exploration, name, lambda *_, name=name: done.append(name))
+    for search.any_sequence in (False, True):
+        exploration._first_plans(search, LocalSearch(search), CycleSearch(search))
+    assert done == ["_bound_by_cycles", "_start", "_start", "_bound_by_cycles"]
 
 
 @given(st.data())
