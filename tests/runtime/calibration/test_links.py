@@ -358,8 +358,8 @@ errors_as_lines(links_command)("c.toml", processes=2, device="cpu", quiet=False,
 @pytest.mark.parametrize(
     ("whom", "how", "code", "message"),
     [
-        ("command", signal.SIGINT, 130, "-c: stopped"),
-        ("worker", signal.SIGKILL, 1, "-c: process 1 was killed by SIGKILL"),
+        ("command", signal.SIGINT, 130, "timeprest: stopped"),
+        ("worker", signal.SIGKILL, 1, "timeprest: process 1 was killed by SIGKILL"),
     ],
 )
 def test_the_command_ends_in_one_line_without_file_or_worker(whom, how, code, message, tmp_path):
