@@ -140,7 +140,7 @@ def _fields(record: Any) -> Mapping[str, OptionField]:
         }
     else:
         defaults = {f.name: f.default for f in dataclasses.fields(record)}
-    hints = hints_of(record)
+    hints = _hints_of(record)
     options = {
         name: option
         for name in defaults
@@ -160,7 +160,7 @@ def _fields(record: Any) -> Mapping[str, OptionField]:
     }
 
 
-def hints_of(record: type, *, include_extras: bool = True) -> dict[str, Any]:
+def _hints_of(record: type, *, include_extras: bool = True) -> dict[str, Any]:
     """What `typing.get_type_hints` says of a class; Python 3.10 takes `KW_ONLY` for no type."""
     return get_type_hints(record, localns={"KW_ONLY": Any}, include_extras=include_extras)
 
@@ -377,7 +377,7 @@ def _describe(
     function: Any, record: Any, parameters: list[inspect.Parameter], names: Collection[str] = ()
 ) -> None:
     """Give a function that signature, and a docstring with a line for each of these options."""
-    hints = {**hints_of(record, include_extras=False), **function.__annotations__}
+    hints = {**_hints_of(record, include_extras=False), **function.__annotations__}
     function.__dict__.pop("__wrapped__", None)
     function.__signature__ = inspect.Signature(
         [p.replace(annotation=hints.get(p.name, p.annotation)) for p in parameters],

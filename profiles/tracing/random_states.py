@@ -110,6 +110,7 @@ PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
 """What most attributes are: what else they might be needn't be asked, which is dear."""
 
 COLLECTED = PLAIN | {dict, list, set, tuple, OrderedDict}
+"""Those and collections, which are neither generators nor functions."""
 
 GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 
