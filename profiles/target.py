@@ -6,6 +6,7 @@ import ast
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,16 @@ class Target:
         # Of a backward that looked at it where it was built; stages begin without.
         model.zero_grad()
         return model
+
+    def reuses(self, model: nn.Module) -> bool:
+        """Whether the user's code gives this very module each time, which who trains it changes."""
+        # Where it makes another, without numbers.
+        with OwnRandomness(0)(), torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self._factory() is model
+            except Exception:  # the user's code, which has made another on its device
+                return False
 
     def call(self, samples: int) -> tuple[Call, Any]:
         """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""

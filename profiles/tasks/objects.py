@@ -16,6 +16,7 @@ import pickle
 import sys
 import sysconfig
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..errors import TargetError, UserError, one_line
+from ..errors import TargetError, TaskWarning, UserError, one_line
 from ..files import is_file
 from ..plugins import import_file
 from .hooks import described, in_one_line
@@ -132,7 +133,39 @@ def given(name: str) -> Any:
             f"{name}: is an object of the Python session that first used it, and no file has it; "
             "give it again, as task=… of timeprest.Trainer or timeprest.run"
         )
-    return _given[name]
+    target = _given[name]
+    _given[name] = now = _as_defined_now(target)
+    if now is not target:
+        warnings.warn(
+            f"{name}: has been defined anew since it was given; it is taken as it is now",
+            TaskWarning,
+            stacklevel=2,
+        )
+    old = [kind for kind in _classes_of(now) if _as_defined_now(kind) is not kind]
+    if old:
+        warnings.warn(
+            f"{name}: is of the class {old[0].__qualname__} as it was before that was defined "
+            "anew; for the new one, make it and its profile anew",
+            TaskWarning,
+            stacklevel=2,
+        )
+    return now
+
+
+def _classes_of(target: Any) -> tuple[type, ...]:
+    return inspect.getmro(target if inspect.isclass(target) else type(target))
+
+
+def _as_defined_now(target: Any) -> Any:
+    """What a session has now under the name of a class or function of its own: a cell of a notebook
+    that ran once more has defined another. Anything else is as it is."""
+    if getattr(target, "__module__", None) != "__main__":
+        return target
+    now = vars(sys.modules["__main__"]).get(getattr(target, "__qualname__", ""))
+    same = all(
+        getattr(now, part, None) == getattr(target, part) for part in ("__module__", "__qualname__")
+    )
+    return now if same and type(now) is type(target) else target
 
 
 def find(name: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan
@@ -38,6 +39,7 @@ class Prepared:
         random: what draws random numbers, where samples are to have the same ones in all stages and
             micro-batches; None: it isn't known, or they needn't.
         cautions: why a mini-batch may be another one in micro-batches and replicas, in lines.
+        reuses: whether the task gives this very module each time it is asked for its model.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Prepared:
     model: PreparedModel
     distribution: Distribution
     example: Callable[[int], tuple[Call, Any]]
+    reuses: Callable[[nn.Module], bool]
     flops_per_sample: float | None = None
     random: RandomCalls | None = None
     cautions: tuple[str, ...] = ()

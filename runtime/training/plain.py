@@ -7,6 +7,7 @@ whole. Nothing of that goes by what stages do; only the samples are read alike.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -66,7 +67,8 @@ class PlainTraining:
         self.by_micro_batch = by_micro_batch
         self.task = task or target.task
         self._call = target.call(1)[0]
-        self.model: nn.Module = target.model(settings.seed)
+        model = target.model(settings.seed)
+        self.model: nn.Module = copy.deepcopy(model) if target.reuses(model) else model
         # The first GPU, where the inline run's stages are.
         self._device = own_device(prepared.plan, settings, 0)
         move([self.model], self._device)

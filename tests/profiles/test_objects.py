@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,10 +17,10 @@ import timeprest
 import torch
 import torch.distributed as dist
 from helpers.processes.forked import Python
-from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.errors import TargetError, TaskWarning, UserError
 from timeprest.profiles.measuring import process_settings
 from timeprest.profiles.target import resolve
-from timeprest.profiles.tasks.objects import as_bytes, give, give_bytes, name_of
+from timeprest.profiles.tasks.objects import as_bytes, find, give, give_bytes, name_of
 from timeprest.profiles.zoo.digits import Digits
 from timeprest.runtime.communication.signed_store import ForeignEntryError, Secret, SignedStore
 from timeprest.runtime.processes.store import LaunchingProcess
@@ -87,6 +88,35 @@ def test_names_in_the_module_that_runs(tmp_path, monkeypatch):
     one, other = main.Task(), main.Task()
     assert name_of(one) != name_of(other)
     assert name_of(one) == name_of(one)
+
+
+def test_a_class_that_a_notebook_defines_anew_is_taken_as_it_is_now(monkeypatch):
+    """As a script's is, which each run imports."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def cell() -> type:
+        return type("Task", (), {"__module__": "__main__"})
+
+    main.Task = first = cell()
+    name, made = name_of(first), name_of(instance := first())
+    main.Wider = type("Wider", (first,), {"__module__": "__main__"})
+    assert find(name) is first
+    main.Task = again = cell()
+    with pytest.warns(TaskWarning, match="^session:Task: has been defined anew .* as it is now$"):
+        assert find(name) is again
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(name) is again
+    for old, found in ((made, instance), (name_of(main.Wider), main.Wider)):
+        with pytest.warns(TaskWarning, match="is of the class Task as it was before .* make it"):
+            assert find(old) is found
+    # Another class under that name isn't this one, nor is one that is gone.
+    for other in (main.Wider, 3):
+        main.Task = other
+        assert find(name) is again
+    del main.Task
+    assert find(name) is again
 
 
 @pytest.mark.slow
@@ -164,6 +194,30 @@ def test_a_model_of_a_session_is_profiled():
     assert [layer.name for layer in found.layers] == ["0", "1"]
     with pytest.raises(UserError, match="together: session:Made is in no file"):
         timeprest.profile(make_task(), together=2)
+
+
+def test_a_module_that_the_task_gives_each_time_is_trained_as_processes_train_it(tmp_path):
+    """From its own weights, and not from those of a training before, nor a check's other side."""
+
+    class Keeps(make_task()):
+        def __init__(self):
+            self.net = super().model()
+
+        def model(self):
+            return self.net
+
+    task = Keeps()
+    before = copy.deepcopy(task.net.state_dict())
+    profile = timeprest.profile(task, batch_size=8, seconds=0)
+    plan = timeprest.plan(profile, variant="gpipe", micro_batches=2, stages=2, replicas=False)
+    assert timeprest.check(plan, steps=2, inline=True).verdict == "same"
+    one, other = (
+        timeprest.run(plan, tmp_path / name, steps=2, inline=True) for name in ("one", "other")
+    )
+    assert one.losses == other.losses
+    assert not torch.equal(one.weights()["0.weight"], before["0.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in task.net.state_dict().items())
+    assert all(p.grad is None for p in task.net.parameters())
 
 
 def test_one_input_needs_no_list():
