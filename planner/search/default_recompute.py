@@ -14,7 +14,6 @@ from ...profiles.profile import Profile
 from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster
 from ..costs.tied_parameters import Tied
-from ..partition.problem import SAME
 from ..plan import Plan
 from ..question import Question
 from ..systems.orders import Order
@@ -25,9 +24,9 @@ from .branching import SearchRequest, explore, read_asked
 from .parts import INTERRUPTED, LEAST_GAIN, quick_effort
 from .solve import solve
 
-_QUICK_SHARE, _ON_SHARE = 1 / 8, 1 / 4
-"""Of the time, for a plan without recomputation that is soon found, and for one with it where
-memory is what that may be slow for, to see which is to be looked for."""
+_QUICK_SHARE, _LIKE_SHARE = 1 / 8, 1 / 8
+"""Of the time, for a plan without recomputation that is soon found, and for one like it with some
+where memory is what that may be slow for, to see which is to be looked for."""
 
 _HALF = 0.5
 """Of a device's memory: where no plan's stage needs more, twice as much could be in flight."""
@@ -100,8 +99,12 @@ class Ask:
             search = self._solved if known else self._with_recompute
             return search(tied, share, asked)
         if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
-            on = replace(self, recompute="on")
-            recomputing = tried(on, tied, share * _ON_SHARE, before=plan, **quick)
+            # Of as many stages and micro-batches: more in flight of what has nearly the same cut.
+            like = {"stages": len(plan.stages), "micro_batches": plan.micro_batches}
+            auto = replace(self, recompute="auto")
+            recomputing = tried(
+                auto, tied, share * _LIKE_SHARE, before=plan, **quick, **like, known=[plan]
+            )
             if isinstance(recomputing, Plan):
                 # What is as good when the time is over may be better by more.
                 least = LEAST_GAIN * (recomputing.solver.stopped != "time limit")
@@ -113,21 +116,22 @@ class Ask:
             if stopped == INTERRUPTED:
                 return plan
         done = plan.solver.optimal or plan.solver.stopped == INTERRUPTED
-        return plan if done else self._solved(tied, share, asked)
+        return plan if done else self._solved(tied, share, {**asked, "known": [plan]})
 
     def _recomputing(
         self, recomputing: Plan, plan: Plan, tied: Tied, share: float, asked: Mapping[str, Any]
     ) -> Plan:
-        """A plan that computes everything again, or one that is as good and needn't."""
+        """A plan that computes some layers again, or one that is as good and needn't."""
+        asked = {**asked, "known": [recomputing, plan]}
         found = tried(replace(self, recompute="auto"), tied, share, before=recomputing, **asked)
-        best, way = recomputing, "on"
-        if isinstance(found, Plan):
-            best = beside(recomputing, found.solver, self.profile)
-            if found.predicted.period_s <= recomputing.predicted.period_s * SAME:
-                best, way = found, "auto"
+        if not isinstance(found, Plan):
+            # Ended by Ctrl-C: its bound is that of as many stages and micro-batches alone.
+            solver = recomputing.solver
+            any_s = msgspec.structs.replace(solver, bound_s=self._least_s(tied, asked))
+            found = beside(recomputing, any_s, self.profile)
         without = format_seconds(plan.predicted.period_s)
         why = f"as plans soon found have {without} without; --recompute off asks for none"
-        return choosing(best, f"--recompute {way}, {why}")
+        return choosing(found, f"--recompute auto, {why}")
 
     def _may_gain(self, plan: Plan, tied: Tied, asked: Mapping[str, Any]) -> bool:
         """Whether memory is what a plan may be slow for."""
@@ -136,10 +140,13 @@ class Ask:
         needs = plan.predicted.needs(plan.stages, self.cluster)
         if not any(need > limit * _HALF for _, need, limit in needs):
             return False
+        return self._least_s(tied, asked) <= plan.predicted.period_s * (1 - LEAST_GAIN)
+
+    def _least_s(self, tied: Tied, asked: Mapping[str, Any]) -> float:
+        """What devices that share all work evenly take."""
         search = explore(*self.question(tied, asked), lambda *_: None)
         shared_out_s = search.relaxation.seconds.shared_out_s
-        least_s = min((shared_out_s(b.micro_batches) for b in search.branches), default=0.0)
-        return least_s <= plan.predicted.period_s * (1 - LEAST_GAIN)
+        return min((shared_out_s(b.micro_batches) for b in search.branches), default=0.0)
 
     def _solved(
         self, tied: Tied, share: float, asked: Mapping[str, Any], recompute: str = "off"
@@ -160,7 +167,7 @@ class Ask:
 
     def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
         """What a search for it begins with. Raises as `solve`."""
-        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen")}
+        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen", "known")}
         return read_asked(self.profile, self.cluster, self.system.name, {**asked, "tied": tied})
 
     def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ...profiles.files import ratio
 from ..evaluate import Evaluation
 from ..partition.problem import SAME
+from ..plan import Plan
 from ..question import Question
 from .branching import SearchRequest, explore
 from .choices import Branch, Choice, PlacedBranch, micro_batch_counts
@@ -47,6 +48,14 @@ def quick_effort(question: Question, request: SearchRequest) -> int:
         several = _SIMULATED * placed_operations(variant, stages, n)
         most = min(max(_QUICK, several), EFFORT // 2)
     return min(request.effort, most)
+
+
+def begin_with(search: SearchState, plans: Sequence[Plan]) -> None:
+    """Evaluate plans of another search of the same question: no later one need be worse."""
+    with suppress(OutOfBudget):
+        for plan in plans:
+            limits = tuple(stage.in_flight for stage in plan.stages)
+            search.look(Choice.of(plan.stages), plan.micro_batches, limits)
 
 
 def run_parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from .answer.preference import Candidates, fastest_of, placed_first, signed_plan
 from .answer.recheck import signed
 from .branching import explore, read_asked
 from .given_order import search_of, under
-from .parts import INTERRUPTED, run_parts
+from .parts import INTERRUPTED, begin_with, run_parts
 from .stages_per_device import PlacedSearch, placed_search
 from .state import FAR_OFF, SOON_S, Progress, SearchState
 
@@ -32,6 +32,7 @@ def solve(
     order: Order | None = None,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
+    known: Sequence[Plan] = (),
     **asked: Any,
 ) -> Plan:
     """Find the plan with the shortest period that fits every device's memory.
@@ -41,6 +42,7 @@ def solve(
             stages, micro-batches and which device runs what (line by line, the first ones).
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
+        known: plans that another search of this question has found: it begins with them.
         asked: fields of `SearchRequest`, and what `question_for` takes besides.
 
     Raises:
@@ -72,6 +74,7 @@ def solve(
         stopped, hopeless = None, order is None and _hopeless(search, fitting, placed)
         if apart and not hopeless and fitting.is_far():
             stopped, hopeless = FAR_OFF, True
+        begin_with(search, () if hopeless else known)
         stopped = stopped if hopeless else go()
         if search.best is None and search.budget.is_late and not hopeless:
             # A plan a little late is better than none, and than looking for why there is none.

@@ -177,6 +177,7 @@ class PlaceMaker:
         # A stage with devices behind it isn't the last.
         sure = guess or self.every_device
         count, fastest = len(cluster.devices), cluster.fastest_bytes_per_s
+        uniform = cluster.uniform
         gradients = 1.0 + question.least_state_factor
         all_reduce, links_before = AllReduceTimes(cluster), _links_from_before(cluster)
         # Each replica of the stage below may have a link to each of this one's.
@@ -187,7 +188,7 @@ class PlaceMaker:
             r, k = replicas[option], left * self.assumed.grain
             mine = range(count - k, count - k + r)
             behind = -(-k // r) - 1
-            devices = [cluster.devices[d] for d in (mine[:1] if cluster.uniform else mine)]
+            devices = [cluster.devices[d] for d in (mine[:1] if uniform else mine)]
             rooms = (room_bytes(d, question.profile) for d in devices)
             limits = [float(room) for room in rooms if room is not None]
             if variant.backward_unit == "micro":

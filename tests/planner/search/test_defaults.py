@@ -136,22 +136,31 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
         best_plan(profile, uniform_cluster(2, "1kB"), system)
 
 
-@pytest.mark.parametrize(("stopped", "last"), [("time limit", "auto"), ("effort", "off")])
+@pytest.mark.parametrize(("stopped", "last"), [("time limit", ("auto", 2)), ("effort", ("off", 1))])
 def test_a_look_that_time_ended_says_little_of_what_recomputing_gains(monkeypatch, stopped, last):
     """As shorter a plan as that is by little may be by much."""
     profile, cluster, given = chain(8, saved=1000), uniform_cluster(2, "20kB"), []
 
-    def found(*asked, recompute, **more):
-        given.append(recompute)
+    def found(*asked, recompute, known=(), **more):
+        given.append((recompute, len(known)))
         plan = solve(*asked, recompute="off", **more)
-        period_s = plan.predicted.period_s * (0.98 if recompute == "on" else 1.0)
+        period_s = plan.predicted.period_s * (0.98 if "stages" in more else 1.0)
         report = msgspec.structs.replace(plan.solver, optimal=False, stopped=stopped)
         predicted = msgspec.structs.replace(plan.predicted, period_s=period_s)
         return msgspec.structs.replace(plan, predicted=predicted, solver=report)
 
     monkeypatch.setattr(default_recompute, "solve", found)
     best_plan(profile, cluster, "gpipe", stages_per_device=1)
-    assert given == ["off", "on", last]
+    assert given == [("off", 0), ("auto", 1), last]
+
+
+def test_a_search_begins_with_the_plans_of_another():
+    """No later one need be worse, nor have what its own first plans lack."""
+    profile, cluster, seen = chain(8), uniform_cluster(2, **FAST), []
+    known = solve(profile, cluster, "gpipe", stages=2, replicas=False, micro_batches=2)
+    solve(profile, cluster, "gpipe", known=[known], seen=seen.append)
+    assert seen[0].prediction.period_s == known.predicted.period_s
+    assert [stage.nodes for stage in seen[0].stages] == [stage.nodes for stage in known.stages]
 
 
 def test_what_is_soon_found_where_devices_have_several_stages_is_of_some_plans():
@@ -164,14 +173,15 @@ def test_what_is_soon_found_where_devices_have_several_stages_is_of_some_plans()
     assert quick_effort(question, SearchRequest(stages_per_device=2, effort=10)) == 10
 
 
-def test_none_are_where_several_stages_on_each_device_fit_without():
+def test_several_stages_on_each_device_fit_without():
     """In a system that places them itself, though one stage on each device, with all layers, would
-    need more."""
+    need more; that some of them compute again is for a shorter period alone."""
     profile, cluster = chain(8, parameters=100, saved=1000), uniform_cluster(2, "10kB", **FAST)
     plan = best_plan(profile, cluster, "interleaved-1f1b")
-    assert len(plan.stages) == 4
-    assert not any(stage.recompute for stage in plan.stages)
-    assert not chosen(plan)
+    without = best_plan(profile, cluster, "interleaved-1f1b", recompute="off")
+    assert len(plan.stages) == len(without.stages) == 4
+    assert plan.predicted.period_s < 0.9 * without.predicted.period_s
+    assert "as plans soon found have 63 ms without" in chosen(plan)[0]
 
 
 def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise():
@@ -185,7 +195,7 @@ def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise(
     assert plan.predicted.period_s == best.predicted.period_s
     assert plan.predicted.period_s < 0.95 * without.predicted.period_s
     (line,) = chosen(plan)
-    assert re.match(r"--recompute (auto|on), as plans soon found have \S+ \S+ without; ", line)
+    assert re.match(r"--recompute auto, as plans soon found have \S+ \S+ without; ", line)
 
 
 def test_devices_with_several_stages_compute_again_only_where_they_must():
