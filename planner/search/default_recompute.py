@@ -101,10 +101,9 @@ class Ask:
         if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
             # Of as many stages and micro-batches: more in flight of what has nearly the same cut.
             like = {"stages": len(plan.stages), "micro_batches": plan.micro_batches}
+            quick |= {**like, "known": [plan]}
             auto = replace(self, recompute="auto")
-            recomputing = tried(
-                auto, tied, share * _LIKE_SHARE, before=plan, **quick, **like, known=[plan]
-            )
+            recomputing = tried(auto, tied, share * _LIKE_SHARE, before=plan, **quick)
             if isinstance(recomputing, Plan):
                 # What is as good when the time is over may be better by more.
                 least = LEAST_GAIN * (recomputing.solver.stopped != "time limit")

@@ -187,7 +187,7 @@ def test_several_stages_on_each_device_fit_without():
 def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise():
     """Of stages that keep everything, few mini-batches may be in flight."""
     profile, tight = chain(8, parameters=1, saved=1000), uniform_cluster(4, "9kB", **FAST)
-    asked = {"stages_per_device": 1, "replicas": False}
+    asked = {"stages_per_device": 1, "replicas": False, "stages": None, "micro_batches": None}
     without = best_plan(profile, tight, "pipedream", recompute="off", **asked)
     assert not any(stage.recompute for stage in without.stages)
     plan = best_plan(profile, tight, "pipedream", **asked)
