@@ -271,6 +271,7 @@ class _CycleWatch:
             for mine, each in zip(starts[kind], slots[kind], strict=True)
         ]
         self._begun = [0 for _ in self._rows]
+        self._apart = 0
         # What repeats in an order given may be several mini-batches, after a beginning.
         order = source.clock.pipeline.variant.order
         self._every = source.clock.pipeline.update_every
@@ -287,23 +288,32 @@ class _CycleWatch:
                 self._begun[k] += 1
         every = self._every
         most = min(max(MOST_CYCLE, every), done - 1 - self._begins)
+        newest = [
+            (starts, (begun - 1) * slots, slots)
+            for (starts, slots), begun in zip(self._rows, self._begun, strict=True)
+        ]
         for cycle in range(every, most + 1, every):
             shift = last[done - 1] - last[done - 1 - cycle]
-            if all(
-                self._repeats(starts, slots, begun, done, cycle, shift)
-                for (starts, slots), begun in zip(self._rows, self._begun, strict=True)
-            ):
-                return cycle
+            off = 1e-9 * shift
+            # What told mini-batches apart before mostly does so again.
+            for row in (self._apart, *range(len(newest))):
+                starts, at, slots = newest[row]
+                if abs(starts[at] - starts[at - cycle * slots] - shift) > off:
+                    self._apart = row
+                    break
+            else:
+                if all(
+                    self._repeats(starts, slots, begun, done, cycle, shift)
+                    for (starts, slots), begun in zip(self._rows, self._begun, strict=True)
+                ):
+                    return cycle
         return 0
 
     def _repeats(
         self, starts: list[float], slots: int, begun: int, done: int, cycle: int, shift: float
     ) -> bool:
-        """Whether operations of one kind at one stage do."""
+        """Whether operations of one kind at one stage do; of the newest it is known."""
         off, back = 1e-9 * shift, cycle * slots
-        newest = (begun - 1) * slots
-        if abs(starts[newest] - starts[newest - back] - shift) > off:
-            return False
         now = self.source.now_s - off
         first, end = (done - 1) * slots, min((begun + 1) * slots, len(starts))
         return all(
