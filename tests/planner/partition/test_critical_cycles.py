@@ -24,6 +24,9 @@ from timeprest.planner.question import Question
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.systems.variants import VARIANTS
 
+MOST_PLANS = examples(600)
+"""Of a question."""
+
 MOST_TARGETS = 3
 MOST_TABLES = 200
 """Of a bound, to the last digits."""
@@ -183,7 +186,7 @@ def test_the_best_cut_is_listed_while_what_is_asked_for_falls(seed):
 @settings(max_examples=examples(60))
 @given(seeds)
 def test_devices_may_come_in_any_sequence(seed):
-    check_all(some_alone(seed, 600, any_sequence=True), any_sequence=True)
+    check_all(some_alone(seed, MOST_PLANS, any_sequence=True), any_sequence=True)
 
 
 @pytest.mark.parametrize("systems", REPLICATED, ids="-".join)
@@ -192,7 +195,7 @@ def test_devices_may_come_in_any_sequence(seed):
 def test_stages_may_have_replicas(systems, seed, stages):
     """No plan that fits is below the bound, and every cut of one below a period is listed with its
     replicas."""
-    part = replicated(some_alone(seed, 600, systems, replicas=True), stages)
+    part = replicated(some_alone(seed, MOST_PLANS, systems, replicas=True), stages)
     assume(part is not None and part.fitting)
     program, target = part.program, part.best_s * 1.3
     assert not above(program.best(0.0, INF).bound_s, part.best_s)
@@ -213,7 +216,7 @@ def test_stages_may_have_replicas(systems, seed, stages):
 @given(seed=seeds)
 def test_links_between_machines_may_be_slow_where_stages_have_replicas(systems, seed):
     """Whatever machines replicas are in."""
-    drawn = some_alone(seed, 600, systems, replicas=True, far=True)
+    drawn = some_alone(seed, MOST_PLANS, systems, replicas=True, far=True)
     part = replicated(drawn, None)
     assume(part is not None and part.fitting)
     assert not above(part.program.best(0.0, INF).bound_s, part.best_s)
@@ -224,7 +227,7 @@ def test_links_between_machines_may_be_slow_where_stages_have_replicas(systems, 
 @given(seeds)
 def test_links_between_machines_may_be_slow(seed):
     """In whatever sequence machines are, also where only messages decide."""
-    drawn = some_alone(seed, 600, any_sequence=True, far=True)
+    drawn = some_alone(seed, MOST_PLANS, any_sequence=True, far=True)
     for _, program, _, fitting, _ in parts(drawn, any_sequence=True):
         best_s = min((found.prediction.period_s for found in fitting), default=INF)
         assert not above(program.best(0.0, INF).bound_s, best_s)
