@@ -654,25 +654,28 @@ def _best_weights(terms: Vector, first: Vector) -> tuple[Vector, float, Vector]:
         terms: of each chain, [K, chains].
         first: to begin with.
     """
-    (rows, columns), largest = terms.shape, float(terms.max())
+    # Small matrices: what takes time is how many calls there are.
+    (rows, columns), largest, add = terms.shape, float(terms.max()), np.add.reduce
+    terms, turns = terms / largest, np.arange(1.0, _TURNS + 1)
     mine, others = np.maximum(first, 1e-12), np.ones(columns)
     weights, shares = mine / mine.sum(), others / columns
-    mean, mixed = np.zeros(rows), np.zeros(columns)
-    for turn in range(1, _TURNS + 1):
-        paid = weights @ terms
-        others = np.maximum(others + (shares @ paid - paid) / largest, 0.0)
-        total = others.sum()
-        shares = others / total if total else np.full(columns, 1 / columns)
-        gained = terms @ shares
-        mine = np.maximum(mine + (gained - weights @ gained) / largest, 0.0)
-        total = mine.sum()
-        weights = mine / total if total else np.full(rows, 1 / rows)
-        mean += turn * weights
-        mixed += turn * shares
-        if turn % _LOOKED == 0:
-            # Both are sums of as many turns.
-            most, least = (terms @ mixed).max(), (mean @ terms).min()
+    weighed, mixed = np.empty((_TURNS, rows)), np.empty((_TURNS, columns))
+    for turn in range(_TURNS):
+        paid = weights.dot(terms)
+        others += shares.dot(paid) - paid
+        np.maximum(others, 0.0, out=others)
+        total = add(others)
+        shares = mixed[turn] = others / total if total else np.full(columns, 1 / columns)
+        gained = terms.dot(shares)
+        mine += gained - weights.dot(gained)
+        np.maximum(mine, 0.0, out=mine)
+        total = add(mine)
+        weights = weighed[turn] = mine / total if total else np.full(rows, 1 / rows)
+        if turn % _LOOKED == _LOOKED - 1:
+            # Later turns count for more; both are means of as many.
+            each = turns[: turn + 1] / turns[: turn + 1].sum()
+            mean, of_chains = each @ weighed[: turn + 1], each @ mixed[: turn + 1]
+            most, least = (terms @ of_chains).max(), (mean @ terms).min()
             if most - least <= _SETTLED * most:
                 break
-    mixed /= mixed.sum()
-    return mean / mean.sum(), float((terms @ mixed).max()), mixed
+    return mean, float(most) * largest, of_chains
