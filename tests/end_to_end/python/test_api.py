@@ -13,6 +13,7 @@ import pytest
 import timeprest
 import torch
 from click.testing import CliRunner
+from helpers.by_hand.profiles import chain
 from helpers.by_hand.studies import PLAIN_ARM, arm, study
 from helpers.plans import with_times
 from timeprest import Cluster
@@ -125,9 +126,9 @@ def test_what_resume_takes_is_what_run_takes():
         assert shared <= set(inspect.signature(getattr(timeprest, name)).parameters)
 
 
-def test_python_plans_as_the_command_does(mlp_profile, tmp_path):
+def test_python_plans_as_the_command_does(tmp_path):
     """Replicas are allowed, and devices that share a machine slow each other down."""
-    profile = msgspec.structs.replace(mlp_profile, together=Together(processes=2, slowdown=1.5))
+    profile = msgspec.structs.replace(chain(4), together=Together(processes=2, slowdown=1.5))
     write_file(tmp_path / "profile.json", profile)
     alike, slower = tmp_path / "alike.toml", tmp_path / "slower.toml"
     alike.write_text("[[devices]]\ncount = 2\n")
@@ -138,8 +139,8 @@ def test_python_plans_as_the_command_does(mlp_profile, tmp_path):
         (["--cluster", str(alike)], {"cluster": alike}),
         (["--cluster", str(slower)], {"cluster": slower}),
         (
-            ["--devices", "3", "--memory", "1GiB", "--pin", "l3=1"],
-            {"devices": 3, "memory": "1GiB", "pins": {"l3": 1}},
+            ["--devices", "3", "--memory", "1GiB", "--pin", "n3=1"],
+            {"devices": 3, "memory": "1GiB", "pins": {"n3": 1}},
         ),
         (
             ["--variant", "gpipe", "--recompute", "on", "--update-every", "2", "--no-overlap"],
@@ -322,16 +323,16 @@ def test_of_several_plans_a_wrong_argument_is_named_too(function, given, why, ml
     assert "\n" not in str(refused.value)
 
 
-def test_amounts_may_be_numbers(mlp_profile):
+def test_amounts_may_be_numbers():
     numbers = {"memory": 2**30, "bandwidth": 2e9, "latency": 1e-3, "between_bandwidth": 10**9}
     texts = {"memory": "1GiB", "bandwidth": "2GB/s", "latency": "1ms", "between_bandwidth": "1GB/s"}
     machines = {"devices": 4, "per_machine": 2, "stages": 2}
-    found, wanted = (timeprest.plan(mlp_profile, **machines, **a) for a in (numbers, texts))
+    found, wanted = (timeprest.plan(chain(4), **machines, **a) for a in (numbers, texts))
     assert found.cluster == wanted.cluster
     assert found.stages == wanted.stages
 
 
-def test_numbers_may_be_those_of_other_libraries(mlp_profile):
+def test_numbers_may_be_those_of_other_libraries():
     theirs = {
         "devices": np.int64(4),
         "per_machine": np.int32(2),
@@ -349,7 +350,7 @@ def test_numbers_may_be_those_of_other_libraries(mlp_profile):
         name: bool(n) if name == "half_duplex" else float(n) if float(n) % 1 else int(n)
         for name, n in theirs.items()
     }
-    found, wanted = (timeprest.plan(mlp_profile, **numbers) for numbers in (theirs, own))
+    found, wanted = (timeprest.plan(chain(4), **numbers) for numbers in (theirs, own))
     assert found.cluster == wanted.cluster
     assert found.predicted == wanted.predicted
     assert found.optimizer_state_factor == 1
@@ -472,7 +473,7 @@ def test_threads_train_one_after_another(mlp_profile, tmp_path):
     plan = timeprest.plan(mlp_profile, stages=2, replicas=False, variant="gpipe")
 
     def losses(number):
-        return timeprest.run(plan, tmp_path / str(number), epochs=2, inline=True).losses
+        return timeprest.run(plan, tmp_path / str(number), steps=40, inline=True).losses
 
     state = torch.manual_seed(5).get_state()
     with ThreadPoolExecutor(3) as pool:
@@ -486,11 +487,11 @@ def test_a_run_that_measures_in_a_callback_trains_as_without(mlp_profile, mlp_ta
 
     class Measures(timeprest.Callback):
         def on_epoch(self, event):
-            timeprest.profile(target=mlp_target, batch_size=8)
+            timeprest.profile(target=mlp_target, batch_size=8, seconds=0)
 
     runs = [
         timeprest.run(
-            plan, tmp_path / str(len(callbacks)), epochs=3, inline=True, callbacks=callbacks
+            plan, tmp_path / str(len(callbacks)), epochs=2, inline=True, callbacks=callbacks
         )
         for callbacks in ([], [Measures()])
     ]
@@ -521,11 +522,10 @@ def test_python_measures_links(monkeypatch, tmp_path):
     assert found == read_cluster(tmp_path / "cluster.toml")
 
 
-def test_python_says_what_changes_would_bring(mlp_profile):
+def test_python_says_what_changes_would_bring():
     """As the command does: on devices that slow each other down, and each change by itself."""
-    profile = msgspec.structs.replace(
-        with_times(mlp_profile), together=Together(processes=2, slowdown=1.5)
-    )
+    costs = chain(4, parameters=1000)
+    profile = msgspec.structs.replace(costs, together=Together(processes=2, slowdown=1.5))
     how = {"variant": "pipedream", "devices": 2}
     changes = ["devices=3,memory=1GiB", "memory=1KiB"]
     found = timeprest.what_if(profile, changes, **how)
