@@ -264,7 +264,7 @@ def test_devices_in_each_others_places_are_tried(monkeypatch):
         speeds = [round(rng.uniform(0.4, 3), 2) for _ in range(4)]
         cluster = Cluster(devices=devices(*speeds), network=LINK)
         asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "variant": "pipedream-flush"}
-        asked |= {"effort": 300_000, "time_limit_s": None, "sequence": "best"}
+        asked |= {"effort": 30_000, "time_limit_s": None, "sequence": "best"}
         with monkeypatch.context() as patch:
             patch.setattr(CycleSearch, "bound", lambda _: [])
             patch.setattr(CycleSearch, "prove", lambda _: None)
