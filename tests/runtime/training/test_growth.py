@@ -14,7 +14,7 @@ from timeprest.runtime.records.progress import Observer
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
-WINDOW = 100
+WINDOW = 50
 
 # Python notes for each type which names were looked up on it, in a table of 4096, and PyTorch makes
 # the names that it looks up anew at each call: the table fills up with them, and what it holds
@@ -52,7 +52,7 @@ class Held(Observer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "epochs"), [("LongEpoch", 1), ("ShortEpochs", 100)])
+@pytest.mark.parametrize(("task", "epochs"), [("LongEpoch", 1), ("ShortEpochs", 50)])
 def test_workers_hold_no_more_after_more_mini_batches(task, epochs, mlp_profile, tmp_path):
     """In one long epoch, whose segment is the run, and in many short ones."""
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
