@@ -136,7 +136,7 @@ def test_a_cure_is_an_arm_beside_its_plan(profile, mlp_target, tmp_path):
     with pytest.raises(UserError, match=r"--cure decay=inv.*: changes nothing .*are of pipemare"):
         due(plans, mlp_target, cures=fading)
     cures = read_cures(("lr-rescheduling=9,stagewise-momentum", "decay=inverse,lambda=0.5"))
-    asked, bare = due(plans, mlp_target, cures=cures), due(plans, mlp_target)
+    asked, bare = (due(plans, mlp_target, tune=1, **more) for more in ({"cures": cures}, {}))
     first, second = (cure.text for cure in cures)
     named = [f"timeprest with {first}", f"i-timeprest with {first}", f"i-timeprest with {second}"]
     names = [plan.name for plan in asked.plans]
@@ -146,7 +146,7 @@ def test_a_cure_is_an_arm_beside_its_plan(profile, mlp_target, tmp_path):
     assert [arm.name for arm in asked.work.arms] == [PLAIN, *names[:-1]]
     of_bare = {arm.name: k for k, arm in enumerate(bare.work.arms)}
     under = RunSettings(task=mlp_target, steps=24, optimizer=SGD, timeout_s=60, **cures[0].settings)
-    chosen = StudyChoices(seeds=2, tune=3, longer=1.25, eval_every=10)
+    chosen = StudyChoices(seeds=2, tune=1, longer=1.25, eval_every=10)
     alone = prospect(plans, ["plan.json"] * 3, under, chosen)
     for k, arm in enumerate(asked.work.arms):
         training = Asked(arm=k, rate=0.05, warmup=0, seed=0, length=24)
