@@ -30,10 +30,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tables as wide as in a pipe, whatever the terminal says from which the tests run.
 os.environ.pop("COLUMNS", None)
 
-# The same examples everywhere: a change fails for what it changed, not by luck.
-settings.register_profile("house", deadline=None, max_examples=60, derandomize=True)
-settings.load_profile("house")
-
 HERE = Path(__file__).parent
 
 # Modules of tests and what they load are no garbage, which takes a quarter of the time to look for.
@@ -70,9 +66,14 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    """All cases run where they are wanted, or some tests are asked for by name."""
+    """All cases run where they are wanted, or some tests are asked for by name; and more
+    examples are drawn."""
     named = any("::" in argument for argument in config.args)
     cases.every = config.getoption("every_case") or named
+    # The same examples everywhere: a change fails for what it changed, not by luck.
+    drawn = cases.examples(150)
+    settings.register_profile("house", deadline=None, max_examples=drawn, derandomize=True)
+    settings.load_profile("house")
 
 
 def pytest_collection_modifyitems(config, items) -> None:
