@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
 from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL
 from helpers.drawn.plans import evaluated
 from helpers.plans import REPORT, lone_stages
@@ -310,7 +311,7 @@ def test_memory_over_time_peaks_where_the_walk_says(variant, stages, times_, nee
 BY_MICRO_BATCH = [v for v in ALL if VARIANTS[v].backward_unit == "micro"]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(50))
 @given(st.sampled_from(BY_MICRO_BATCH), st.data())
 def test_long_mini_batches_hold_what_every_operation_says(variant, data):
     """What repeats in the middle of them is left out; of whatever limits, replicas, placement."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import pipelines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from timeprest.planner.systems.variants import VARIANTS
 
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("system", sorted(VARIANTS))
-@settings(max_examples=20)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_stages_are_placed_as_their_system_has_them(system, placed, data):
     drawn = data.draw(pipelines((system,), placed=placed))

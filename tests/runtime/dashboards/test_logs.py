@@ -248,6 +248,7 @@ def test_wandb_writes_offline(mlp_profile, mlp_target, tmp_path, monkeypatch):
     losses, end = [], time.monotonic() + 20
     # Its own process writes the file, and may be at it still.
     while len(losses) < len(wanted) and time.monotonic() < end:
+        time.sleep(0.1)
         found = list(wandb_history(file.read_bytes()))
         losses = [float(items[LOSS]) for items in found if LOSS in items]
     assert losses == pytest.approx(wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -208,26 +209,25 @@ def test_no_graph_holds_an_older_version():
     assert layer.weight.grad is not None
 
 
-class _CopiesOf(LiveBytes):
-    """Follows the live storages of one size."""
+class _Copies(LiveBytes):
+    """Follows the live storages; `now`: how many, by their size in bytes."""
 
-    def __init__(self, nbytes):
+    def __init__(self):
         super().__init__()
-        self.nbytes = nbytes
-        self.now = 0
+        self.now = Counter()
         self._followed = {}
 
     def _note_storage(self, storage, count):
         new = storage._cdata not in self._known
         super()._note_storage(storage, count)
-        if new and count and storage.nbytes() == self.nbytes:
-            self.now += 1
-            key = storage._cdata
-            self._followed[key] = weakref.ref(storage, lambda _: self._gone(key))
+        if new and count:
+            key, nbytes = storage._cdata, storage.nbytes()
+            self.now[nbytes] += 1
+            self._followed[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
 
-    def _gone(self, key):
+    def _gone(self, key, nbytes):
         del self._followed[key]
-        self.now -= 1
+        self.now[nbytes] -= 1
 
 
 @pytest.fixture(scope="module")
@@ -270,22 +270,21 @@ def test_copies_of_the_weights_counted_in_bytes(
         distances=False,
     )
     sizes = {0: 5 * 7 * 8, 1: 7 * 6 * 8, 2: 6 * 4 * 8, 3: 4 * 3 * 8}
+    with _Copies() as live:
+        prepared = prepare(plan, settings)
+        mailbox = Mailbox()
+        pool = Pool({})
+        runners = [
+            StageRunner(prepared, k, LocalChannels(k, mailbox), LocalAllReduce(k, pool), device=CPU)
+            for k in range(4)
+        ]
+        # What tracing has left in circles goes at some moment.
+        gc.collect()
+        begin = live.now.copy()
+        counted = _train_counting(prepared, runners, live, sizes)
     for s, nbytes in sizes.items():
-        with _CopiesOf(nbytes) as live:
-            prepared = prepare(plan, settings)
-            mailbox = Mailbox()
-            pool = Pool({})
-            runners = [
-                StageRunner(
-                    prepared, k, LocalChannels(k, mailbox), LocalAllReduce(k, pool), device=CPU
-                )
-                for k in range(4)
-            ]
-            # What tracing has left in circles goes at some moment.
-            gc.collect()
-            start = live.now
-            seen = _train_counting(prepared, runners, s, live)
         # What tracing and the model itself hold besides doesn't change during the run.
+        start, seen = begin[nbytes], counted[s]
         assert start >= 1
         assert max(seen) - start + 1 == copies[s]
         assert min(seen) - start + 1 == 1
@@ -298,22 +297,20 @@ def test_copies_of_the_weights_counted_in_bytes(
         assert peak.versions_bytes <= (copies[s] - 1) * whole
 
 
-def _train_counting(prepared, runners, watched, live):
-    """Run inline; after every operation of the watched stage that leaves no gradient, count."""
+def _train_counting(prepared, runners, live, sizes):
+    """Run inline; after every operation that leaves its stage no gradient, count the stage's."""
     from timeprest.planner.simulator.timeline import simulate
 
     segment = prepared.segments[0]
     order = make_schedule(prepared.pipeline, segment.mini_batches)
     for runner in runners:
         runner.begin(segment, order)
-    seen = []
+    seen = {s: [] for s in sizes}
     for s, k in simulate(prepared.pipeline, order).sequence:
         runners[s].run(order[s][k])
-        gradients = any(
-            p.grad is not None for p in runners[watched].stage.piece.module.parameters()
-        )
-        if s == watched and order[s][k].kind != BACKWARD and not gradients:
-            seen.append(live.now)
+        gradients = any(p.grad is not None for p in runners[s].stage.piece.module.parameters())
+        if order[s][k].kind != BACKWARD and not gradients:
+            seen[s].append(live.now[sizes[s]])
     return seen
 
 
@@ -416,15 +413,16 @@ def test_distances_from_nothing_are_zero():
 
 def test_distances_hold_samples_of_versions_that_a_backward_will_ask_for():
     metered = Metered()
-    with _CopiesOf(metered.weight.numel() * 8) as samples:
+    nbytes = metered.weight.numel() * 8
+    with _Copies() as samples:
         for mini_batch in range(4):
             metered.forward(mini_batch)
             metered.update()
-        assert samples.now == 4
+        assert samples.now[nbytes] == 4
         for mini_batch in range(4):
             metered.backward(mini_batch)
             # The latest's, too, which a forward to come may use as an older one.
-            assert samples.now == 4 - mini_batch
+            assert samples.now[nbytes] == 4 - mini_batch
 
 
 @pytest.mark.parametrize(("variant", "same"), [("pipedream", {True}), ("timeprest", {True, False})])
