@@ -200,6 +200,7 @@ def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise(
 
 def test_devices_with_several_stages_compute_again_only_where_they_must():
     profile, several = chain(8, parameters=100, saved=1000), {"stages_per_device": 2}
+    several["effort"] = 2000
     plan = best_plan(profile, uniform_cluster(2, "9kB"), "gpipe", **several)
     assert any(stage.recompute for stage in plan.stages)
     assert len(plan.stages) > 2

@@ -156,7 +156,7 @@ def test_a_placement_is_as_asked():
     found = small(placement="v", stages=3)
     assert [stage.devices[0] for stage in found.stages] == [0, 1, 0]
     assert small(placement="loop", stages_per_device=3).solver.method == "loads"
-    assert all(stage.recompute for stage in small(recompute="on").stages)
+    assert all(stage.recompute for stage in small(recompute="on", effort=2000).stages)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_no_placements_are_made_that_the_model_has_too_few_layers_for(monkeypatc
         return placements(name, size, number)
 
     monkeypatch.setattr(placed_branches, "placements", made)
-    found = small(stages=4)
+    found = small(stages=4, effort=2000)
     assert set(sizes) == {4}
     assert len(found.stages) == 4
-    with_effort = {"time_limit_s": None, "effort": 20_000}
+    with_effort = {"time_limit_s": None, "effort": 2000}
     solve(chain(6), uniform_cluster(9), stages_per_device=2, **with_effort)
     assert max(sizes) == 6
 

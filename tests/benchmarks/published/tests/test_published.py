@@ -303,14 +303,14 @@ def test_workloads_keep_their_totals(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_workloads_can_be_planned(name, tmp_path):
-    """On 2 to 4 devices; a plan's own prediction is made again from the profile alone.
+    """On 2 devices and on 4; a plan's own prediction is made again from the profile alone.
 
-    The largest, whose search has no end but its effort's on 4, on 2 and 3.
+    The largest, whose search has no end but its effort's on 4, on 3.
     """
     _, profile = sample(name, tmp_path)
     work_s = profile.whole_model[0].forward_s + profile.whole_model[0].backward_s
     before = math.inf
-    for devices in (2, 3) if "operator_bert" in name else (2, 3, 4):
+    for devices in (2, 3) if "operator_bert" in name else (2, 4):
         plan = solve(profile, uniform_cluster(devices, bandwidth="10GB/s", latency="10us"))
         assert recheck(plan, profile).changes == ()
         assert work_s / devices <= plan.predicted.period_s * (1 + 1e-9)
