@@ -8,6 +8,7 @@ what shorter tests show in parts: of those none runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,20 +26,21 @@ def examples(most: int) -> int:
 def chosen(params: Sequence[Mapping[str, Any]], most: int) -> list[int]:
     """Positions of the cases to run, ascending.
 
-    Every value of every parameter is in one of them, where there are several parameters; then
-    come others, evenly spread, until there are `most`.
+    Every value that several cases have of a parameter is in one of them, where there are several
+    parameters; then come others, evenly spread, until there are `most`.
 
     Args:
         params: per case, its parameters.
     """
     found: list[int] = []
     if params and len(params[0]) > 1:
-        seen: set[tuple[str, str]] = set()
-        for k, case in enumerate(params):
-            values = {(name, repr(value)) for name, value in case.items()}
-            if not values <= seen:
+        of = [{(name, repr(value)) for name, value in case.items()} for case in params]
+        times = Counter(value for values in of for value in values)
+        left = {value for value, count in times.items() if count > 1}
+        for k, values in enumerate(of):
+            if values & left:
                 found.append(k)
-                seen |= values
+                left -= values
     rest = [k for k in range(len(params)) if k not in set(found)]
     more = min(max(most - len(found), 0), len(rest))
     found += [rest[k * len(rest) // more] for k in range(more)]
