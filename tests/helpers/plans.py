@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import msgspec
 from helpers.by_hand.profiles import chain
@@ -56,7 +57,15 @@ def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
 
 
 def profiled(target, sizes=(2, 4, 8), **how):
-    """A task's profile, or a `Target`'s, `with_times`, in mini-batches of the largest size."""
+    """A task's profile, or a `Target`'s, `with_times`, in mini-batches of the largest size. Of a
+    name alone it is made once."""
+    if isinstance(target, str) and not how:
+        return _profiled(target, tuple(sizes))
+    return _profiled.__wrapped__(target, tuple(sizes), **how)
+
+
+@cache
+def _profiled(target, sizes, **how):
     from timeprest.profiles.measuring.measure import measure
     from timeprest.profiles.target import resolve
 

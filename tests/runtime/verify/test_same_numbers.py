@@ -21,8 +21,7 @@ def here(name):
 
 
 def plan_for(name, variant="gpipe", stages=2, n=4, by=None, **more):
-    target = resolve(here(name))
-    target = target if by is None else replace(target, front_end=by)
+    target = here(name) if by is None else replace(resolve(here(name)), front_end=by)
     return plan_by_hand(profiled(target, (2, 3, 4, 8)), variant, stages, n, **more)
 
 
