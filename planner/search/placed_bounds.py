@@ -242,11 +242,17 @@ class PlacedBounds:
 
     def least(self, branches: Sequence[PlacedBranch], near: Neighbours) -> Point | None:
         """The cut whose fullest stage holds the least, with as little in flight and as many
-        micro-batches as there may be, on all devices; None where there is none, or it would take
-        long to find. Raises OutOfBudget."""
+        micro-batches as there may be, on the most devices, of so many those that have most memory;
+        None where there is none, or it would take long to find. Raises OutOfBudget."""
+        cluster = self.search.question.cluster
+
+        def room(branch: PlacedBranch) -> float:
+            smallest = cluster.tightest(branch.devices)
+            return inf if smallest is None else smallest.usable_bytes or inf
+
         branch = max(
             branches,
-            key=lambda b: (len(b.devices), b.micro_batches, len(b.placement)),
+            key=lambda b: (len(b.devices), b.micro_batches, room(b), len(b.placement)),
             default=None,
         )
         if branch is None or self.lattice is None:

@@ -448,9 +448,17 @@ class PlacedSearch:
 def _least_memory(
     bounds: PlacedBounds, local: LocalSearch, branches: Sequence[PlacedBranch]
 ) -> Standing | None:
-    """The plan that needs the least, where it is soon found, evaluated. Raises OutOfBudget."""
-    point = bounds.least(branches, local.near)
-    return None if point is None else local.look(point)
+    """The plan that needs the least, where it is soon found, evaluated; of unequal devices any
+    number, as those with less memory may be what plans don't fit. Raises OutOfBudget."""
+    numbers = sorted({len(branch.devices) for branch in branches}, reverse=True)
+    if local.question.cluster.uniform:
+        del numbers[1:]
+    found = list[Standing]()
+    for number in numbers:
+        point = bounds.least([b for b in branches if len(b.devices) == number], local.near)
+        standing = None if point is None else local.look(point)
+        found += [] if standing is None else [standing]
+    return min(found, key=lambda s: (s.over, s.period_s), default=None)
 
 
 def _leave_out(placed: PlacedSearch) -> None:

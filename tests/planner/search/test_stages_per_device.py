@@ -479,3 +479,13 @@ def test_a_proof_leaves_time_for_improving_the_best_plan(monkeypatch):
     layers = [(f"n{k}", 0, 1e-3 * (1 + k % 3), 2e-3, 0, []) for k in range(8)]
     solve(row_of_layers(layers), uniform_cluster(2), "interleaved-1f1b", time_limit_s=1000.0)
     assert left[0] < 600.0
+
+
+def test_devices_that_have_room_for_no_stage_are_left_out():
+    """On all devices the least that plans need is far more than the small ones have."""
+    cluster = uniform_cluster(6, "26kB")
+    small = (msgspec.structs.replace(d, memory_bytes=5000) for d in cluster.devices[:3])
+    cluster = msgspec.structs.replace(cluster, devices=(*small, *cluster.devices[3:]))
+    profile = chain(24, parameters=1000)
+    plan = solve(profile, cluster, "zb-v", stages_per_device=2, effort=1000, explains=False)
+    assert {d for stage in plan.stages for d in stage.devices} == {3, 4, 5}
