@@ -101,7 +101,7 @@ class Ask:
         if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
             # Of as many stages and micro-batches: more in flight of what has nearly the same cut.
             like = {"stages": len(plan.stages), "micro_batches": plan.micro_batches}
-            quick |= {**like, "known": [plan]}
+            quick |= {**like, "begun": plan}
             auto = replace(self, recompute="auto")
             recomputing = tried(auto, tied, share * _LIKE_SHARE, before=plan, **quick)
             if isinstance(recomputing, Plan):
@@ -115,13 +115,13 @@ class Ask:
             if stopped == INTERRUPTED:
                 return plan
         done = plan.solver.optimal or plan.solver.stopped == INTERRUPTED
-        return plan if done else self._solved(tied, share, {**asked, "known": [plan]})
+        return plan if done else self._solved(tied, share, {**asked, "begun": plan})
 
     def _recomputing(
         self, recomputing: Plan, plan: Plan, tied: Tied, share: float, asked: Mapping[str, Any]
     ) -> Plan:
         """A plan that computes some layers again, or one that is as good and needn't."""
-        asked = {**asked, "known": [recomputing, plan]}
+        asked = {**asked, "begun": recomputing}
         found = tried(replace(self, recompute="auto"), tied, share, before=recomputing, **asked)
         if not isinstance(found, Plan):
             # Ended by Ctrl-C: its bound is that of as many stages and micro-batches alone.
@@ -166,7 +166,7 @@ class Ask:
 
     def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
         """What a search for it begins with. Raises as `solve`."""
-        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen", "known")}
+        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen", "begun")}
         return read_asked(self.profile, self.cluster, self.system.name, {**asked, "tied": tied})
 
     def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:

@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..question import Question
 from .branching import SearchRequest, explore
 from .choices import Branch, Choice, PlacedBranch, micro_batch_counts
-from .device_sequences import cluster_in_sequence, few_sequences, sequence_matters
+from .device_sequences import cluster_in_sequence, few_sequences, follows_list, sequence_matters
 from .effort import placed_operations
 from .exploration import run
 from .stages_per_device import PlacedSearch
@@ -50,20 +50,20 @@ def quick_effort(question: Question, request: SearchRequest) -> int:
     return min(request.effort, most)
 
 
-def begin_with(search: SearchState, plans: Sequence[Plan]) -> None:
-    """Evaluate plans of another search of the same question: no later one need be worse."""
-    with suppress(OutOfBudget):
-        for plan in plans:
-            limits = tuple(stage.in_flight for stage in plan.stages)
-            search.look(Choice.of(plan.stages), plan.micro_batches, limits)
-
-
 def run_parts(
-    search: SearchState, placed: PlacedSearch | None, request: SearchRequest
+    search: SearchState,
+    placed: PlacedSearch | None,
+    request: SearchRequest,
+    begun: Plan | None = None,
 ) -> str | None:
-    """Search until all is proven, or the budget is used up: says then what was."""
+    """Search until all is proven, or the budget is used up: says then what was.
+
+    Args:
+        begun: a plan to be bettered.
+    """
+    known = None if begun is None or begun.placement else begun
     if placed is None:
-        return _run_straight(search, request)
+        return _run_straight(search, request, known)
     stopped, budget, straight = None, search.budget, None
     if search.branches:
         # Half of it is for plans with a stage for each device.
@@ -71,12 +71,14 @@ def run_parts(
         budget.effort -= rest
         budget.deadline = None if left is None else time.monotonic() + left / 2
         try:
-            stopped = _run_straight(search, request)
+            stopped = _run_straight(search, request, known)
         except KeyboardInterrupt:
             placed.enter_bounds()
             raise
         budget.effort, budget.deadline = max(budget.effort, 0) + rest, deadline
         straight = search.best
+    if begun is not None and begun.placement:
+        _begin_with(search, begun)
     try:
         placed.run()
     except OutOfBudget as reason:
@@ -93,8 +95,21 @@ def run_parts(
     return stopped
 
 
-def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
+def _begin_with(search: SearchState, plan: Plan) -> None:
+    """Evaluate a plan that is known, though nothing be left for it."""
+    budget, limits = search.budget, tuple(stage.in_flight for stage in plan.stages)
+    deadline, budget.deadline = budget.deadline, None
+    with budget.on_top(EFFORT):
+        search.look(Choice.of(plan.stages), plan.micro_batches, limits)
+    budget.deadline = deadline
+
+
+def _run_straight(
+    search: SearchState, request: SearchRequest, begun: Plan | None = None
+) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
+    if begun is not None and follows_list([stage.devices for stage in begun.stages]):
+        _begin_with(search, begun)
     # It may be asked again, where the time was over before there was a plan.
     search.any_sequence = False
     question = search.question
@@ -112,6 +127,8 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
         search.forget_bounds()
         raise
     listed, search.any_sequence = search.best, True
+    if begun is not None:
+        _begin_with(search, begun)
     stopped = run(search)
     if stopped is not None:
         stopped = _run_each_sequence(search, request) or stopped

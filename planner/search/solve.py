@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from .answer.preference import Candidates, fastest_of, placed_first, signed_plan
 from .answer.recheck import signed
 from .branching import explore, read_asked
 from .given_order import search_of, under
-from .parts import INTERRUPTED, begin_with, run_parts
+from .parts import INTERRUPTED, run_parts
 from .stages_per_device import PlacedSearch, placed_search
 from .state import FAR_OFF, SOON_S, Progress, SearchState
 
@@ -30,9 +30,9 @@ def solve(
     variant: str = "timeprest",
     *,
     order: Order | None = None,
+    begun: Plan | None = None,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
-    known: Sequence[Plan] = (),
     **asked: Any,
 ) -> Plan:
     """Find the plan with the shortest period that fits every device's memory.
@@ -40,9 +40,9 @@ def solve(
     Args:
         order: what devices run, in the system's weight rules and in the place of its own; it says
             stages, micro-batches and which device runs what (line by line, the first ones).
+        begun: a plan of this question, to be bettered.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
-        known: plans that another search of this question has found: it begins with them.
         asked: fields of `SearchRequest`, and what `question_for` takes besides.
 
     Raises:
@@ -67,14 +67,13 @@ def solve(
     else:
         search = explore(question, request, progress, note)
         placed = placed_search(search, request)
-    go = partial(run_parts, search, placed, request)
+    go = partial(run_parts, search, placed, request, begun)
     try:
         apart = placed is None and order is None
         fitting = Fitting(search, request.micro_batches)
         stopped, hopeless = None, order is None and _hopeless(search, fitting, placed)
         if apart and not hopeless and fitting.is_far():
             stopped, hopeless = FAR_OFF, True
-        begin_with(search, () if hopeless else known)
         stopped = stopped if hopeless else go()
         if search.best is None and search.budget.is_late and not hopeless:
             # A plan a little late is better than none, and than looking for why there is none.

@@ -136,13 +136,13 @@ def test_activations_are_computed_again_where_nothing_fits_otherwise(monkeypatch
         best_plan(profile, uniform_cluster(2, "1kB"), system)
 
 
-@pytest.mark.parametrize(("stopped", "last"), [("time limit", ("auto", 2)), ("effort", ("off", 1))])
+@pytest.mark.parametrize(("stopped", "last"), [("time limit", "auto"), ("effort", "off")])
 def test_a_look_that_time_ended_says_little_of_what_recomputing_gains(monkeypatch, stopped, last):
-    """As shorter a plan as that is by little may be by much."""
+    """As shorter a plan as that is by little may be by much. What was found is where it goes on."""
     profile, cluster, given = chain(8, saved=1000), uniform_cluster(2, "20kB"), []
 
-    def found(*asked, recompute, known=(), **more):
-        given.append((recompute, len(known)))
+    def found(*asked, recompute, begun=None, **more):
+        given.append((recompute, begun is not None))
         plan = solve(*asked, recompute="off", **more)
         period_s = plan.predicted.period_s * (0.98 if "stages" in more else 1.0)
         report = msgspec.structs.replace(plan.solver, optimal=False, stopped=stopped)
@@ -151,16 +151,7 @@ def test_a_look_that_time_ended_says_little_of_what_recomputing_gains(monkeypatc
 
     monkeypatch.setattr(default_recompute, "solve", found)
     best_plan(profile, cluster, "gpipe", stages_per_device=1)
-    assert given == [("off", 0), ("auto", 1), last]
-
-
-def test_a_search_begins_with_the_plans_of_another():
-    """No later one need be worse, nor have what its own first plans lack."""
-    profile, cluster, seen = chain(8), uniform_cluster(2, **FAST), []
-    known = solve(profile, cluster, "gpipe", stages=2, replicas=False, micro_batches=2)
-    solve(profile, cluster, "gpipe", known=[known], seen=seen.append)
-    assert seen[0].prediction.period_s == known.predicted.period_s
-    assert [stage.nodes for stage in seen[0].stages] == [stage.nodes for stage in known.stages]
+    assert given == [("off", False), ("auto", True), (last, True)]
 
 
 def test_what_is_soon_found_where_devices_have_several_stages_is_of_some_plans():

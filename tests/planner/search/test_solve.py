@@ -496,3 +496,24 @@ def test_one_stage_for_all_layers_is_looked_for_without_places_to_cut(monkeypatc
     plan = solve(chain(8), uniform_cluster(2), "gpipe", stages=1, replicas=True)
     assert plan.solver.optimal
     assert seen == [2]
+
+
+@pytest.mark.parametrize(
+    ("system", "count", "asked"),
+    [("pipedream", 24, {"sequence": "best"}), ("timeprest", 8, {"stages_per_device": 2})],
+)
+def test_a_plan_to_be_bettered_is_never_lost(system, count, asked):
+    """In a sequence of devices that isn't listed, and with several stages on each."""
+    layers = [
+        (f"n{k}", 100, 1e-3 * (1 + k * k % 7), 2e-3 * (1 + k * k % 5), 1000, [])
+        for k in range(count)
+    ]
+    profile, cluster = row_of_layers(layers, 16, 4), uniform_cluster(4, "60kB", **FAST)
+    speeds = zip(cluster.devices, (0.5, 1.0, 2.0, 1.0), strict=True)
+    devices = tuple(msgspec.structs.replace(device, speed=speed) for device, speed in speeds)
+    cluster = msgspec.structs.replace(cluster, devices=devices)
+    best = solve(profile, cluster, system, effort=20_000, **asked)
+    few = {**asked, "effort": 1}
+    assert solve(profile, cluster, system, **few).predicted.period_s > best.predicted.period_s
+    again = solve(profile, cluster, system, begun=best, **few)
+    assert again.predicted.period_s <= best.predicted.period_s
