@@ -287,6 +287,9 @@ def proof(plan: Plan) -> str:
     solver = plan.solver
     if solver.optimal:
         found = "proven optimal"
+        if plan.placement and not plan.cluster.uniform:
+            # Only where each has one stage are others looked at (docs/proofs.md).
+            found += ", devices as listed"
     elif not solver.bound_s:
         found = "no lower bound"
     else:

@@ -19,10 +19,13 @@ from helpers.plans import REPORT, chain_plan, plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.cli.tables.layout import device_range, first_to_last, shortened
+from timeprest.cli.tables.plan import proof
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.plan import pipeline_of, read_plan
 from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.placement import numbered_devices, pattern_of
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
@@ -241,6 +244,21 @@ def test_what_would_avoid_several_sequences_is_said_of_nf1b_alone(tmp_path):
         (line,) = re.findall(r"^sequences +(.+?) *$", call("show", tmp_path / "plan.json"), re.M)
         assert line.startswith(f"{v} of updates side by side (v = {v})")
         assert said in line if said else line.endswith(f"(v = {v})"), line
+
+
+def test_a_proof_says_where_devices_were_taken_as_listed_alone():
+    """Where unequal ones have several stages, other sequences aren't looked at."""
+    cluster = uniform_cluster(2, "1GB", bandwidth="1TB/s", latency="0s")
+    slow = msgspec.structs.replace(cluster.devices[1], speed=0.5)
+    unequal = msgspec.structs.replace(cluster, devices=(cluster.devices[0], slow))
+    for system, devices, said in (
+        ("zb-v", cluster, "proven optimal"),
+        ("zb-v", unequal, "proven optimal, devices as listed"),
+        ("gpipe", unequal, "proven optimal"),
+    ):
+        plan = solve(chain(4), devices, system, stages_per_device=1 + (system == "zb-v"))
+        assert plan.solver.optimal
+        assert proof(plan).split("; ")[0].removeprefix("with tp-run ") == said
 
 
 def test_what_compare_marks(tmp_path, monkeypatch):
