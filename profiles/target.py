@@ -6,11 +6,11 @@ import ast
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -76,6 +76,11 @@ _WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2")
 """What files of weights, or of exported programs, are called like."""
 
 
+_MADE, _REUSED = (WeakValueDictionary[int, nn.Module]() for _ in range(2))
+"""Models that the user's code has given, and those that it has given more than once, by `id`. It
+isn't asked twice to see that: a task may hold on to the module that it gave last."""
+
+
 @dataclass(frozen=True)
 class Target:
     """A model that can be profiled, and trained where `task` isn't None.
@@ -134,19 +139,26 @@ class Target:
                     f"{self.name}: {name!r} has no shape before the model's first call (a lazy "
                     "module): give it its sizes, or call the model once where it is built"
                 )
+        if _MADE.get(id(model)) is model:
+            _REUSED[id(model)] = model
+        _MADE[id(model)] = model
         # Of a backward that looked at it where it was built; stages begin without.
         model.zero_grad()
         return model
 
-    def reuses(self, model: nn.Module) -> bool:
-        """Whether the user's code gives this very module each time, which who trains it changes."""
-        # Where it makes another, without numbers.
-        with OwnRandomness(0)(), torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return self._factory() is model
-            except Exception:  # the user's code, which has made another on its device
-                return False
+    def kept_numbers(self, model: nn.Module) -> Callable[[], None] | None:
+        """What gives a module its weights and buffers of now back after a training, and leaves it
+        no gradients; None where the user's code wasn't seen to give this very module twice."""
+        if _REUSED.get(id(model)) is not model:
+            return None
+        tensors = [*model.parameters(), *model.buffers()]
+        before = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors]
+
+        def put_back() -> None:
+            for tensor, own, numbers in before:
+                tensor.data, tensor.grad = own.copy_(numbers), None
+
+        return put_back
 
     def call(self, samples: int) -> tuple[Call, Any]:
         """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""

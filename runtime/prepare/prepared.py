@@ -39,7 +39,7 @@ class Prepared:
         random: what draws random numbers, where samples are to have the same ones in all stages and
             micro-batches; None: it isn't known, or they needn't.
         cautions: why a mini-batch may be another one in micro-batches and replicas, in lines.
-        reuses: whether the task gives this very module each time it is asked for its model.
+        kept_numbers: as `Target.kept_numbers`.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Prepared:
     model: PreparedModel
     distribution: Distribution
     example: Callable[[int], tuple[Call, Any]]
-    reuses: Callable[[nn.Module], bool]
+    kept_numbers: Callable[[nn.Module], Callable[[], None] | None]
     flops_per_sample: float | None = None
     random: RandomCalls | None = None
     cautions: tuple[str, ...] = ()

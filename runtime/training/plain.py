@@ -67,8 +67,9 @@ class PlainTraining:
         self.by_micro_batch = by_micro_batch
         self.task = task or target.task
         self._call = target.call(1)[0]
-        model = target.model(settings.seed)
-        self.model: nn.Module = copy.deepcopy(model) if target.reuses(model) else model
+        self.model: nn.Module = target.model(settings.seed)
+        # What the task's loss reads may be its weights: it is trained itself, and put back.
+        self._put_back = target.kept_numbers(self.model)
         # The first GPU, where the inline run's stages are.
         self._device = own_device(prepared.plan, settings, 0)
         move([self.model], self._device)
@@ -205,6 +206,9 @@ class PlainTraining:
     def _close(self) -> None:
         for samples in self._samples.values():
             samples.close()
+        if self._put_back is not None:
+            self.model = copy.deepcopy(self.model)
+            self._put_back()
 
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:
         if size not in self._samples:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, compress
 from operator import attrgetter
 
@@ -83,29 +83,17 @@ def train(
 def train_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
     """Train all workers in this process, in simulated order. Returns and raises as `train`."""
     observer.starting("loading the data")
-    with _users_own_put_back(prepared):
+    # As where processes train copies of it: what is trained next begins with the same weights.
+    put_back = prepared.kept_numbers(prepared.model.whole)
+    try:
         runners = local_runners(prepared, where)
         load_samples(runners)
         for runner in runners:
             capture_graphs(runner)
         return train(where, runners, observer)
-
-
-@contextmanager
-def _users_own_put_back(prepared: Prepared) -> Iterator[None]:
-    """A module that the user's code gives each time stays as it is, as where processes train copies
-    of it: what is trained next begins with the same weights."""
-    model = prepared.model.whole
-    if not prepared.reuses(model):
-        yield
-        return
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors]
-    try:
-        yield
     finally:
-        for tensor, own, numbers in before:
-            tensor.data, tensor.grad = own.copy_(numbers), None
+        if put_back is not None:
+            put_back()
 
 
 def _reports(

@@ -6,6 +6,7 @@ same mini-batch, and a model without a pipeline is evaluated on them.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +46,10 @@ class Evaluator:
         self._came: dict[int, int] = {}
         self._device = own_device(prepared.plan, settings, 0)
         self._autocast = prepared.model.autocast
-        self._model: nn.Module = target.model(settings.seed)
+        model = target.model(settings.seed)
+        # It takes others' weights, which trainings mustn't begin with.
+        own = target.kept_numbers(model) is not None
+        self._model: nn.Module = copy.deepcopy(model) if own else model
         move([self._model], self._device)
         self._model.eval()
         names, mini_batch = self._call.names, prepared.plan.mini_batch
