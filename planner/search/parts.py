@@ -99,9 +99,11 @@ def _begin_with(search: SearchState, plan: Plan) -> None:
     """Evaluate a plan that is known, though nothing be left for it."""
     budget, limits = search.budget, tuple(stage.in_flight for stage in plan.stages)
     deadline, budget.deadline = budget.deadline, None
-    with budget.on_top(EFFORT):
-        search.look(Choice.of(plan.stages), plan.micro_batches, limits)
-    budget.deadline = deadline
+    try:
+        with suppress(OutOfBudget), budget.on_top(EFFORT):
+            search.look(Choice.of(plan.stages), plan.micro_batches, limits)
+    finally:
+        budget.deadline = deadline
 
 
 def _run_straight(
