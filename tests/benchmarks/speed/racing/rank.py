@@ -9,6 +9,7 @@ import faulthandler
 import os
 import resource
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -112,11 +113,21 @@ def _sent(device: str) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
+def _leave_stuck() -> None:
+    """Say where all threads are, and leave. Of threads that go on meanwhile, as beside
+    `dump_traceback_later`, a stack that is read may be gone."""
+    print("Timeout (", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+    os._exit(1)
+
+
 def main(spec_text: str, store: str, out: str) -> None:
     """Take part in the race, and leave at once when it is over."""
     spec = msgspec.json.decode(spec_text, type=RankSpec)
     rank = int(os.environ["RANK"])
-    faulthandler.dump_traceback_later(spec.longest_s, exit=True)
+    over = threading.Timer(spec.longest_s, _leave_stuck)
+    over.daemon = True
+    over.start()
     if spec.keep_memory:
         keep_freed_memory()
     torch.set_num_threads(spec.threads)
