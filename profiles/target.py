@@ -81,6 +81,21 @@ _MADE, _REUSED = (WeakValueDictionary[int, nn.Module]() for _ in range(2))
 isn't asked twice to see that: a task may hold on to the module that it gave last."""
 
 
+def kept_numbers(model: nn.Module) -> Callable[[], None] | None:
+    """What gives a module its weights and buffers of now back after a training, and leaves it no
+    gradients; None where the user's code wasn't seen to give this very module twice."""
+    if _REUSED.get(id(model)) is not model:
+        return None
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors]
+
+    def put_back() -> None:
+        for tensor, own, numbers in before:
+            tensor.data, tensor.grad = own.copy_(numbers), None
+
+    return put_back
+
+
 @dataclass(frozen=True)
 class Target:
     """A model that can be profiled, and trained where `task` isn't None.
@@ -145,20 +160,6 @@ class Target:
         # Of a backward that looked at it where it was built; stages begin without.
         model.zero_grad()
         return model
-
-    def kept_numbers(self, model: nn.Module) -> Callable[[], None] | None:
-        """What gives a module its weights and buffers of now back after a training, and leaves it
-        no gradients; None where the user's code wasn't seen to give this very module twice."""
-        if _REUSED.get(id(model)) is not model:
-            return None
-        tensors = [*model.parameters(), *model.buffers()]
-        before = [(tensor, tensor.data, tensor.data.clone()) for tensor in tensors]
-
-        def put_back() -> None:
-            for tensor, own, numbers in before:
-                tensor.data, tensor.grad = own.copy_(numbers), None
-
-        return put_back
 
     def call(self, samples: int) -> tuple[Call, Any]:
         """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""

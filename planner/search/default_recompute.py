@@ -101,7 +101,7 @@ class Ask:
         if plan.solver.stopped != INTERRUPTED and self._may_gain(plan, tied, asked):
             # Of as many stages and micro-batches: more in flight of what has nearly the same cut.
             like = {"stages": len(plan.stages), "micro_batches": plan.micro_batches}
-            quick |= {**like, "begun": plan}
+            quick |= {**like, "incumbent": plan}
             auto = replace(self, recompute="auto")
             recomputing = tried(auto, tied, share * _LIKE_SHARE, before=plan, **quick)
             if isinstance(recomputing, Plan):
@@ -115,19 +115,19 @@ class Ask:
             if stopped == INTERRUPTED:
                 return plan
         done = plan.solver.optimal or plan.solver.stopped == INTERRUPTED
-        return plan if done else self._solved(tied, share, {**asked, "begun": plan})
+        return plan if done else self._solved(tied, share, {**asked, "incumbent": plan})
 
     def _recomputing(
         self, recomputing: Plan, plan: Plan, tied: Tied, share: float, asked: Mapping[str, Any]
     ) -> Plan:
         """A plan that computes some layers again, or one that is as good and needn't."""
-        asked = {**asked, "begun": recomputing}
+        asked = {**asked, "incumbent": recomputing}
         found = tried(replace(self, recompute="auto"), tied, share, before=recomputing, **asked)
         if not isinstance(found, Plan):
             # Ended by Ctrl-C: its bound is that of as many stages and micro-batches alone.
-            solver = recomputing.solver
-            any_s = msgspec.structs.replace(solver, bound_s=self._least_s(tied, asked))
-            found = beside(recomputing, any_s, self.profile)
+            least_s = self._least_s(tied, asked)
+            of_all = msgspec.structs.replace(recomputing.solver, bound_s=least_s)
+            found = beside(recomputing, of_all, self.profile)
         without = format_seconds(plan.predicted.period_s)
         why = f"as plans soon found have {without} without; --recompute off asks for none"
         return choosing(found, f"--recompute auto, {why}")
@@ -166,7 +166,7 @@ class Ask:
 
     def question(self, tied: Tied, asked: Mapping[str, Any]) -> tuple[Question, SearchRequest]:
         """What a search for it begins with. Raises as `solve`."""
-        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen", "begun")}
+        asked = {k: v for k, v in asked.items() if k not in ("progress", "seen", "incumbent")}
         return read_asked(self.profile, self.cluster, self.system.name, {**asked, "tied": tied})
 
     def _fits_without(self, tied: Tied, asked: Mapping[str, Any]) -> bool | None:

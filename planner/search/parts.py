@@ -54,14 +54,14 @@ def run_parts(
     search: SearchState,
     placed: PlacedSearch | None,
     request: SearchRequest,
-    begun: Plan | None = None,
+    incumbent: Plan | None = None,
 ) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was.
 
     Args:
-        begun: a plan to be bettered.
+        incumbent: a plan that is known.
     """
-    known = None if begun is None or begun.placement else begun
+    known = None if incumbent is None or incumbent.placement else incumbent
     if placed is None:
         return _run_straight(search, request, known)
     stopped, budget, straight = None, search.budget, None
@@ -77,8 +77,8 @@ def run_parts(
             raise
         budget.effort, budget.deadline = max(budget.effort, 0) + rest, deadline
         straight = search.best
-    if begun is not None and begun.placement:
-        _begin_with(search, begun)
+    if incumbent is not None and incumbent.placement:
+        _begin_with(search, incumbent)
     try:
         placed.run()
     except OutOfBudget as reason:
@@ -107,11 +107,11 @@ def _begin_with(search: SearchState, plan: Plan) -> None:
 
 
 def _run_straight(
-    search: SearchState, request: SearchRequest, begun: Plan | None = None
+    search: SearchState, request: SearchRequest, incumbent: Plan | None = None
 ) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
-    if begun is not None and follows_list([stage.devices for stage in begun.stages]):
-        _begin_with(search, begun)
+    if incumbent is not None and follows_list([stage.devices for stage in incumbent.stages]):
+        _begin_with(search, incumbent)
     # It may be asked again, where the time was over before there was a plan.
     search.any_sequence = False
     question = search.question
@@ -129,8 +129,8 @@ def _run_straight(
         search.forget_bounds()
         raise
     listed, search.any_sequence = search.best, True
-    if begun is not None:
-        _begin_with(search, begun)
+    if incumbent is not None:
+        _begin_with(search, incumbent)
     stopped = run(search)
     if stopped is not None:
         stopped = _run_each_sequence(search, request) or stopped

@@ -30,7 +30,7 @@ def solve(
     variant: str = "timeprest",
     *,
     order: Order | None = None,
-    begun: Plan | None = None,
+    incumbent: Plan | None = None,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
     **asked: Any,
@@ -40,7 +40,7 @@ def solve(
     Args:
         order: what devices run, in the system's weight rules and in the place of its own; it says
             stages, micro-batches and which device runs what (line by line, the first ones).
-        begun: a plan of this question, to be bettered.
+        incumbent: a plan of this question that is known; the search begins with it.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
         asked: fields of `SearchRequest`, and what `question_for` takes besides.
@@ -67,7 +67,7 @@ def solve(
     else:
         search = explore(question, request, progress, note)
         placed = placed_search(search, request)
-    go = partial(run_parts, search, placed, request, begun)
+    go = partial(run_parts, search, placed, request, incumbent)
     try:
         apart = placed is None and order is None
         fitting = Fitting(search, request.micro_batches)

@@ -141,7 +141,8 @@ def given(name: str) -> Any:
             TaskWarning,
             stacklevel=2,
         )
-    old = [kind for kind in _classes_of(now) if _as_defined_now(kind) is not kind]
+    kinds = inspect.getmro(now if inspect.isclass(now) else type(now))
+    old = [kind for kind in kinds if _as_defined_now(kind) is not kind]
     if old:
         warnings.warn(
             f"{name}: is of the class {old[0].__qualname__} as it was before that was defined "
@@ -150,10 +151,6 @@ def given(name: str) -> Any:
             stacklevel=2,
         )
     return now
-
-
-def _classes_of(target: Any) -> tuple[type, ...]:
-    return inspect.getmro(target if inspect.isclass(target) else type(target))
 
 
 def _as_defined_now(target: Any) -> Any:

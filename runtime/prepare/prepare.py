@@ -96,7 +96,6 @@ def prepare(
         model=cut_model,
         distribution=distribution,
         example=traced.target.call,
-        kept_numbers=traced.target.kept_numbers,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
         random=random,
         cautions=_cautions(plan, course, model, mixed, apart),

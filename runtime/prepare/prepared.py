@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from torch import nn
 
 from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan
@@ -39,7 +38,6 @@ class Prepared:
         random: what draws random numbers, where samples are to have the same ones in all stages and
             micro-batches; None: it isn't known, or they needn't.
         cautions: why a mini-batch may be another one in micro-batches and replicas, in lines.
-        kept_numbers: as `Target.kept_numbers`.
     """
 
     plan: Plan
@@ -53,7 +51,6 @@ class Prepared:
     model: PreparedModel
     distribution: Distribution
     example: Callable[[int], tuple[Call, Any]]
-    kept_numbers: Callable[[nn.Module], Callable[[], None] | None]
     flops_per_sample: float | None = None
     random: RandomCalls | None = None
     cautions: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from ...planner.plan import Plan
+from ...profiles.target import kept_numbers
 from ...profiles.tasks.objects import as_bytes
 from ..checkpoint.logs import rewind_logs
 from ..prepare.devices import device_kind
@@ -48,7 +49,13 @@ class InlineWorkers:
     def train(self, prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
         """Train, in a run directory that is ready. Returns the reports of all replicas, by
         number."""
-        return train_inline(prepared, where, observer)
+        # As where processes train copies of it: what is trained next begins with the same weights.
+        put_back = kept_numbers(prepared.model.whole)
+        try:
+            return train_inline(prepared, where, observer)
+        finally:
+            if put_back is not None:
+                put_back()
 
 
 class LocalWorkers(InlineWorkers):

@@ -7,7 +7,6 @@ whole. Nothing of that goes by what stages do; only the samples are read alike.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...profiles.autograd.dropout import Traits, WithoutDropout
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.autograd.random_numbers import same_numbers
 from ...profiles.errors import RunError
-from ...profiles.target import resolve
+from ...profiles.target import kept_numbers, resolve
 from ...profiles.tasks.hooks import in_one_line
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.random_states import same_states, states
@@ -31,7 +30,13 @@ from ..prepare.devices import forward_context, move, own_device, put, random_sta
 from ..prepare.prepared import Prepared
 from ..prepare.samples import Samples
 from ..stage.batch_norm import DeferredBatchNorm
-from .plain_updates import mean_of, plain_optimizer, plain_scheduler, steps_by_epoch
+from .plain_updates import (
+    mean_of,
+    plain_optimizer,
+    plain_scheduler,
+    state_for_use,
+    steps_by_epoch,
+)
 
 
 class PlainTraining:
@@ -69,7 +74,7 @@ class PlainTraining:
         self._call = target.call(1)[0]
         self.model: nn.Module = target.model(settings.seed)
         # What the task's loss reads may be its weights: it is trained itself, and put back.
-        self._put_back = target.kept_numbers(self.model)
+        self._put_back, self._trained = kept_numbers(self.model), dict[str, Tensor]()
         # The first GPU, where the inline run's stages are.
         self._device = own_device(prepared.plan, settings, 0)
         move([self.model], self._device)
@@ -89,6 +94,10 @@ class PlainTraining:
         self.losses: list[float] = []
         self.traits = Traits()
         self._samples: dict[int, Samples] = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """The model's state_dict, as it is for use, on the CPU."""
+        return self._trained or state_for_use(self.model, self.optimizer)
 
     def run(self) -> None:
         """Train, without dropout, and look at what the model does."""
@@ -207,7 +216,7 @@ class PlainTraining:
         for samples in self._samples.values():
             samples.close()
         if self._put_back is not None:
-            self.model = copy.deepcopy(self.model)
+            self._trained = self.state()
             self._put_back()
 
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:

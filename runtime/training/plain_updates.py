@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...profiles.tasks.hooks import RunLength, totals_asked
+from ...profiles.tasks.optimizers import for_use
 from ...profiles.tasks.task import Task
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler
@@ -29,6 +30,12 @@ def plain_optimizer(
     if all(callable(getattr(made, mode, None)) for mode in ("train", "eval")):
         made.train()
     return made
+
+
+def state_for_use(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """A model's state_dict on the CPU, with the weights that its optimizer has for use."""
+    with for_use(optimizer):
+        return {name: t.to("cpu", copy=True) for name, t in model.state_dict().items()}
 
 
 def plain_scheduler(task: Task, settings: RunSettings, optimizer: Any, length: RunLength) -> Any:

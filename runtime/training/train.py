@@ -83,17 +83,11 @@ def train(
 def train_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
     """Train all workers in this process, in simulated order. Returns and raises as `train`."""
     observer.starting("loading the data")
-    # As where processes train copies of it: what is trained next begins with the same weights.
-    put_back = prepared.kept_numbers(prepared.model.whole)
-    try:
-        runners = local_runners(prepared, where)
-        load_samples(runners)
-        for runner in runners:
-            capture_graphs(runner)
-        return train(where, runners, observer)
-    finally:
-        if put_back is not None:
-            put_back()
+    runners = local_runners(prepared, where)
+    load_samples(runners)
+    for runner in runners:
+        capture_graphs(runner)
+    return train(where, runners, observer)
 
 
 def _reports(

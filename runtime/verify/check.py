@@ -21,7 +21,6 @@ from ...planner.plan import Plan
 from ...profiles.autograd.dropout import HeldStatistics
 from ...profiles.errors import TaskWarning, UserError
 from ...profiles.measuring.process_settings import one_at_a_time, settings_put_back
-from ...profiles.tasks.optimizers import for_use
 from ..prepare.devices import device_kind
 from ..prepare.prepare import prepare
 from ..prepare.prepared import Prepared
@@ -279,10 +278,7 @@ def _training_of(where: RunDir, prepared: Prepared) -> TrainingResults:
 
 
 def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> TrainingResults:
-    with for_use(plain.optimizer):
-        found = plain.model.state_dict().items()
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in found}
-    return TrainingResults(plain.losses, [folder], state, _updates(prepared))
+    return TrainingResults(plain.losses, [folder], plain.state(), _updates(prepared))
 
 
 def _updates(prepared: Prepared) -> list[int]:

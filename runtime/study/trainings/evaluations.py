@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....planner.systems.hooks import StageHooks
-from ....profiles.target import resolve
+from ....profiles.target import kept_numbers, resolve
 from ...prepare.data import NO_EVALUATION, real_part
 from ...prepare.devices import forward_context, move, own_device, put, random_kept
 from ...prepare.prepared import Prepared
@@ -48,7 +48,7 @@ class Evaluator:
         self._autocast = prepared.model.autocast
         model = target.model(settings.seed)
         # It takes others' weights, which trainings mustn't begin with.
-        own = target.kept_numbers(model) is not None
+        own = kept_numbers(model) is not None
         self._model: nn.Module = copy.deepcopy(model) if own else model
         move([self._model], self._device)
         self._model.eval()

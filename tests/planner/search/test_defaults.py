@@ -141,8 +141,8 @@ def test_a_look_that_time_ended_says_little_of_what_recomputing_gains(monkeypatc
     """As shorter a plan as that is by little may be by much. What was found is where it goes on."""
     profile, cluster, given = chain(8, saved=1000), uniform_cluster(2, "20kB"), []
 
-    def found(*asked, recompute, begun=None, **more):
-        given.append((recompute, begun is not None))
+    def found(*asked, recompute, incumbent=None, **more):
+        given.append((recompute, incumbent is not None))
         plan = solve(*asked, recompute="off", **more)
         period_s = plan.predicted.period_s * (0.98 if "stages" in more else 1.0)
         report = msgspec.structs.replace(plan.solver, optimal=False, stopped=stopped)
@@ -187,6 +187,26 @@ def test_activations_are_computed_again_where_memory_makes_plans_slow_otherwise(
     assert plan.predicted.period_s < 0.95 * without.predicted.period_s
     (line,) = chosen(plan)
     assert re.match(r"--recompute auto, as plans soon found have \S+ \S+ without; ", line)
+
+
+def test_ctrl_c_leaves_a_plan_that_recomputes_with_a_true_bound(monkeypatch):
+    """That of as many stages and micro-batches alone may be above what others have."""
+    profile, tight = chain(8, parameters=1, saved=1000), uniform_cluster(4, "9kB", **FAST)
+    asked, found = {"stages_per_device": 1, "replicas": False}, []
+
+    def stopped(*given, **more):
+        if len(found) == 2:
+            raise KeyboardInterrupt
+        found.append(solve(*given, **more))
+        return found[-1]
+
+    monkeypatch.setattr(default_recompute, "solve", stopped)
+    plan = best_plan(profile, tight, "pipedream", **asked)
+    assert plan.stages == found[1].stages
+    assert not plan.solver.optimal
+    best = solve(profile, tight, "pipedream", recompute="auto", replicas=False)
+    assert plan.solver.bound_s <= best.predicted.period_s
+    assert chosen(plan)[0].startswith("--recompute auto")
 
 
 def test_devices_with_several_stages_compute_again_only_where_they_must():

@@ -515,5 +515,5 @@ def test_a_plan_to_be_bettered_is_never_lost(system, count, asked):
     best = solve(profile, cluster, system, effort=20_000, **asked)
     few = {**asked, "effort": 1}
     assert solve(profile, cluster, system, **few).predicted.period_s > best.predicted.period_s
-    again = solve(profile, cluster, system, begun=best, **few)
+    again = solve(profile, cluster, system, incumbent=best, **few)
     assert again.predicted.period_s <= best.predicted.period_s

@@ -430,8 +430,8 @@ def test_ctrl_c_before_several_stages_are_looked_at_leaves_a_true_bound(monkeypa
     best = solve(of_times(2, 3, 1), fast, **asked)
     straight = parts._run_straight
 
-    def interrupted(search, request, begun):
-        straight(search, request, begun)
+    def interrupted(search, request, incumbent):
+        straight(search, request, incumbent)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parts, "_run_straight", interrupted)
