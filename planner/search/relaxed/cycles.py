@@ -162,11 +162,10 @@ def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
     sums = AllReduceTimes(question.cluster)
     for shared in question.profile.shared:
         counts = range(2, max(min(len(shared.layers), devices), 2) + 1)
-        per_byte_s = min(sums.least(count)[1] for count in counts) / question.update_every
-        yield (
-            sum(1 << position[name] for name in shared.layers),
-            per_byte_s * shared.parameter_bytes,
-        )
+        fixed_s, per_byte_s = map(min, zip(*map(sums.least, counts), strict=True))
+        # Those that the same stages have copies of are summed in one.
+        seconds = fixed_s / len(question.profile.shared) + per_byte_s * shared.parameter_bytes
+        yield sum(1 << position[name] for name in shared.layers), seconds / question.update_every
 
 
 def _entered(variant: Variant) -> Literal["", "used", "stashed"]:
