@@ -38,7 +38,7 @@ def messages_of(pipelines: Sequence[Pipeline]) -> Messages:
         # Gradients of what one backward works through go together.
         held = 1 if pipeline.variant.backward_unit == "micro" else pipeline.micro_batches
         for link in pipeline.links:
-            (route,) = link.all_routes()
+            (route,) = link.all_routes
             s, t = link.source, link.target
             sent = [((FORWARDS, s, t, route.wire), route.forward_s)]
             if link.has_gradient:

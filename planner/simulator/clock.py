@@ -113,7 +113,7 @@ def _on_grid(seconds: float, grid_s: float) -> float:
 
 def _durations(pipeline: Pipeline) -> _Durations:
     stages = range(pipeline.stages)
-    routes = [route for link in pipeline.links for route in link.all_routes()]
+    routes = [route for link in pipeline.links for route in link.all_routes]
     longest = max(
         *pipeline.forward_s,
         *pipeline.backward_s,
@@ -227,7 +227,7 @@ class SimulatedClock:
             if link.has_gradient:
                 self._open_port(BACKWARDS, link, wires)
         self.wire_free = [0.0] * len(wires)
-        self.blocking = any(not route.overlaps for link in links for route in link.all_routes())
+        self.blocking = any(not route.overlaps for link in links for route in link.all_routes)
         self.contended = self.blocking or len(wires) < sum(len(link.wires) for link in links)
 
     def _open_port(self, kind: int, link: Link, wires: dict[Hashable, int]) -> None:
@@ -240,7 +240,7 @@ class SimulatedClock:
         micro = pipeline.variant.backward_unit == "micro"
         held = 1 if micro else pipeline.messages_per_route(link)
         parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
-        for x in link.all_routes():
+        for x in link.all_routes:
             source, target = (x.target, x.source) if back else (x.source, x.target)
             wire = x.wire_back if back else x.wire
             part = _Part(

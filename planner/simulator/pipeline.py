@@ -56,6 +56,7 @@ class Link:
     has_gradient: bool = True
     routes: tuple[Route, ...] = ()
 
+    @cached_property
     def all_routes(self) -> tuple[Route, ...]:
         """The routes, written out."""
         if self.routes:
@@ -69,7 +70,7 @@ class Link:
         """What its messages keep busy, route by route."""
         return tuple(
             wire
-            for route in self.all_routes()
+            for route in self.all_routes
             for wire in ((route.wire, route.wire_back) if self.has_gradient else (route.wire,))
         )
 

@@ -162,7 +162,7 @@ def loads_s(pipeline: Pipeline) -> list[float]:
     wires: dict[object, float] = {}
     for link in pipeline.links:
         count = pipeline.messages_per_route(link)
-        for route in link.all_routes():
+        for route in link.all_routes:
             both = (route.wire, route.forward_s), (route.wire_back, route.backward_s)
             for wire, wire_s in both:
                 wires[wire] = wires.get(wire, 0.0) + count * wire_s
@@ -181,48 +181,50 @@ def round_trip_s(pipeline: Pipeline, kept: Sequence[int] = ()) -> float:
             backward, at the most, where that is known. The next forward is behind the update, and
             the rest of its mini-batch's before the next one.
     """
-    n, found = pipeline.micro_batches, 0.0
+    n, found, stay_s = pipeline.micro_batches, 0.0, _stays_s(pipeline)
     for s in range(pipeline.stages):
         trips, rest_s = pipeline.limits[s], 0.0
         if kept:
             trips = -(-kept[s] // n)
             rest_s = (trips * n - kept[s]) * pipeline.forward_s[s]
-        found = max(found, (_stay_s(pipeline, s) + rest_s) / trips)
+        found = max(found, (stay_s[s] + rest_s) / trips)
     return found
 
 
-def _stay_s(pipeline: Pipeline, stage: int) -> float:
-    """How long a mini-batch stays at a stage at the least: down for its last micro-batch, and
+def _stays_s(pipeline: Pipeline) -> list[float]:
+    """Per stage, how long a mini-batch stays there at the least: down for its last micro-batch, and
     back up for its gradients."""
+    stages = range(pipeline.stages)
     paces = [min(mine) for mine in pipeline.paces] or [1.0] * pipeline.stages
     forward_s = [seconds * pace for seconds, pace in zip(pipeline.forward_s, paces, strict=True)]
     backward_s = [pipeline.backward_op_s(s) * pace for s, pace in enumerate(paces)]
-    after_s = pipeline.weight_op_s(stage) * paces[stage]
-    down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
-    for t in range(stage + 1, pipeline.stages):
-        came = [
-            down[link.source] + min(r.forward_s + r.latency_s for r in link.all_routes())
-            for link in pipeline.links
-            if link.target == t and link.source in down
-        ]
-        if came:
-            down[t] = max(came) + forward_s[t]
-    up: dict[int, float] = {}
+    # Per stage, which others it gets messages from, and gradients, and what these take.
+    sources: list[list[tuple[int, float]]] = [[] for _ in stages]
+    targets: list[list[tuple[int, float]]] = [[] for _ in stages]
     micro = pipeline.variant.backward_unit == "micro"
-    for t in sorted(down, reverse=True):
-        back = [
-            up[link.target]
-            + min(
-                r.backward_s * (1 if micro else pipeline.messages_per_route(link)) + r.latency_s
-                for r in link.all_routes()
-            )
-            for link in pipeline.links
-            if link.source == t and link.has_gradient
-        ]
-        up[t] = max(down[t], *back, 0.0) + backward_s[t]
-    # Its last weight part may come after all messages.
-    update_s = pipeline.update_op_s(stage) if pipeline.update_every == 1 else 0.0
-    return up[stage] + after_s + update_s
+    for link in pipeline.links:
+        routes, count = link.all_routes, 1 if micro else pipeline.messages_per_route(link)
+        there_s = min(r.forward_s + r.latency_s for r in routes)
+        sources[link.target].append((link.source, there_s))
+        if link.has_gradient:
+            back_s = min(r.backward_s * count + r.latency_s for r in routes)
+            targets[link.source].append((link.target, back_s))
+    found = []
+    for stage in stages:
+        down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
+        for t in stages[stage + 1 :]:
+            came = [down[source] + there_s for source, there_s in sources[t] if source in down]
+            if came:
+                down[t] = max(came) + forward_s[t]
+        up: dict[int, float] = {}
+        for t in sorted(down, reverse=True):
+            back = [up[target] + back_s for target, back_s in targets[t]]
+            up[t] = max(down[t], *back, 0.0) + backward_s[t]
+        # Its last weight part may come after all messages.
+        after_s = pipeline.weight_op_s(stage) * paces[stage]
+        update_s = pipeline.update_op_s(stage) if pipeline.update_every == 1 else 0.0
+        found.append(up[stage] + after_s + update_s)
+    return found
 
 
 def filled_and_drained_s(pipeline: Pipeline) -> float:
@@ -245,8 +247,8 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
         (
             link.source,
             link.target,
-            forward_s[link.source] + min(r.latency_s + r.forward_s for r in link.all_routes()),
-            backward_s[link.source] + min(r.latency_s + r.backward_s for r in link.all_routes()),
+            forward_s[link.source] + min(r.latency_s + r.forward_s for r in link.all_routes),
+            backward_s[link.source] + min(r.latency_s + r.backward_s for r in link.all_routes),
             link.has_gradient,
         )
         for link in sorted(pipeline.links, key=lambda k: (k.target, k.source))

@@ -139,7 +139,7 @@ def test_each_replica_has_its_own_late_sends(micro_batches):
 def test_what_blocks_devices_takes_longer():
     ours = pipeline_by_hand(3, 6)
     blocked = on_engine(ours, ENGINE_COSTS["torch"])
-    assert not any(route.overlaps for link in blocked.links for route in link.all_routes())
+    assert not any(route.overlaps for link in blocked.links for route in link.all_routes)
     assert steady_state(blocked).period_s > steady_state(ours).period_s
     gpipe = replace(ours, variant=variant_named("gpipe"))
     assert on_engine(gpipe, ENGINE_COSTS["torch"]) == gpipe

@@ -73,7 +73,7 @@ def test_nothing_starts_before_its_messages(pipeline, mini_batches):
         for stage, ops in zip(timeline.lanes, order, strict=True)
     ]
     for link in pipeline.links:
-        takes_s = min(r.forward_s + r.latency_s for r in link.all_routes())
+        takes_s = min(r.forward_s + r.latency_s for r in link.all_routes)
         for events in timeline.lanes[link.target]:
             for event in events:
                 if event.op.kind == "F":
@@ -113,7 +113,7 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
                     wire_back=(r.target, r.source, k, 0),
                     overlaps=True,
                 )
-                for r in link.all_routes()
+                for r in link.all_routes
             ),
         )
         for k, link in enumerate(pipeline.links)
