@@ -177,9 +177,17 @@ def test_the_summary_counts_what_is_beaten():
         found(inf, inf),
         found(inf, 1.0),
     ]
-    text = battery.summary(all_found)
-    assert "6 questions; 5 have a plan" in text
-    assert "3 plans are beaten by the climb, 3 by more than 0.5%, the worst by 100.0%" in text
-    assert "1 are better than its" in text
-    assert "50% are proven best; 50% have a gap over 10 %" in text
-    assert "1.0 s at the median, 9.0 s at the 95th percentile" in text
+    head, _, line = battery.results(all_found).splitlines()
+    assert head.startswith("| questions | with a plan | beaten | by at most | better than")
+    assert line == "| 6 | 5 | 3 | 100.0% | 1 | 50% | 50% | 1.0 | 9.0 |"
+    cases = [replace(drawn(k), system="gpipe" if k else "zb-v") for k in range(6)]
+    *_, first, last = battery.by_system(cases, all_found).splitlines()
+    assert (first, last) == ("| `gpipe` | 5 | 2 | 3 |", "| `zb-v` | 1 | 0 | 0 |")
+
+
+def test_the_page_has_wide_gaps_and_beaten_plans():
+    all_found = [found(1.0, 1.0), found(1.05, 1.04), found(1.2, 1.3), found(inf, inf)]
+    text = battery.page([drawn(k) for k in range(4)], all_found, 20, 5)
+    rows = text.partition("## Rows")[2].splitlines()[-2:]
+    assert [row.split(" ")[1] for row in rows] == ["1", "2"]
+    assert rows[0].endswith("| -1.0% |")

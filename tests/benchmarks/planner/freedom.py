@@ -25,7 +25,6 @@ from timeprest.profiles.errors import InfeasibleError, PlanError
 from timeprest.tests.benchmarks.planner.battery import (
     SAME,
     TIED,
-    WORSE,
     Case,
     cluster_of,
     drawn,
@@ -36,6 +35,8 @@ from timeprest.tests.benchmarks.planner.battery import (
 
 MOST_DEVICES = 16
 COUNT = 40
+WORSE = 0.005
+"""A period that is longer by more counts as worse."""
 
 
 @dataclass(frozen=True)
