@@ -3,12 +3,14 @@
     python tests/benchmarks/planner/sequences.py [--count 100]
 
 Draws clusters of 2 to 4 kinds and plans published workloads for them, once on devices as listed
-and once in whatever sequence; writes docs/planner_sequences.md.
+and once in whatever sequence; writes docs/planner_sequences.md, from planner_sequences.head.md
+beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -25,15 +27,17 @@ from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
 from timeprest.tests.benchmarks.published.reader import import_published
-from timeprest.tests.benchmarks.shared import head_of, machine
+from timeprest.tests.benchmarks.shared import head_of, machine, markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "planner_sequences.md"
+HEAD = PAGE.with_name("planner_sequences.head.md")
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "pipedream"
 WORKLOADS = ("vgg16", "gnmt")
 SYSTEMS = ("timeprest", "pipedream-flush", "pipedream-2bw", "gpipe")
 SAMPLES, MICRO_BATCHES = 128, 8
 TIME_LIMIT_S = 60.0
 SAME = 1e-9
+WIDE = 0.1
 
 
 class Drawn(NamedTuple):
@@ -41,12 +45,19 @@ class Drawn(NamedTuple):
 
     Attributes:
         counts: devices of each kind, as listed.
+        mixed: kinds aren't listed one after the other.
     """
 
     workload: str
     system: str
     cluster: Cluster
     counts: tuple[int, ...]
+    mixed: bool
+
+    @property
+    def limited(self) -> bool:
+        """Whether devices have a memory limit."""
+        return self.cluster.devices[0].memory_bytes is not None
 
 
 class Found(NamedTuple):
@@ -99,10 +110,12 @@ def drawn(seed: int) -> Drawn:
             )
             for k in range(count)
         ]
-    if seed % 4 > 1:
+    mixed = seed % 4 > 1
+    if mixed:
         rng.shuffle(devices)
     network = Network(bandwidth_bytes_per_s=rng.choice([1e9, 10e9]), latency_s=1e-5)
-    return Drawn(workload, system, Cluster(devices=tuple(devices), network=network), counts)
+    cluster = Cluster(devices=tuple(devices), network=network)
+    return Drawn(workload, system, cluster, counts, mixed)
 
 
 def compared(seed: int) -> Found:
@@ -135,8 +148,8 @@ def row(seed: int, case: Drawn, found: Found) -> str:
         str(seed),
         case.workload,
         case.system,
-        " + ".join(map(str, case.counts)) + ("" if seed % 4 < 2 else ", mixed"),
-        "yes" if case.cluster.devices[0].memory_bytes else "no",
+        " + ".join(map(str, case.counts)) + ", mixed" * case.mixed,
+        "yes" if case.limited else "no",
         f"{found.listed_s * 1e3:.6g}" if found.listed_s < float("inf") else none,
         f"{found.best_s * 1e3:.6g}" if found.best_s < float("inf") else none,
         f"{found.shorter:.1%}" if found.listed_s < float("inf") else "",
@@ -147,46 +160,62 @@ def row(seed: int, case: Drawn, found: Found) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def share(number: float) -> str:
+    """``4.8%``."""
+    return f"{number:.1%}"
+
+
+def results(all_drawn: Sequence[Drawn], all_found: Sequence[Found]) -> str:
+    """A table: what was found of all clusters, and of parts of them."""
+    both = [(d, f) for d, f in zip(all_drawn, all_found, strict=True) if not math.isinf(f.listed_s)]
+    parts: dict[str, list[Found]] = {
+        "all": [f for _, f in both],
+        "listed kind by kind": [f for d, f in both if not d.mixed],
+        "mixed": [f for d, f in both if d.mixed],
+        "proven best of all sequences": [f for _, f in both if f.gap == 0],
+        **{
+            f"`{system}`, memory {'limited' if limited else 'not limited'}": [
+                f for d, f in both if d.system == system and d.limited == limited
+            ]
+            for system in SYSTEMS
+            for limited in (False, True)
+        },
+    }
+    rows = []
+    for name, found in parts.items():
+        gains = [f.shorter for f in found]
+        if not gains:
+            continue
+        shown = map(share, (statistics.median(gains), statistics.mean(gains), max(gains)))
+        counts = [
+            sum(g > SAME for g in gains),
+            sum(f.gap == 0 for f in found),
+            sum(f.gap > WIDE for f in found),
+        ]
+        rows.append([name, str(len(gains)), *shown, *map(str, counts)])
+    titles = ["clusters", "of them", "shorter: median", "mean", "most", "any gain", "proven best"]
+    return markdown([*titles, f"gap over {WIDE:.0%}"], rows)
+
+
 def page(seeds: Sequence[int], rows: list[str], all_found: list[Found]) -> str:
     """The page's text."""
-    both = [found for found in all_found if found.listed_s < float("inf")]
+    all_drawn = [drawn(seed) for seed in seeds]
+    both = [found for found in all_found if not math.isinf(found.listed_s)]
     worse = sum(found.best_s > found.listed_s * (1 + SAME) for found in all_found)
-    freed = sum(found.best_s < float("inf") == found.listed_s for found in all_found)
-    halves: list[list[float]] = [[], []]
-    for seed, found in zip(seeds, all_found, strict=True):
-        if found.listed_s < float("inf"):
-            halves[seed % 4 > 1].append(found.shorter)
-    by_kind, mixed = (statistics.median(half) for half in halves)
-    gains = [found.shorter for found in both]
+    freed = sum(found.best_s < found.listed_s == math.inf for found in all_found)
     faster = [found.listed_s / found.best_s - 1 for found in both]
-    proven = [found for found in all_found if found.gap == 0 and found.best_s < float("inf")]
-    known = [found.shorter for found in proven if found.listed_s < float("inf")]
     most = [1 - found.best_s / (1 + found.gap) / found.listed_s for found in both]
-    plans = sum(found.best_s < float("inf") for found in all_found)
-    head = f"""# Devices of several kinds, in the best sequence
-
-Made by `make bench-sequences` on {machine()}. Clusters are drawn: 2 to 4
-kinds of 1 or 2 devices each, half of them listed kind by kind, the kinds in any sequence, the other
-half (*mixed*) in any sequence at all. Kinds are 0.4 to 3 times as fast as the device that was
-profiled; every other cluster limits memory, each kind's to 1 to 4 times an even share. Models are
-those of PipeDream's files, systems our own, with {MICRO_BATCHES} micro-batches, one device a stage.
-*listed*: the period of `--sequence listed`, *best*: of
-`--sequence best`; *shorter*: by how much; *gap*: between the latter and its bound over all
-sequences, 0 where it is proven best of them. Each search has the effort that
-`tp-plan solve` has by itself and {TIME_LIMIT_S:.0f} s; *seconds* are of a processor.
-
-**{len(all_found)} clusters, {worse} of them worse than as listed. Of {len(both)} with a plan as
-listed the period is shorter by {statistics.median(gains):.1%} at the median
-({statistics.mean(gains):.1%} on average, {max(gains):.1%} at most), which is
-{statistics.median(faster):.1%} more samples a second; {sum(g > SAME for g in gains)} gain anything.
-Those listed kind by kind: {by_kind:.1%} at the median, the mixed: {mixed:.1%}.
-{freed} have a plan in another sequence alone. {len(proven)} of {plans} plans are proven best of all
-sequences: those are shorter by {statistics.median(known):.1%} at the median
-({statistics.mean(known):.1%} on average), and nothing more is to be had there. By the bounds
-no sequences whatever are shorter by more than {statistics.median(most):.1%} at the median.**
-Where a gap is left, a better sequence may have been missed; where time ends a search of all
-sequences, those as listed had about half of it, so that a plan may even be worse.
-"""
+    head = HEAD.read_text(encoding="utf-8").format(
+        shown="\n".join(rows[:2]),
+        results=results(all_drawn, all_found),
+        faster=share(statistics.median(faster)),
+        most=share(statistics.median(most)),
+        worse=worse,
+        freed=freed,
+        micro_batches=MICRO_BATCHES,
+        seconds=f"{TIME_LIMIT_S:.0f}",
+        machine=machine(),
+    )
     titles = [
         "number",
         "workload",
