@@ -14,7 +14,7 @@
 # make bench-battery    hold everyday plans against a hill climb for docs/planner_battery.md (hours)
 # make bench-freedom    hold questions against freer ones, whose plans may be no slower (half an hour)
 # make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)
-# make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
+# make bench-planner  solve published workloads for docs/planner_benchmark.md and planner_two_stages.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes
 # make bench-loaders  what loading costs a pipeline of two processes (some minutes, on a quiet machine)

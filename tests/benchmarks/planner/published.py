@@ -1,8 +1,9 @@
 """Solves published planners' workloads and look-alikes of larger ones: `make bench-planner`.
 
-Prints a line for each case and writes docs/planner_benchmark.md, from planner_benchmark.head.md
-beside it. Objectives, bounds and seconds of ours are of this run; what other planners took is
-quoted. A table is a `Table` in `tables()`; a case is whatever makes a `StageProblem`.
+Prints a line for each case and writes docs/planner_benchmark.md and docs/planner_two_stages.md,
+from heads of theirs (`.head.md`) beside them. Objectives, bounds and seconds of ours are of this
+run; what other planners took is quoted. A table is a `Table` in `tables()`; a case is whatever
+makes a `StageProblem`.
 
 With words as arguments only cases whose table and label have them all are run, and no page is
 written.
@@ -13,13 +14,14 @@ from __future__ import annotations
 import math
 import os
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from timeprest.planner.cluster.cluster import Cluster, uniform_cluster
 from timeprest.planner.partition.problem import StageProblem, cut_load
@@ -33,7 +35,7 @@ from timeprest.tests.benchmarks.published.cost_models import problem_of
 from timeprest.tests.benchmarks.published.cut import CutAnswer, solve_cut
 from timeprest.tests.benchmarks.published.reader import import_published, read_workload
 from timeprest.tests.benchmarks.published.workload import Workload
-from timeprest.tests.benchmarks.shared import head_of
+from timeprest.tests.benchmarks.shared import head_of, markdown
 from timeprest.tests.helpers.drawn import lattices
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -359,8 +361,23 @@ def solved(case: Case) -> tuple[StageProblem, CutAnswer, float]:
     return problem, answer, took_s
 
 
-def row(case: Case, two_each: TwoEach | None) -> str:
-    """A line of a table; printed too."""
+class Solved(NamedTuple):
+    """What came of a case.
+
+    Attributes:
+        above: 1 where another planner's objective is lower, as far as it was printed, -1 where it
+            is higher; None: not known.
+        line: of the page's table.
+    """
+
+    proven: bool
+    above: int | None
+    seconds: float
+    line: str
+
+
+def row(case: Case) -> Solved:
+    """Solve it, print a line."""
     problem, answer, took_s = solved(case)
     cells = [
         case.label,
@@ -374,10 +391,10 @@ def row(case: Case, two_each: TwoEach | None) -> str:
         f"{took_s:.2f}",
         case.rival.objective,
         case.rival.seconds,
-        *(() if two_each is None else (two_each.gain,)),
     ]
-    print(f"{' | '.join(cells)}{worse(case, answer, took_s)}", flush=True)
-    return f"| {' | '.join(cells)} |"
+    above = above_theirs(case.rival, answer.objective_s / case.unit_s)
+    print(f"{' | '.join(cells)}{remark(case.rival, above, took_s)}", flush=True)
+    return Solved(answer.optimal, above, took_s, f"| {' | '.join(cells)} |")
 
 
 def gap_text(gap: float, *, proven: bool) -> str:
@@ -390,19 +407,25 @@ def amount(value: float) -> str:
     return f"{value:.6g}" if math.isfinite(value) else "none"
 
 
-def worse(case: Case, answer: CutAnswer, took_s: float) -> str:
-    """A remark where another planner's objective is lower, as far as it was printed, or its time.
+def above_theirs(rival: Rival, objective: float) -> int | None:
+    """As `Solved.above`."""
+    if not rival.objective:
+        return None
+    digits = len(rival.objective.partition(".")[2])
+    above = objective - float(rival.objective)
+    return 0 if abs(above) <= 0.5001 * 10**-digits else 1 if above > 0 else -1
+
+
+def remark(rival: Rival, above: int | None, took_s: float) -> str:
+    """Where another planner's objective is lower, or its time.
 
     Half a second, or a tenth of their time where that is more, counts as no time.
     """
-    theirs = case.rival.objective
-    if not theirs:
+    if above is None:
         return ""
-    digits = len(theirs.partition(".")[2])
-    above = answer.objective_s / case.unit_s - float(theirs)
-    remark = "  <- theirs is lower" if above > 0.5001 * 10**-digits else ""
-    their_s = float(case.rival.seconds.partition("–")[0] or "0")
-    return remark + ("  <- slow" if took_s > max(their_s / 10, 0.5) else "")
+    their_s = float(rival.seconds.partition("–")[0] or "0")
+    slow = took_s > max(their_s / 10, 0.5)
+    return "  <- theirs is lower" * (above > 0) + "  <- slow" * slow
 
 
 # Two stages on each device, under our own cost model ---------------------------------------------
@@ -422,13 +445,13 @@ class TwoEach:
     seconds: float
 
     @property
-    def gain(self) -> str:
-        """How much shorter the period is; less than 0 where it is longer."""
+    def gain(self) -> float | None:
+        """How much shorter the period is, in per cent; less than 0 where it is longer."""
         if self.straight is None or self.plan is None:
-            return ""
+            return None
         share = 1 - self.plan.predicted.period_s / self.straight.predicted.period_s
         # No minus before what rounds to nothing.
-        return f"{round(100 * share, 2) + 0.0:.2f} %"
+        return round(100 * share, 2) + 0.0
 
 
 def with_two_each(own: OwnCase) -> TwoEach:
@@ -473,19 +496,28 @@ TWO_EACH_HEADINGS = (
 )
 
 
-def two_each_row(case: Case, found: TwoEach) -> str:
-    """A line of that table; printed too."""
-    assert case.own is not None
-    cells = [case.label, f"{len(case.own.cluster.devices):,}"]
+class Gained(NamedTuple):
+    """What two stages on each device bring in a case, and a line of that table."""
+
+    replicas: bool
+    gain: float | None
+    line: str
+
+
+def two_each_row(case: Case, own: OwnCase) -> Gained:
+    """Plan it both ways, print a line."""
+    found = with_two_each(own)
+    cells = [case.label, f"{len(own.cluster.devices):,}"]
     cells += [*figures(found.straight), f"{found.straight_s:.1f}"]
     period, gap = figures(found.plan)
     placement, used = "", ""
     if found.plan is not None:
         devices = numbered_devices([stage.devices for stage in found.plan.stages])
         placement, used = pattern_of(devices, len(devices)), f"{len(set(devices)):,}"
-    cells += [period, placement, used, gap, f"{found.seconds:.1f}", found.gain]
+    cells += [period, placement, used, gap, f"{found.seconds:.1f}"]
+    cells.append("" if found.gain is None else f"{found.gain:.2f} %")
     print(f"two on each: {' | '.join(cells)}", flush=True)
-    return f"| {' | '.join(cells)} |"
+    return Gained(own.replicas, found.gain, f"| {' | '.join(cells)} |")
 
 
 def figures(plan: Plan | None) -> list[str]:
@@ -513,57 +545,90 @@ HEADINGS = (
 )
 
 
-def section(table: Table, words: list[str]) -> tuple[str, list[str]]:
-    """A table's part of the page, and its rows of the table with two stages on each device."""
+def section(table: Table, words: list[str]) -> tuple[list[Solved], list[Gained]]:
+    """A table's cases, and those with two stages on each device; printed as they come."""
     print(f"-- {table.title}", flush=True)
-    lines, two_each = [], []
+    every, gained = [], []
     for case in table.cases():
         if all(word in f"{table.title} {case.label}" for word in words):
-            found = None if case.own is None else with_two_each(case.own)
-            lines.append(row(case, found))
-            if found is not None:
-                two_each.append(two_each_row(case, found))
-    if not lines:
+            every.append(row(case))
+            if case.own is not None:
+                gained.append(two_each_row(case, case.own))
+    return every, gained
+
+
+def part_of(table: Table, every: Sequence[Solved]) -> str:
+    """A table's part of the page."""
+    lines = [*head_of(HEADINGS), *(found.line for found in every)]
+    if not every:
         lines = ["(Left out: the published files were missing.)"]
-    else:
-        headings = (*HEADINGS, "two on each: gain") if two_each else HEADINGS
-        lines = [*head_of(headings), *lines]
-    return "\n".join([f"## {table.title}", "", table.text, "", *lines, ""]), two_each
+    return "\n".join([f"## {table.title}", "", table.text, "", *lines, ""])
 
 
-TWO_EACH_TEXT = (
-    "The published workloads under our own cost model: the period that the planner simulates of "
-    f"`{SYSTEM}`, {MICRO_BATCHES} micro-batches in a mini-batch. That is a mini-batch of "
-    f"PipeDream's files, and {MICRO_BATCHES} times what the others list. Wires are as above, "
-    "without latency, one for each direction between two devices, and carry messages beside "
-    "computing. *one on each*: the best plan with a stage on each device, with replicas where the "
-    "row says so and for Piper's. *two on each*: the best with two stages on each device that it "
-    "uses, in a loop or a V, without replicas (`--stages-per-device 2`). *gain*: how much shorter "
-    "its period is; below 0 it is longer, and `--stages-per-device auto` takes the other. *gap*: "
-    "between period and bound, 0 where the plan is proven best. *none fits*: of the plans that "
-    "were tried, none is within the devices' memory. Each search had "
-    f"{EFFORT:,} simulated operations and {LONGEST_S:.0f} s; *seconds* are of a processor."
-)
+def results(found: Mapping[str, Sequence[Solved]]) -> str:
+    """A table: what came of each part."""
+    rows = []
+    for title, every in found.items():
+        if not every:
+            continue
+        theirs = [x.above for x in every if x.above is not None]
+        against = [str(theirs.count(k)) if theirs else "" for k in (-1, 0, 1)]
+        counts = [str(len(every)), str(sum(x.proven for x in every))]
+        rows.append([title, *counts, *against, f"{max(x.seconds for x in every):.2f}"])
+    titles = ("part", "problems", "proven best", "lower than theirs", "as low", "higher")
+    return markdown((*titles, "seconds, at most"), rows)
+
+
+def gains(gained: Sequence[Gained]) -> str:
+    """A table: what two stages on each device bring beside plans with and without replicas."""
+    rows = []
+    for replicas in (False, True):
+        known = [x.gain for x in gained if x.replicas == replicas and x.gain is not None]
+        if known:
+            counts = [sum(g > 0 for g in known), known.count(0), sum(g < 0 for g in known)]
+            name = "with replicas" if replicas else "without replicas"
+            median = f"{statistics.median(known):.2f} %"
+            rows.append([name, str(len(known)), *map(str, counts), f"{max(known):.2f} %", median])
+    titles = ("one on each", "workloads", "two are faster", "as fast", "slower", "most gained")
+    return markdown((*titles, "at the median"), rows)
+
+
+def write_pages(found: Mapping[str, Sequence[Solved]], gained: Sequence[Gained]) -> None:
+    """Both pages, from their heads."""
+    own: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    printed = [x.line.strip("| ") for every in found.values() for x in every][:2]
+    head = (DOCS / "planner_benchmark.head.md").read_text(encoding="utf-8")
+    head = head.format(shown="\n".join(printed), results=results(found), **own)
+    parts = [part_of(table, found[table.title]) for table in tables()]
+    text = head + "\n" + "\n".join(parts)
+    (DOCS / "planner_benchmark.md").write_text(text, encoding="utf-8")
+    if gained:
+        head = (DOCS / "planner_two_stages.head.md").read_text(encoding="utf-8")
+        text = head.format(
+            shown="\n".join(f"two on each: {x.line.strip('| ')}" for x in gained[:2]),
+            results=gains(gained),
+            rows="\n".join([*head_of(TWO_EACH_HEADINGS), *(x.line for x in gained)]),
+            system=SYSTEM,
+            micro_batches=MICRO_BATCHES,
+            effort=f"{EFFORT:,}",
+            seconds=f"{LONGEST_S:.0f}",
+            **own,
+        )
+        (DOCS / "planner_two_stages.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     words = sys.argv[1:]
-    parts, two_each = [], []
+    found, gained = {}, []
     for table in tables():
-        part, rows = section(table, words)
-        parts.append(part)
-        two_each += rows
-    if words:
-        return
-    if two_each:
-        lines = [*head_of(TWO_EACH_HEADINGS), *two_each]
-        title = "## Two stages on each device"
-        parts.append("\n".join([title, "", TWO_EACH_TEXT, "", *lines, ""]))
-    head = (DOCS / "planner_benchmark.head.md").read_text()
-    head = head.format(
-        cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version()
-    )
-    (DOCS / "planner_benchmark.md").write_text(head + "\n" + "\n".join(parts))
+        found[table.title], more = section(table, words)
+        gained += more
+    if not words:
+        write_pages(found, gained)
 
 
 if __name__ == "__main__":
