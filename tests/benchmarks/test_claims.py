@@ -254,10 +254,11 @@ def test_verdicts_over_cells():
             fewer_samples("v-timeprest", "timeprest"),
         )
     )
-    assert verdict([cell], [yes]) == "holds"
-    assert verdict([cell, cell], [yes, no]) == "holds where: plain, S = 2 (doesn't in 1)"
-    assert verdict([cell, cell], [no, equal]) == "doesn't hold (doesn't in 1; equal in 1)"
-    assert verdict([cell], [equal]) == "not shown (equal in 1)"
+    assert verdict([yes]) == "holds"
+    assert verdict([yes, no]) == "holds in 1 of 2 (doesn't in 1)"
+    assert verdict([no]) == "doesn't hold"
+    assert verdict([no, equal]) == "doesn't hold (doesn't in 1; equal in 1)"
+    assert verdict([equal]) == "not shown (equal in 1)"
 
 
 def test_the_page_has_every_claim_and_what_is_missing(tmp_path):
@@ -266,11 +267,14 @@ def test_the_page_has_every_claim_and_what_is_missing(tmp_path):
     write_study(study_path(cell.cell, SHORT, tmp_path), cell.study)
     write_plans(plans_path(cell.cell, tmp_path), cell.plans)
     assert [each.cell.name for each in found_cells(tmp_path)] == ["plain-2"]
-    write_page(tmp_path, tmp_path / "claims.md")
+    told = write_page(tmp_path, tmp_path / "claims.md")
+    assert told.startswith(f"{len(CLAIMS)} claims, 1 cells: ")
     page = (tmp_path / "claims.md").read_text()
     assert all(claim.text in page for claim in CLAIMS)
     assert "**Not studied yet**: plain-4" in page
-    assert "| plain, S = 2 | `timeprest` | `timeprest` | 1.00 | within 5 % |" in page
+    assert f"$ make claims\n...\n{told}\n" in page
+    choices = (tmp_path / "claims" / "choices.md").read_text()
+    assert "| plain, S = 2 | `timeprest` | `timeprest` | 1.00 | within 5 % |" in choices
     assert "(claims/plain.md)" in page
     assert "| `timeprest` |" in (tmp_path / "claims" / "plain.md").read_text()
 

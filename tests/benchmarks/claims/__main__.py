@@ -48,7 +48,7 @@ def main(
                 write_further(cell, Path(work), Path(studies))
         if tasks == devices == "all" and not (quick or page_only):
             study_originals(Path(work), Path(studies), jobs)
-        write_page(Path(studies), Path(page), QUICK if quick else FULL)
+        print(write_page(Path(studies), Path(page), QUICK if quick else FULL))
     except TimeprestError as error:
         print(f"claims: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,5 +1,5 @@
-"""docs/claims.md: what was studied, the claims beside what was found, and the recommendations; and
-a page for each task beside its studies, with the figures of every system.
+"""docs/claims.md: what was studied, and the claims beside what was found; and pages beside the
+studies: one for each task, with the figures of every system, and one for each further question.
 """
 
 from __future__ import annotations
@@ -46,20 +46,23 @@ def found_cells(studies: Path, effort: Effort = FULL) -> list[FoundCell]:
     return found
 
 
-def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
+def write_page(studies: Path, page: Path, effort: Effort = FULL) -> str:
     """Make the page of the studies there are, and each task's in the folder that has the page's
-    name. Raises FileError."""
+    name; what was found in one line. Raises FileError."""
     found = found_cells(studies, effort)
-    parts = [_missing(found)]
+    parts, told = [_missing(found)], in_one_line(found)
     if found:
-        parts += [*_claims(found), *_staleness(found), *originals(studies)]
-        parts += [*_choices(found), *_recommendations(found)]
+        parts += _claims(found)
         folder, by_task = page.with_suffix(""), _by_task(found)
         folder.mkdir(parents=True, exist_ok=True)
         links = [
             f"[{each[0].cell.task.title}]({folder.name}/{n}.md)" for n, each in by_task.items()
         ]
+        late = [*_staleness(found), *originals(studies)]
+        chosen = [*_choices(found), *_recommendations(found)]
         beside = {
+            "why `timeprest` is late, and its papers' set-ups in small": ("timeprest", late),
+            "plans by period or loss, and what a short study recommends": ("choices", chosen),
             "mini-batches of M / N, and one rate for all": ("settings", _settings(found)),
             "slower links": ("bandwidths", _bandwidths(found)),
         }
@@ -68,11 +71,13 @@ def write_page(studies: Path, page: Path, effort: Effort = FULL) -> None:
                 head = f"# {title[0].upper()}{title[1:]}\n\nOf [claims](../{page.name})."
                 _write(folder / f"{name}.md", [head, *texts])
                 links.append(f"[{title}]({folder.name}/{name}.md)")
-        parts.append(f"## Every system's figures\n\n{', '.join(links)}.")
+        lines = "\n".join(f"- {link}" for link in links)
+        parts.append(f"## Every system's figures, and more\n\n{lines}")
         for name, cells_of_task in by_task.items():
             texts = [f"# {cells_of_task[0].cell.task.title}", f"Of [claims](../{page.name})."]
             _write(folder / f"{name}.md", [*texts, *(t for c in cells_of_task for t in _cell(c))])
-    _write(page, around(HEAD.read_text(encoding="utf-8"), parts))
+    _write(page, around(HEAD.read_text(encoding="utf-8").replace("{found}", told), parts))
+    return told
 
 
 def _by_task(found: Sequence[FoundCell]) -> dict[str, list[FoundCell]]:
@@ -98,7 +103,7 @@ def _missing(found: Sequence[FoundCell]) -> str:
 def _claims(found: Sequence[FoundCell]) -> list[str]:
     judged = [(claim, [claim.judge(each) for each in found]) for claim in CLAIMS]
     rows = [
-        [str(k), claim.source, claim.text, f"**{verdict(found, verdicts)}**"]
+        [str(k), claim.source, claim.text, f"**{verdict(verdicts)}**"]
         for k, (claim, verdicts) in enumerate(judged, 1)
     ]
     names = [_short_name(each.cell) for each in found]
@@ -136,24 +141,30 @@ _SHORTFALLS: tuple[tuple[Outcome, str], ...] = (
 )
 
 
-def verdict(found: Sequence[FoundCell], verdicts: Sequence[Verdict]) -> str:
-    """ "holds", "doesn't hold" or "holds where", over all cells."""
-    where = [
-        _short_name(each.cell)
-        for each, one in zip(found, verdicts, strict=True)
-        if one.outcome == "yes"
-    ]
+def verdict(verdicts: Sequence[Verdict]) -> str:
+    """ "holds", "doesn't hold" or "holds in 2 of 3", over all cells."""
     counts = Counter(one.outcome for one in verdicts)
     if counts["yes"] == len(verdicts):
         return "holds"
     rest = [f"{text} in {counts[outcome]}" for outcome, text in _SHORTFALLS if counts[outcome]]
-    if not where:
-        return (
-            f"doesn't hold ({'; '.join(rest)})"
-            if counts["no"]
-            else f"not shown ({'; '.join(rest)})"
-        )
-    return f"holds where: {'; '.join(where)} ({'; '.join(rest)})"
+    if counts["no"] == len(verdicts):
+        return "doesn't hold"
+    first = f"holds in {counts['yes']} of {len(verdicts)}"
+    if not counts["yes"]:
+        first = "doesn't hold" if counts["no"] else "not shown"
+    return f"{first} ({'; '.join(rest)})"
+
+
+def in_one_line(found: Sequence[FoundCell]) -> str:
+    """How many claims hold where."""
+    told = [verdict([claim.judge(each) for each in found]) for claim in CLAIMS] if found else []
+    some = sum(one.startswith("holds in") for one in told)
+    none = sum(one.startswith("doesn't") for one in told)
+    return (
+        f"{len(told)} claims, {len(found)} cells: {told.count('holds')} hold in all, "
+        f"{some} in some, {none} in none, "
+        f"{sum(one.startswith('not') for one in told)} not shown"
+    )
 
 
 # By period or by loss ---------------------------------------------------------------------------
