@@ -144,8 +144,17 @@ def spread(errors: Iterable[float]) -> Spread:
 
 def page(found: list[Judged], drawn: Halves) -> str:
     """The whole text, from accuracy.head.md."""
+    known = {name: spread for name, _, *spread in reversed(summary_rows(found, drawn))}
+    wants = {"naive": "naive", "links": "DeepSpeed's", "sums": "sums"}
+    wants["elsewhere"] = "other clusters"
     head = (DOCS / "accuracy.head.md").read_text(encoding="utf-8")
+    head = head.format(
+        shown="\n".join(by_run(found).splitlines()[:4]),
+        tensors=known["tensors"][0],
+        **{word: ", ".join(known[name][:2]) for word, name in wants.items()},
+    )
     parts = [
+        "## By what is known",
         summary(found, drawn),
         "Run by run, errors in percent (predicted over measured); ranks of a tensor-parallel group "
         "are one replica:",
@@ -164,19 +173,34 @@ def page(found: list[Judged], drawn: Halves) -> str:
         "([gpu.md](gpu.md)); there periods were of workers that shared a card, which plans don't "
         "reckon with.",
         own(list(raced())),
-        "One plan's rounds differ by more than most of these errors: of two rounds of `timeprest` "
-        "on another machine, 158 and 177 ms for 158 planned (vgg11), 238 and 260 for 233 (lstm), "
-        "206 and 200 for 197 (gpt), 281 and 271 for 275 (resnet50); peaks were 0 to 1.9 % too "
-        "high. [The demo](first_steps.md#the-demo)'s mini-batch takes a few milliseconds, and what "
-        "wakes its workers up shows. By their processor time, on a busy machine, a profile and its "
-        "two runs said 11.4 ms planned, 11.3 and 12.1 taken, and another 11.7, 12.0 and 11.6: what "
-        "Python takes is in the plan, and the rest of its error is waiting.",
+        "**Rounds of one plan differ by more than most of these errors**: `timeprest` on another "
+        "machine, where peaks were 0 to 1.9 % too high:",
+        markdown(["model", "planned (ms)", "two rounds (ms)"], ROUNDS),
+        "**Where a mini-batch takes a few milliseconds**, as [the demo](first_steps.md#the-demo)'s "
+        "does, what wakes workers up isn't in the plan. By their processor time, on a busy "
+        "machine, one profile's plan had 11.4 ms, its two runs 11.3 and 12.1, another's 11.7, and "
+        "12.0 and 11.6: what Python takes is in the plan, and the rest of the error is waiting.",
     ]
     return "\n\n".join(around(head, [part for part in parts if part])) + "\n"
 
 
+ROUNDS = (
+    ("vgg11", "158", "158, 177"),
+    ("lstm", "233", "238, 260"),
+    ("gpt", "197", "206, 200"),
+    ("resnet50", "275", "281, 271"),
+)
+"""Of `timeprest`, on a machine of which there are no results."""
+
+
 def summary(found: list[Judged], drawn: Halves) -> str:
     """What has to be known for what."""
+    heads = ["", "what is known", "median", "90th", "worst"]
+    return markdown(heads, summary_rows(found, drawn))
+
+
+def summary_rows(found: list[Judged], drawn: Halves) -> list[list[str]]:
+    """A way to predict, what it has to know, and its errors."""
     half = f"by figures of half of all runs alone, drawn {drawn.draws} times"
     rows = []
     for step in STEPS:
@@ -196,7 +220,7 @@ def summary(found: list[Judged], drawn: Halves) -> str:
         ]
         rows.append([name, wants, *spread(errors).cells])
     rows.append(["halves", f"memory: {half}", *spread(drawn.memory).cells])
-    return markdown(["", "what is known", "median", "90th", "worst"], rows)
+    return rows
 
 
 def _spread_of(found: list[Judged], way: str) -> Spread:
