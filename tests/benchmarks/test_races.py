@@ -177,6 +177,8 @@ def test_page_has_every_contestant(tmp_path):
     assert "| `timeprest` | **1.95** | 1.90–2.00 | 2 |" in text
     main = (tmp_path / "page.md").read_text()
     assert "| `gpt/ddp` | no |" in main
+    assert "| gpt |  |  | " in main
+    assert main.count("| 1.95 `timeprest` |") == 1
     assert "(page/gpt.md)" in main
     plot = ElementTree.fromstring((tmp_path / "page" / "gpt.svg").read_text())
     words = {element.text for element in plot.iter("{http://www.w3.org/2000/svg}text")}

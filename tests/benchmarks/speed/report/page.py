@@ -18,7 +18,15 @@ from ..tasks import MEMORY_RACES, RACES
 from .bars import bars
 from .goals import Goal, goals
 from .records import DOCS, Results, held_of, read_results
-from .tables import held_table, link_table, speed_bars, speed_table, stage_by_stage, stage_table
+from .tables import (
+    fastest_table,
+    held_table,
+    link_table,
+    speed_bars,
+    speed_table,
+    stage_by_stage,
+    stage_table,
+)
 
 HEAD = DOCS / "benchmarks.head.md"
 REASONS = DOCS / "benchmarks.reasons.toml"
@@ -53,9 +61,11 @@ def write_page(results_path: Path, page: Path) -> None:
     results = read_results(results_path, machine())
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = around(HEAD.read_text(encoding="utf-8"), list(_sections(results, folder)))
+    fastest = fastest_table(results.rounds)
+    head = HEAD.read_text(encoding="utf-8").replace("{fastest}", fastest)
+    parts = around(head, list(_sections(results, folder)))
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(f"wrote {page}")
+    print(f"wrote {page}", fastest, sep="\n")
 
 
 def _sections(results: Results, folder: Path) -> Iterator[str]:

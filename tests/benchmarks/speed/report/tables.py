@@ -50,6 +50,44 @@ def speed_table(rounds: Sequence[Round], model: str) -> str:
     return markdown(head, rows)
 
 
+GROUPS = (
+    "one process, as many threads",
+    "data parallelism",
+    "torch.distributed.pipelining",
+    "DeepSpeed",
+    "ours, with a flush",
+    "ours, without",
+)
+"""Of contestants. Those with a flush train as one process does; so do all that aren't ours."""
+
+
+def group_of(name: str) -> str | None:
+    """One of GROUPS; None: it isn't one way to train one model faster."""
+    contestant = contestant_named(name)
+    if contestant.kind == "ours":
+        return GROUPS[4] if contestant.synchronous else GROUPS[5]
+    if name == "two-threads":
+        return GROUPS[0]
+    return {"ddp": GROUPS[1], "tdp": GROUPS[2], "deepspeed": GROUPS[3]}.get(contestant.kind)
+
+
+def fastest_table(rounds: Sequence[Round]) -> str:
+    """On each model, the fastest of each group of contestants: speed over one thread."""
+    rows = []
+    for model in dict.fromkeys(each.model for each in rounds):
+        best: dict[str, tuple[float, str]] = {}
+        for name, ratio in ratios_of(rounds, model).items():
+            group = group_of(name)
+            if group is not None:
+                best[group] = max(best.get(group, (0.0, "")), (ratio.value, name))
+        cells = [
+            f"{value:.2f} `{name}`" if value else ""
+            for value, name in (best.get(group, (0.0, "")) for group in GROUPS)
+        ]
+        rows.append([model, *cells])
+    return markdown(["× one thread", *GROUPS], rows)
+
+
 def _title(name: str) -> str:
     contestant = contestant_named(name)
     return f"`{name}`" if contestant.kind == "ours" else contestant.title
