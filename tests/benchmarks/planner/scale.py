@@ -4,7 +4,7 @@
 
 Makes the profile with `tp-profile --device meta` (nothing of the model is ever allocated), plans
 it for clusters of 8-device machines, each solve in a process of its own, and writes
-docs/planner_scale.md.
+docs/planner_scale.md, from planner_scale.head.md beside it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from timeprest.profiles.units import format_bytes, format_seconds
 from timeprest.tests.benchmarks.shared import command, head_of, machine
 
 PAGE = Path(__file__).parents[3] / "docs" / "planner_scale.md"
+HEAD = PAGE.with_name("planner_scale.head.md")
 TARGET = "gpt2:layers=96,width=12288,heads=96,context=2048,tied=0,dropout=0"
 DEVICES = (64, 512, 4096)
 SYSTEMS = ("pipedream-flush", "pipedream-2bw")
@@ -40,42 +41,6 @@ LINKS = {
     "between_bandwidth": "25GB/s",
     "between_latency": "20us",
 }
-
-HEAD = f"""# GPT-3-shaped plans on paper
-
-Made by `make bench-scale`. The profile is `{TARGET}` (96 blocks, 175 billion parameters), at
-operator granularity, reckoned by `tp-profile --device meta --spec a100-80gb`; nothing is run.
-The cluster: machines of 8 devices with 80 GB each, 300 GB/s and 5 µs inside, 25 GB/s and 20 µs
-between them. Mini-batches of {MINI_BATCH} sequences, Adam; replicas and recomputation are left to
-the planner. Each solve has {TIME_LIMIT_S:.0f} s
-(`--replicas auto --recompute auto --time-limit {TIME_LIMIT_S:.0f}`); a plan whose
-simulation has begun by then is ended first, and where none was found, what would do is looked for.
-Periods are simulated from reckoned times: they say what the planner does at this scale, not what
-such a cluster would reach.
-"""
-
-TAIL = """
-## What the gaps consist of
-
-Gaps of 15 % on 512 and 4,096 devices in 60 s were the goal, and all are there. How far a search
-comes in its time is the machine's doing: one that takes three times as long for the tests came to
-7.2, 15.0 and 15.0 % (flush on 64, 512 and 4,096 devices) and to 7.2, 15.0 and, in one run of two,
-16.6 % (2BW), with the same plans on 512 and 4,096 devices.
-
-- *Time.* A first bound is the best period over 1.15, for every number of micro-batches; if all are
-  excluded, the bounds go on from there. A gap of 15.0 % is one whose time ended then.
-- *The flush's bound* lets each stage have the number of replicas that suits it, and counts what it
-  waits for by the devices beyond it (`planner/partition/waits.py`). It doesn't count what other
-  stages compute again on a micro-batch's way.
-- *2BW on 4,096 devices* uses fewer than 1,536: it has no more micro-batches in flight. The bound is
-  one micro-batch's way without what memory makes stages compute again, which most stages do.
-
-Bounds are of plans whose stages compute one of three sets of layers again
-([planning.md](planning.md#recomputation)), or all, or none; at the end stages take back what
-their memory has room for. Sets that a search tries make both plans and bounds better or worse:
-with five in the place of three the flush's plan on 4,096 devices took 160 s, above a bound of
-135.
-"""
 
 
 def make_profile(path: Path) -> None:
@@ -145,6 +110,26 @@ def row(found: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def page(rows: list[str], found: list[dict[str, Any]]) -> str:
+    """The page's text."""
+    titles = ["system", "devices", "used", "stages", "recomputed", "N", "period", "bound", "gap"]
+    titles += ["plans", "seconds", "memory of the solve"]
+    none = [
+        f"\n{case['system']} on {case['devices']:,}: {case['none']}."
+        for case in found
+        if "none" in case
+    ]
+    return HEAD.read_text(encoding="utf-8").format(
+        shown=rows[0],
+        rows="\n".join([*head_of(titles), *rows, *none]),
+        target=TARGET,
+        layers=f"{found[0]['layers']:,}",
+        mini_batch=MINI_BATCH,
+        seconds=f"{TIME_LIMIT_S:.0f}",
+        machine=machine(),
+    )
+
+
 def main() -> None:
     """Solve every case, write the page."""
     parser = argparse.ArgumentParser(description="Plan a GPT-3 shape for thousands of devices.")
@@ -167,21 +152,7 @@ def main() -> None:
                     raise SystemExit(done.stderr)
                 found.append(json.loads(done.stdout))
                 print(row(found[-1]), flush=True)
-    titles = ["system", "devices", "used", "stages", "recomputed", "N", "period", "bound", "gap"]
-    titles += ["plans", "seconds", "memory of the solve"]
-    lines = [
-        HEAD,
-        f"{found[0]['layers']:,} layers; {machine()}; one process a solve.\n",
-        *head_of(titles),
-        *map(row, found),
-        *(
-            f"\n{case['system']} on {case['devices']:,}: {case['none']}."
-            for case in found
-            if "none" in case
-        ),
-        TAIL.rstrip("\n"),
-    ]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    PAGE.write_text(page(list(map(row, found)), found), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 
