@@ -333,14 +333,17 @@ def _staleness(found: Sequence[FoundCell]) -> list[str]:
 
 
 _CLOCKS = f"""\
-Its figures' clock has a mini-batch's backward as long as one micro-batch's forward. By that clock
-("{UNIT}" below) v = 1 from N = S − 1 on, as it says, forwards are then 2 updates late at the most,
-and a mini-batch takes N + 1 slots, where PipeDream takes 2·N for as many samples in N mini-batches
-of M / N: those are its shorter epochs. Real backwards take twice as long as all N forwards. Then
-all micro-batches, or nearly all, are S − 1 updates late at the papers' limits, whatever N is, and
-it trains as `pipedream-unstashed` does where no layer mixes samples. With {FEWEST} in flight all
-are one late. Samples over plain training's; the period (in real times) and the time to ⅓ over those
-at the papers' limits."""
+In the clock of its paper's figures a mini-batch's backward is as long as one micro-batch's forward.
+By that clock ("{UNIT}" below) v = 1 from N = S − 1 on, as the paper says. Forwards are then 2
+updates late at the most, and a mini-batch takes N + 1 slots, where PipeDream takes 2·N for as many
+samples in N mini-batches of M / N: those are its shorter epochs.
+
+Real backwards take twice as long as all N forwards. Then all micro-batches, or nearly all, are
+S − 1 updates late at the papers' limits, whatever N is, and `timeprest` trains as
+`pipedream-unstashed` does where no layer mixes samples. With {FEWEST} in flight all are one late.
+
+Samples over plain training's; the period (in real times) and the time to ⅓ over those at the
+papers' limits:"""
 
 
 def _settings(found: Sequence[FoundCell]) -> list[str]:
