@@ -473,6 +473,7 @@ def planned(own: OwnCase, per_device: int) -> tuple[Plan | None, float]:
             micro_batches=MICRO_BATCHES,
             replicas=own.replicas,
             stages_per_device=per_device,
+            run_ahead="auto",
             time_limit_s=LONGEST_S,
             effort=EFFORT,
         )
