@@ -131,6 +131,7 @@ def compared(seed: int) -> Found:
                 case.system,
                 optimizer_state_factor=1.0,
                 sequence=sequence,
+                run_ahead="auto",
                 time_limit_s=TIME_LIMIT_S,
             )
             periods.append(plan.predicted.period_s)
