@@ -107,7 +107,7 @@ def on_engine(pipeline: Pipeline, engine: EngineCosts) -> Pipeline:
     links = pipeline.links
     if pipeline.variant.schedule in engine.blocks and not pipeline.placement:
         links = tuple(
-            replace(link, routes=tuple(replace(r, overlaps=False) for r in link.all_routes))
+            replace(link, routes=tuple(r._replace(overlaps=False) for r in link.all_routes))
             for link in links
         )
     late: tuple[int, ...] = ()

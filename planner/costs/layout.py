@@ -70,37 +70,44 @@ def _links(
         sent[pair] = sent.get(pair, 0) + c.nbytes
         if c.needs_grad:
             returned[pair] = returned.get(pair, 0) + c.nbytes
-    links = [
-        _link(variant, pair, sent[pair], returned.get(pair), cluster, devices)
-        for pair in sorted(sent)
+    pairs = sorted(sent)
+    routes = [
+        _routes(variant, pair, sent[pair], returned.get(pair, 0), cluster, devices)
+        for pair in pairs
     ]
-    uses = Counter(wire for link in links for wire in link.wires)
-    lone = all(
-        len(link.routes) == 1
-        and link.routes[0].overlaps
-        and all(uses[wire] == 1 for wire in link.wires)
-        for link in links
+    uses = Counter(
+        wire
+        for pair, mine in zip(pairs, routes, strict=True)
+        for route in mine
+        for wire in (route.wire, route.wire_back)[: 1 + (pair in returned)]
     )
-    if lone:
-        return tuple(
-            Link(k.source, k.target, k.forward_s, k.backward_s, k.latency_s, k.has_gradient)
-            for k in links
+    alone = all(len(mine) == 1 and mine[0].overlaps for mine in routes)
+    lone = alone and max(uses.values(), default=1) == 1
+    return tuple(
+        Link(
+            *pair,
+            max(route.forward_s for route in mine),
+            max(route.backward_s for route in mine),
+            max(route.latency_s for route in mine),
+            pair in returned,
+            () if lone else mine,
         )
-    return tuple(links)
+        for pair, mine in zip(pairs, routes, strict=True)
+    )
 
 
-def _link(
+def _routes(
     variant: Variant,
     pair: tuple[int, int],
     sent: int,
-    returned: int | None,
+    returned: int,
     cluster: Cluster,
     devices: Sequence[Sequence[int]],
-) -> Link:
-    """The link of a pair of stages, with a route for each pair of replicas that need it.
+) -> tuple[Route, ...]:
+    """Of a pair of stages, a route for each pair of replicas that need it.
 
     Args:
-        sent, returned: bytes of activations and gradients for one micro-batch; None: no gradient.
+        sent, returned: bytes of activations and gradients for one micro-batch.
     """
     here, there = (devices[s] for s in pair)
     # Both deal what they share round by round: part k is replica k mod r's.
@@ -119,21 +126,14 @@ def _link(
                         source=i,
                         target=j,
                         forward_s=network.wire_s(sent / parts),
-                        backward_s=network.wire_s((returned or 0) / parts),
+                        backward_s=network.wire_s(returned / parts),
                         latency_s=network.latency_s,
                         wire=cluster.wire(a, b),
                         wire_back=cluster.wire(b, a),
                         overlaps=network.overlap,
                     )
                 )
-    return Link(
-        *pair,
-        forward_s=max(route.forward_s for route in routes),
-        backward_s=max(route.backward_s for route in routes),
-        latency_s=max(route.latency_s for route in routes),
-        has_gradient=returned is not None,
-        routes=tuple(routes),
-    )
+    return tuple(routes)
 
 
 def copies_beside(pipeline: Pipeline, stage: int) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import NamedTuple
 
 from ..systems.variants import Variant
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """Latency and wire of messages between one replica of a stage and one of a later stage, and
     back.
 

@@ -62,5 +62,5 @@ def test_what_is_straight_or_blocks_or_does_not_flush_runs_by_itself():
     assert not simulates_like(over_wires(equal_stages("zb-h1", LOOP, 4)))
     assert not simulates_like(over_wires(equal_stages("zb-v", V, 6)))
     (first, *rest) = loop.links
-    blocking = replace(first, routes=(replace(first.routes[0], overlaps=False),))
+    blocking = replace(first, routes=(first.routes[0]._replace(overlaps=False),))
     assert not simulates_like(replace(loop, links=(blocking, *rest)))

@@ -107,8 +107,7 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
         replace(
             link,
             routes=tuple(
-                replace(
-                    r,
+                r._replace(
                     wire=(k, r.source, r.target),
                     wire_back=(r.target, r.source, k, 0),
                     overlaps=True,
