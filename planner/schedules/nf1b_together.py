@@ -75,6 +75,7 @@ class _Links:
         self._begins = np.flatnonzero(np.diff(self.target, prepend=-1))
         self._wire_free = np.zeros_like(self.wire_s)
         there = np.where(self.latency_s == _NEVER, _NEVER, np.inf)
+        self._takes = np.where(self.latency_s == _NEVER, np.inf, self.wire_s + self.latency_s)
         # One more: what comes after the last one isn't sent.
         self._arrival = np.repeat(there[:, None], slots + 1, axis=1)
         self._row, self._column = np.arange(len(ends))[:, None], np.arange(width)[None]
@@ -85,10 +86,16 @@ class _Links:
             arrived = self._arrival[self._row, wanted[self.target], self._column]
             out[self.target[self._begins]] = np.maximum.reduceat(arrived, self._begins, axis=0)
 
+    def quickest_s(self, shorter_s: Seconds) -> Seconds:
+        """From the begin of an operation, which takes so long at the least, [S, K], until a message
+        of it may be there, [K]."""
+        return (shorter_s[self.source] + self._takes).min(axis=0, initial=np.inf)
+
     def unsent_s(self, made_s: Seconds, out: Seconds) -> None:
-        """Lower what stages may still get to when messages of others may be made, [S, K]."""
+        """Lower to when messages may come that others may make from then on, [S, K]."""
         if self.count:
-            first_s = np.minimum.reduceat(made_s[self.source], self._begins, axis=0)
+            sent_s = made_s[self.source] + self._takes
+            first_s = np.minimum.reduceat(sent_s, self._begins, axis=0)
             targets = self.target[self._begins]
             out[targets] = np.minimum(out[targets], first_s)
 
@@ -127,7 +134,7 @@ def nf1b_periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
     ready_s, returned_s = np.full((2, *free_s.shape), _NEVER)
     updated_s = np.zeros((total + 1, *free_s.shape))
     shorter_s = np.minimum(forward_s, backward_s)
-    shortest_s = shorter_s.min(axis=0)
+    quickest_s = np.minimum(there.quickest_s(shorter_s), back.quickest_s(shorter_s))
     while backwards.min() < count:
         there.ready_s(forwards, ready_s)
         back.ready_s(backwards, returned_s)
@@ -137,7 +144,7 @@ def nf1b_periods_s(pipelines: Sequence[Pipeline]) -> Seconds:
         is_back = (forwards >= (backwards + 1) * n) & (back_s <= start_s * SAME)
         start_s = np.where(is_back, back_s, start_s)
         soonest_s = start_s.min(axis=0)
-        made_s = np.minimum(start_s, soonest_s + shortest_s) + shorter_s
+        made_s = np.minimum(start_s, soonest_s + quickest_s) + shorter_s
         unsent_s = np.full_like(start_s, np.inf)
         there.unsent_s(made_s, unsent_s)
         back.unsent_s(made_s, unsent_s)
