@@ -30,11 +30,14 @@ class SentValue(NamedTuple):
     target: int
 
 
-def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]], list[SentValue]]:
+def laid_on(
+    plan: Plan, task: TracedTask, samples: int, specs: Specs | None = None
+) -> tuple[list[list[int]], list[SentValue]]:
     """The plan's cut on the model: the layers of each stage, and what goes from stage to stage.
 
     Args:
         samples: at which the model was traced.
+        specs: of all values then, where the model was run.
 
     Raises PlanError where the plan says otherwise, or separates layers that share parameters more
     than it may.
@@ -74,13 +77,23 @@ def laid_on(plan: Plan, task: TracedTask, samples: int) -> tuple[list[list[int]]
         for name, producer, consumers in made
         for target in sorted({stage_of[k] for k in consumers} - {stage_of[producer]})
     ]
-    planned = {(e.tensor, e.source, e.target) for e in plan.edges}
-    if set(sent) != planned:
-        odd = sorted(set(sent) ^ planned)[0]
+    planned = {(e.tensor, e.source, e.target): e.needs_grad for e in plan.edges}
+    odd = {
+        value: f"{'is missing' if value in sent else 'is not needed'} for these stages"
+        for value in set(sent) ^ set(planned)
+    }
+    if specs is not None and not odd:
+        # Schedules follow from what the plan says of it: a backward would find no gradient.
+        odd = {
+            value: f"has needs_grad {str(not needs_grad).lower()} in this model"
+            for value, needs_grad in planned.items()
+            if specs[value[0]].needs_grad != needs_grad
+        }
+    if odd:
+        name, source, target = min(odd)
         raise PlanError(
-            f"plan: edges: {odd[0]!r} from stage {odd[1]} to {odd[2]} "
-            f"{'is missing' if odd in sent else 'is not needed'} for these stages; after editing "
-            "stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
+            f"plan: edges: {name!r} from stage {source} to {target} {odd[name, source, target]}; "
+            "after editing stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
         )
     return groups, sent
 

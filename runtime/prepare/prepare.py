@@ -63,7 +63,7 @@ def prepare(
         mixed, apart = _apart(traced, settings, look, samples, [share.parts for share in shares])
     model, specs = traced.model, {n: look.specs for n, look in looks.items()}
     matrices = matrices_of(traced, least)
-    groups, sent = laid_on(plan, traced, least)
+    groups, sent = laid_on(plan, traced, least, specs[least])
     random = None
     # What is compiled draws where nobody sees it.
     if not settings.dropout and not settings.compile:

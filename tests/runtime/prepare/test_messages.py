@@ -1,10 +1,15 @@
-"""Gradient messages that say that there is no gradient."""
+"""Gradient messages, and those that say that there is no gradient."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
+from helpers.plans import plan_by_hand
+from timeprest.profiles.errors import PlanError
 from timeprest.runtime.prepare.messages import add_gradients, mark_missing, missing_gradients
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.settings import RunSettings
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -70,3 +75,11 @@ def test_what_has_no_mark_is_zero():
     assert not found.float().any()
     assert missing_gradients(torch.ones(2, 0)) == [False, False]
     assert missing_gradients(torch.ones(2)) == [False, False]
+
+
+def test_edges_say_which_messages_have_gradients(mlp_profile, mlp_target):
+    """Schedules are made of the plan's edges: a backward would come before its gradient."""
+    plan = plan_by_hand(mlp_profile, "pipedream-flush", 2, 2)
+    edges = tuple(msgspec.structs.replace(edge, needs_grad=False) for edge in plan.edges)
+    with pytest.raises(PlanError, match=r"edges: .* has needs_grad true in this model; .* check"):
+        prepare(msgspec.structs.replace(plan, edges=edges), RunSettings(task=mlp_target, steps=1))
