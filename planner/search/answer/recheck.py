@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isclose
+from typing import Any
 
 import msgspec
 
@@ -53,7 +55,9 @@ _POINT_ZERO = re.compile(rb"\.0(?=[,\]}])")
 _PROVEN_FOR = 32
 """So many digits of a checksum are of what a bound was proven for; the rest is of the answer."""
 _STAGES = slice(_PROVEN_FOR, _PROVEN_FOR + 16)
-_FOUND = slice(_STAGES.stop, None)
+_FOUND = slice(_STAGES.stop, _STAGES.stop + 16)
+_ANSWER = slice(0, _FOUND.stop)
+_MADE = slice(_FOUND.stop, None)
 
 
 def checksum_of(
@@ -74,10 +78,19 @@ def _found(report: SolverReport) -> str:
     return _checksum(report.bound_s, report.gap, report.optimal, report.stopped)
 
 
+def _made(plan: Plan) -> str:
+    """The part of what follows from profile and stages, and is made anew."""
+    return _checksum(plan.profile, plan.edges, plan.predicted, plan.solver.objective_s)
+
+
+def _signature(report: SolverReport, part: slice) -> str:
+    """A part of its checksum; nothing in plans of before that was written."""
+    return report.checksum[part] if isinstance(report.checksum, str) else ""
+
+
 def _found_was_edited(report: SolverReport) -> bool:
-    """Whether what is proven isn't what was written; not seen in plans of before it was signed."""
-    signature = report.checksum[_FOUND] if isinstance(report.checksum, str) else ""
-    return bool(signature) and signature != _found(report)
+    """Whether what is proven isn't what was written."""
+    return _signature(report, _FOUND) not in ("", _found(report))
 
 
 def _said(of: Question | Plan, micro_batches: int) -> str:
@@ -98,7 +111,7 @@ def _said(of: Question | Plan, micro_batches: int) -> str:
 
 def signed(plan: Plan, question: Question) -> Plan:
     """A plan with its checksum."""
-    checksum = checksum_of(question, plan.stages, plan.micro_batches, plan.solver)
+    checksum = checksum_of(question, plan.stages, plan.micro_batches, plan.solver) + _made(plan)
     solver = msgspec.structs.replace(plan.solver, checksum=checksum)
     return msgspec.structs.replace(plan, solver=solver)
 
@@ -123,7 +136,8 @@ def was_edited(plan: Plan) -> bool:
         return False
     said, stages = _said(plan, plan.micro_batches), _checksum(plan.stages)
     same = solver.checksum.startswith(said) and solver.checksum[_STAGES] == stages
-    return not same or _found_was_edited(solver)
+    made = _signature(solver, _MADE) in ("", _made(plan))
+    return not (same and made) or _found_was_edited(solver)
 
 
 def _checksum(*parts: object) -> str:
@@ -151,7 +165,8 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     checksum = checksum_of(question, plan.stages, plan.micro_batches, plan.solver)
     stays = _same_question(plan.solver.checksum, checksum) and not _found_was_edited(plan.solver)
     stays = stays and plan.solver.bound_s <= period_s * SAME
-    if stays and plan.solver.fastest is not msgspec.UNSET and plan.solver.checksum == checksum:
+    unedited = _signature(plan.solver, _ANSWER) == checksum
+    if stays and plan.solver.fastest is not msgspec.UNSET and unedited:
         # The plan that was preferred to the fastest one, which the solver speaks of.
         report = plan.solver
     else:
@@ -166,7 +181,8 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
             fastest=msgspec.UNSET,
         )
     fresh = signed(make_plan(question, found, report), question)
-    if fresh.solver.checksum == plan.solver.checksum and period_s == plan.predicted.period_s:
+    answers = {_signature(each.solver, _ANSWER) for each in (fresh, plan)}
+    if len(answers) == 1 and period_s == plan.predicted.period_s:
         # By the same study as before.
         fresh = msgspec.structs.replace(fresh, to_target=plan.to_target)
     changes = _changes(plan, fresh)
@@ -235,13 +251,30 @@ def _changes(old: Plan, new: Plan) -> list[str]:
         lines.append(f"lower bound {before} → {after}: {_not_proven(old, new)}")
     elif _found_was_edited(old.solver):
         lines.append(f"solver: {_not_proven(old, new)}")
-    return lines
+    # Where something else has changed, figures have with it.
+    made = ({"profile": plan.profile, "predicted": plan.predicted} for plan in (old, new))
+    return lines or list(_edited_fields(*map(msgspec.to_builtins, made)))
+
+
+def _edited_fields(old: Any, new: Any, place: str = "") -> Iterator[str]:
+    """Fields that say something else than before; of predictions, not what older plans lack."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old:
+            yield from _edited_fields(old[key], new.get(key), f"{place}.{key}".lstrip("."))
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for k, each in enumerate(old):
+            yield from _edited_fields(each, new[k], f"{place}[{k}]")
+    elif isinstance(old, float) and isinstance(new, float) and isclose(old, new):
+        return
+    elif old != new and not (old is None and place.startswith("predicted")):
+        yield f"{place} {old!r} → {new!r}"
 
 
 def _apart(edges: Sequence[PlanEdge], others: Sequence[PlanEdge]) -> str:
     """The edges that aren't among the others, in words."""
     return ", ".join(
-        f"{e.tensor} ({format_bytes(e.bytes_per_micro_batch)} from stage {e.source} to {e.target})"
+        f"{e.tensor} ({format_bytes(e.bytes_per_micro_batch)} from stage {e.source} to {e.target}"
+        f"{'' if e.needs_grad else ', without a gradient'})"
         for e in edges
         if e not in others
     )

@@ -418,6 +418,24 @@ def test_what_the_solver_says_is_signed(change, proven, tmp_path):
     assert recheck(found.plan, profile).changes == ()
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda data: data["predicted"]["stages"][0].update(forward_s=9.0), ".stages[0].forward_s"),
+        (lambda data: data["predicted"].update(speedup=9.0), "predicted.speedup 9.0 → "),
+        (lambda data: data["profile"].update(autocast="bfloat16"), "autocast 'bfloat16' → None"),
+        (lambda data: data["edges"][0].update(needs_grad=False), ", without a gradient) → "),
+    ],
+)
+def test_what_is_made_anew_is_signed(change, line, proven, tmp_path):
+    profile, plan = proven
+    written = read_plan(edited(plan, tmp_path / "plan.json", change))
+    assert was_edited(written)
+    found = recheck(written, profile)
+    assert line in found.changes[0]
+    assert found.plan == plan
+
+
 def test_plans_that_say_nothing_of_the_proof_keep_it(proven, tmp_path):
     """Checksums had three parts once."""
     profile, plan = proven
