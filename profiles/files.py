@@ -43,6 +43,8 @@ MIN_SECONDS = 1e-30
 """What is shorter and not 0 has too few digits left to reckon with."""
 MAX_COUNT = 2**40
 """Of samples, mini-batches, updates."""
+MAX_LISTED = 4096
+"""Of what schedules list or simulate one by one: micro-batches, mini-batches until an update."""
 MAX_THREADS = 1024
 """Torch starts as many as it is told, however few cores there are."""
 MAX_FACTOR = 1e9
@@ -54,6 +56,7 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 BytesPerSample = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Listed = Annotated[int, Meta(ge=1, le=MAX_LISTED)]
 Tally = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Threads = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
 Factor = Annotated[float, Meta(ge=0, le=MAX_FACTOR)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...profiles.errors import PlanError
+from ...profiles.files import MAX_LISTED
 from ..costs.recomputation import Recompute, of_stage
 from ..costs.tied_parameters import gradient_links, not_behind
 from ..partition.problem import Cut, StageProblem, members
-from ..plan import MAX_MICRO_BATCHES, PlanStage
+from ..plan import PlanStage
 from ..question import Question
 from ..schedules.schedules import PAPER_STALENESS, RUN_AHEAD, StalenessBounds, limit_ranges
 from ..systems.placement import Pattern, numbered_devices
@@ -388,9 +389,8 @@ def micro_batch_counts(question: Question, asked: int | None) -> list[int]:
             f"measure: it has {has} samples; profile again with --batch-size "
             "and --micro-batch-sizes that reach them"
         )
-    if counts[0] > MAX_MICRO_BATCHES:
+    if counts[0] > MAX_LISTED:
         raise PlanError(
-            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_MICRO_BATCHES} are "
-            "the most"
+            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_LISTED} are the most"
         )
-    return [n for n in counts if n <= MAX_MICRO_BATCHES]
+    return [n for n in counts if n <= MAX_LISTED]
