@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ....profiles.errors import PlanError
 from ....profiles.profile import Profile
 from ....profiles.units import format_bytes, format_seconds
 from ...evaluate import evaluate, gap_between, make_plan
@@ -158,7 +159,10 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     """
     check_against_profile(plan, profile, where)
     question = question_of(plan, profile)
-    found = evaluate(question, plan.stages, plan.micro_batches)
+    try:
+        found = evaluate(question, plan.stages, plan.micro_batches)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
     period_s = found.prediction.period_s
     if profile.loading_s_per_sample is not msgspec.UNSET:
         period_s = max(period_s, profile.loading_s_per_sample * plan.mini_batch)

@@ -439,6 +439,13 @@ def test_what_is_made_anew_is_signed(change, line, proven, tmp_path):
     assert found.plan == plan
 
 
+def test_sizes_that_were_not_measured_are_errors_of_the_plan(proven):
+    profile, plan = proven
+    edited_plan = msgspec.structs.replace(plan, mini_batch=64)
+    with pytest.raises(PlanError, match=r"^mine\.json: micro-batches of 32 samples: the profile"):
+        recheck(edited_plan, profile, "mine.json")
+
+
 def test_plans_that_say_nothing_of_the_proof_keep_it(proven, tmp_path):
     """Checksums had three parts once."""
     profile, plan = proven
