@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -151,7 +152,7 @@ def read_file(path: str | Path, kind: type[T]) -> T:
             made = f"tp-profile {path} --batch-size N -o FILE"
             raise FileError(f"{path}: a table becomes a profile by {made}") from None
         if not isinstance(error, msgspec.ValidationError):
-            raise FileError(f"{path}: not valid JSON: {error}") from None
+            raise FileError(f"{path}: not valid JSON: {_in_lines(str(error), text)}") from None
     wanted = kind.__struct_config__.tag
     if have != wanted and have not in kind.older:
         shown = f"its format is {have!r}" if have else "it has no format name"
@@ -171,9 +172,20 @@ def read_file(path: str | Path, kind: type[T]) -> T:
         raise FileError(f"{path}: {error}") from None
 
 
+def _in_lines(error: str, text: bytes) -> str:
+    """A decoder's error with the line and column where it says at which byte."""
+    found = re.search(r" \(byte (\d+)\)$", error)
+    if found is None:
+        return error
+    at = int(found[1])
+    line, column = text.count(b"\n", 0, at) + 1, at - text.rfind(b"\n", 0, at)
+    return f"{error[: found.start()]} (line {line}, column {column})"
+
+
 def read_json(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
-    """As `read_limited`, of a file of JSON or a table: of `MAX_VALUES` values at most."""
-    text = read_limited(path, hint, most=most)
+    """As `read_limited`, of a file of JSON or a table: of `MAX_VALUES` values at most. The mark
+    that some editors begin files with is left out."""
+    text = read_limited(path, hint, most=most).removeprefix(BOM_UTF8)
     # What begins a value, or comes between two; in a table a line, too.
     count = sum(map(text.count, (b",", b"[", b"{"))) + text.count(b"\n") * (b"{" not in text)
     if count > MAX_VALUES:
@@ -254,7 +266,7 @@ def raw_lines(path: Path, size: int | None = None) -> Iterator[bytes]:
 
 def read_toml(path: Path, hint: str) -> dict[str, Any]:
     """The tables of a TOML file of 1 MiB at most. Raises FileError like `read_limited`."""
-    text = read_limited(path, hint, most=MAX_TOML_BYTES)
+    text = read_limited(path, hint, most=MAX_TOML_BYTES).removeprefix(BOM_UTF8)
     most = max(line.count(b".") for line in text.split(b"\n"))
     if most > MAX_TOML_DOTS or text.count(b".") + text.count(b"=") > MAX_TOML_KEYS:
         raise FileError(f"{path}: has too many keys, or a key of too many parts; not read")
@@ -540,7 +552,7 @@ def _standing(path: Path) -> Kind | str | None:
     """What a file is: a kind of ours, words for another one, None if empty. Raises FileError."""
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD)
+            head = file.read(_HEAD).removeprefix(BOM_UTF8)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise FileError(

@@ -11,7 +11,7 @@ from helpers.by_hand.profiles import chain
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError
 from timeprest.profiles.files import read_file, read_limited, read_lines, read_toml
-from timeprest.profiles.profile import check_profile
+from timeprest.profiles.profile import Profile, check_profile
 
 
 def of_toml(text):
@@ -55,6 +55,25 @@ def test_small_files_take_no_more_than_some_memory(made, message, tmp_path):
     finally:
         tracemalloc.stop()
     assert "\n" not in str(caught.value)
+
+
+def test_broken_json_says_the_line(tmp_path):
+    """Plans are edited by hand."""
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN + '\n "mini_batch": 8,\n}\n', encoding="utf-8-sig")
+    with pytest.raises(FileError, match=r"plan\.json: not valid JSON: .*\(line 3, column 1\)"):
+        read_file(path, Plan)
+
+
+def test_the_mark_that_editors_begin_files_with_is_left_out(tmp_path):
+    profile, table = tmp_path / "profile.json", tmp_path / "cluster.toml"
+    chain(2).save(profile)
+    for path, text in ((profile, profile.read_text()), (table, "a = 1")):
+        path.write_text(text, encoding="utf-8-sig")
+    assert read_toml(table, "") == {"a": 1}
+    read = read_file(profile, Profile)
+    assert read == chain(2)
+    read.save(profile)  # over a profile, though one with a mark
 
 
 def test_a_small_file_is_read_where_there_is_little_memory(tmp_path):
