@@ -241,6 +241,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.distributed.device_mesh import init_device_mesh
 <imported>
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -331,7 +332,50 @@ class Stage(nn.Module):
         return picked if len(picked) > 1 else picked[0]
 
 
-<precision>def writes(node):
+<precision>def inlining(export):
+    """torch.export.export, but for what a model runs under torch.no_grad: that is a graph of its
+    own there, which is lost where modules are split, and is put into the model's own."""
+
+    def exported(*args, **kwargs):
+        program = export(*args, **kwargs)
+        inline(program.graph_module)
+        return program
+
+    return exported
+
+
+def inline(traced):
+    """Put what a traced graph runs under torch.no_grad into it, cut off from gradients."""
+    graph = traced.graph
+    for call in list(graph.nodes):
+        if call.target is not wrap_with_set_grad_enabled:
+            continue
+        enabled, held, *given = call.args
+        inner = getattr(traced, held.target)
+        inline(inner)
+        with graph.inserting_before(call):
+            given = given if enabled else [cut_off(node, call) for node in given]
+            takes = [node for node in inner.graph.nodes if node.op == "placeholder"]
+            made = graph.graph_copy(inner.graph, dict(zip(takes, given, strict=True)))
+        for user in list(call.users):
+            user.replace_all_uses_with(made[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(call)
+        if not held.users:
+            graph.erase_node(held)
+    traced.recompile()
+
+
+def cut_off(node, call):
+    """A value without its gradient, as a module's call in a traced graph takes it."""
+    if not isinstance(node.meta["val"], torch.Tensor):
+        return node
+    found = node.graph.call_function(torch.ops.aten.detach.default, (node,))
+    found.meta = {**call.meta, "val": node.meta["val"]}
+    return found
+
+
+def writes(node):
     """Whether a node of a traced graph writes to what its module was given, as in-place ReLUs."""
     mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     return mutable and any(source.op == "placeholder" for source in node.all_input_nodes)
@@ -393,6 +437,7 @@ def main():
     rows = torch.arange(size)
 <result>
     split_spec = {name: SplitPoint.BEGINNING for name in SPLIT_POINTS}
+    torch.export.export = inlining(torch.export.export)  # which pipeline calls
 <traced>    modules = [Stage(pipe, s) for s in mine]
     stages = [
         PipelineStage(

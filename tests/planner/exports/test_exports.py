@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import io
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.plans import chain_plan, plan_by_hand
 from timeprest.planner.cluster.cluster import uniform_cluster
@@ -160,6 +162,44 @@ def test_the_script_is_python(variant, placement, made, one_tensor):
     assert not re.search(r"<\w+>", text)
     assert "SPLIT_POINTS = [\n    'n1',\n    'n2',\n    'n3',\n]" in text
     assert ("schedule.csv" in text) == ("Runtime" in made)
+
+
+class WithoutGradients(nn.Module):
+    """Counts means in a buffer, and takes a factor of its weights, both under torch.no_grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            factor = self.linear.weight.mean()
+        return (y - self.mean) * factor
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torch_splits_what_runs_without_gradients(monkeypatch, tmp_path):
+    """As rotary embeddings do in Hugging Face's models: torch alone loses their graphs."""
+    script = tmp_path / "train.py"
+    script.write_text(export(chain_plan("gpipe", stages=2), "torch")["train.py"])
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    found = runpy.run_path(str(script))
+    monkeypatch.setattr(torch.export, "export", found["inlining"](torch.export.export))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), WithoutGradients(), nn.ReLU(), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    pipe = pipeline(copy.deepcopy(plain), (x,), {}, {"2": SplitPoint.BEGINNING})
+    stages = [pipe.get_stage_module(s) for s in range(2)]
+    for model in (plain, lambda given: stages[1](stages[0](given))):
+        for _ in range(2):
+            model(x).square().sum().backward()
+    split = {n: p.grad for stage in stages for n, p in stage.named_parameters()}
+    assert all(torch.allclose(split[n], p.grad) for n, p in plain.named_parameters())
+    assert torch.equal(stages[0].get_buffer("1.mean"), plain[1].mean)
 
 
 def test_torchs_1f1b_wants_a_micro_batch_for_each_stage():
