@@ -379,7 +379,8 @@ def write_bytes(path: str | Path, data: bytes) -> None:
                 path.write_bytes(data)
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            # A name's beginning, as the whole may be as long as names can be.
+            handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             _share(temporary, 0o666)
@@ -415,7 +416,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
                 check_writable(path)
             absolute = Path(os.path.abspath(path))
             absolute.parent.mkdir(parents=True, exist_ok=True)
-            temporary = tempfile.mkdtemp(prefix=f".{absolute.name}.", dir=absolute.parent)
+            temporary = tempfile.mkdtemp(prefix=f".{absolute.name[:40]}.", dir=absolute.parent)
             yield Path(temporary)
             _share(temporary, 0o777)
             os.replace(temporary, absolute)

@@ -10,7 +10,14 @@ import pytest
 from helpers.by_hand.profiles import chain
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError
-from timeprest.profiles.files import read_file, read_limited, read_lines, read_toml
+from timeprest.profiles.files import (
+    new_folder,
+    read_file,
+    read_limited,
+    read_lines,
+    read_toml,
+    write_bytes,
+)
 from timeprest.profiles.profile import Profile, check_profile
 
 
@@ -55,6 +62,15 @@ def test_small_files_take_no_more_than_some_memory(made, message, tmp_path):
     finally:
         tracemalloc.stop()
     assert "\n" not in str(caught.value)
+
+
+def test_names_may_be_as_long_as_the_file_system_has_them(tmp_path):
+    """What is written first, beside the file, has a name of its own: of 3 bytes a sign, here."""
+    name = "層" * 83
+    write_bytes(tmp_path / f"{name}.json", b"{}")
+    with new_folder(tmp_path / name) as folder:
+        (folder / "file").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {name, f"{name}.json"}
 
 
 def test_broken_json_says_the_line(tmp_path):
