@@ -118,7 +118,8 @@ def main(
         named = run_dir or rendezvous.share("run directory", named)
     with naming(plan_path or named):
         if dry_run:
-            show_dry_run(plan, settings, named, rendezvous, as_json=as_json, quiet=quiet)
+            path = str(plan_path)
+            show_dry_run(plan, path, settings, named, rendezvous, as_json=as_json, quiet=quiet)
             return
         job = TrainingJob(
             plan=plan,

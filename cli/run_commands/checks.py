@@ -77,6 +77,7 @@ def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
 
 def show_dry_run(
     plan: Plan,
+    plan_path: str,
     settings: RunSettings,
     run_dir: str,
     rendezvous: Rendezvous | None,
@@ -90,7 +91,7 @@ def show_dry_run(
     found = dry_run(plan, settings, run_dir, rendezvous)
     if found is None:
         return
-    warn_if_edited(plan, "PLAN")
+    warn_if_edited(plan, plan_path)
     if as_json:
         print_json(found)
     elif not quiet:

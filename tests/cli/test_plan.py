@@ -160,6 +160,7 @@ def test_layers_to_compute_again_are_edited_and_shown(folder):
         lambda plan: plan["stages"][0].update(recompute=True),
         lambda plan: plan["stages"][1]["nodes"].insert(0, plan["stages"][0]["nodes"].pop()),
         lambda plan: plan.update(micro_batches=2),
+        lambda plan: plan["predicted"].update(speedup=9.0),
         # A proof that there isn't: whatever the search found, this isn't what it said.
         lambda plan: plan["solver"].update(bound_s=0.5, optimal=True, gap=0.0),
     ],

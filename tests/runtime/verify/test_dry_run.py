@@ -113,6 +113,15 @@ def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_p
     assert dry_run(plan, settings, "run").warnings == ()
 
 
+def test_a_plan_that_was_edited_is_named(plan, mlp_target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    figures = msgspec.structs.replace(plan.predicted, samples_per_s=1e9)
+    write_file("mine.json", msgspec.structs.replace(plan, predicted=figures))
+    words = ["mine.json", "--dry-run", "--steps", "2", "--task", mlp_target]
+    told = CliRunner().invoke(main, words)
+    assert "mine.json: edited since it was made: tp-plan check mine.json" in told.stderr
+
+
 def test_a_hook_that_fails_is_in_the_way(plan, tmp_path, monkeypatch):
     """Exit code 2, though a run that it ends has 1."""
     monkeypatch.chdir(tmp_path)
