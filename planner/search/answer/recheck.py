@@ -255,16 +255,17 @@ def _changes(old: Plan, new: Plan) -> list[str]:
         lines.append(f"lower bound {before} → {after}: {_not_proven(old, new)}")
     elif _found_was_edited(old.solver):
         lines.append(f"solver: {_not_proven(old, new)}")
-    # Where something else has changed, figures have with it.
-    made = ({"profile": plan.profile, "predicted": plan.predicted} for plan in (old, new))
-    return lines or list(_edited_fields(*map(msgspec.to_builtins, made)))
+    parts = ({"profile": plan.profile, "predicted": plan.predicted} for plan in (old, new))
+    edited = list(_edited_fields(*map(msgspec.to_builtins, parts)))
+    # Where something else has changed, all figures have with it.
+    return lines + [line for line in edited if not lines or line.startswith("profile")]
 
 
 def _edited_fields(old: Any, new: Any, place: str = "") -> Iterator[str]:
     """Fields that say something else than before; of predictions, not what older plans lack."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in old:
-            yield from _edited_fields(old[key], new.get(key), f"{place}.{key}".lstrip("."))
+        for key in {**old, **new}:
+            yield from _edited_fields(old.get(key), new.get(key), f"{place}.{key}".lstrip("."))
     elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         for k, each in enumerate(old):
             yield from _edited_fields(each, new[k], f"{place}[{k}]")

@@ -439,6 +439,19 @@ def test_what_is_made_anew_is_signed(change, line, proven, tmp_path):
     assert found.plan == plan
 
 
+def test_an_edited_profile_entry_is_named_whatever_else_has_changed(proven, tmp_path):
+    """A run is under that autocast, on that device."""
+    profile, plan = proven
+
+    def change(data):
+        data["profile"].update(autocast="bfloat16")
+        data.update(micro_batches=4)
+
+    found = recheck(read_plan(edited(plan, tmp_path / "plan.json", change)), profile)
+    assert found.changes[-1] == "profile.autocast 'bfloat16' → None"
+    assert not any("predicted." in line for line in found.changes)
+
+
 def test_sizes_that_were_not_measured_are_errors_of_the_plan(proven):
     profile, plan = proven
     edited_plan = msgspec.structs.replace(plan, mini_batch=64)
