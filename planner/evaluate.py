@@ -125,11 +125,10 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     )
     transfers = question.costs.transfers(nodes, size)
     pipeline = make_pipeline(
-        variant,
+        question.links,
         micro_batches,
         _times(question, stages, found, speeds, transfers),
         transfers,
-        question.cluster,
         devices,
         [stage.in_flight for stage in stages],
         question.update_every,

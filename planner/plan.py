@@ -28,7 +28,7 @@ from ..profiles.files import (
 from ..profiles.plugins import GROUP, PACKAGE
 from ..profiles.profile import Profile, ProfileReference, check_front_end, check_varying
 from .cluster.cluster import Cluster
-from .costs.layout import StageTimes, make_pipeline
+from .costs.layout import LinkMaker, StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
 from .costs.recomputation import Recompute
 from .costs.stage_costs import Transfer
@@ -687,14 +687,13 @@ def pipeline_of(plan: Plan) -> Pipeline:
         for e in plan.edges
     ]
     pipeline = make_pipeline(
-        plan.system,
+        LinkMaker(plan.system, plan.cluster),
         plan.micro_batches,
         [
             StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s, p.weight_s)
             for p in plan.predicted.stages
         ],
         transfers,
-        plan.cluster,
         [stage.devices for stage in plan.stages],
         [stage.in_flight for stage in plan.stages],
         plan.update_every,

@@ -11,6 +11,7 @@ import msgspec
 
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
+from .costs.layout import LinkMaker
 from .costs.stage_costs import Costs, StageCost, as_run_by, least_of, slowest
 from .costs.tied_parameters import Tied
 from .schedules.given import system_of
@@ -68,6 +69,11 @@ class Question:
     def costs(self) -> Costs:
         """The profile's costs; made once."""
         return Costs(as_run_by(self.profile, self.system, self.update_every))
+
+    @cached_property
+    def links(self) -> LinkMaker:
+        """Of stages on the cluster's devices; made once."""
+        return LinkMaker(self.system, self.cluster)
 
     def stage_cost(
         self, devices: Sequence[int], *stage: Any, **more: Any

@@ -89,7 +89,8 @@ class _Links:
     def quickest_s(self, shorter_s: Seconds) -> Seconds:
         """From the begin of an operation, which takes so long at the least, [S, K], until a message
         of it may be there, [K]."""
-        return (shorter_s[self.source] + self._takes).min(axis=0, initial=np.inf)
+        found: Seconds = (shorter_s[self.source] + self._takes).min(axis=0, initial=np.inf)
+        return found
 
     def unsent_s(self, made_s: Seconds, out: Seconds) -> None:
         """Lower to when messages may come that others may make from then on, [S, K]."""

@@ -203,11 +203,12 @@ def _stays_s(pipeline: Pipeline) -> list[float]:
     targets: list[list[tuple[int, float]]] = [[] for _ in stages]
     micro = pipeline.variant.backward_unit == "micro"
     for link in pipeline.links:
-        routes, count = link.all_routes, 1 if micro else pipeline.messages_per_route(link)
-        there_s = min(r.forward_s + r.latency_s for r in routes)
+        there_s, back_s = link.fastest_s
         sources[link.target].append((link.source, there_s))
         if link.has_gradient:
-            back_s = min(r.backward_s * count + r.latency_s for r in routes)
+            if not micro:
+                count = pipeline.messages_per_route(link)
+                back_s = min(r.backward_s * count + r.latency_s for r in link.all_routes)
             targets[link.source].append((link.target, back_s))
     found = []
     for stage in stages:
@@ -247,13 +248,24 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
         (
             link.source,
             link.target,
-            forward_s[link.source] + min(r.latency_s + r.forward_s for r in link.all_routes),
-            backward_s[link.source] + min(r.latency_s + r.backward_s for r in link.all_routes),
+            forward_s[link.source] + link.fastest_s[0],
+            backward_s[link.source] + link.fastest_s[1],
             link.has_gradient,
         )
         for link in sorted(pipeline.links, key=lambda k: (k.target, k.source))
     ]
-    for first in range(stages):
+    after_s = [pipeline.weight_op_s(s) * paces[s] for s in range(stages)]
+    if pipeline.update_every == 1:
+        after_s = [mine + pipeline.update_op_s(s) for s, mine in enumerate(after_s)]
+    firsts = {*range(stages)}
+    if not pipeline.placement:
+        # All that is behind a stage is behind those before it, whose way is longer.
+        firsts -= {
+            b
+            for a, b, there_s, back_s, returns in ways
+            if returns and there_s + back_s + after_s[a] >= after_s[b]
+        }
+    for first in firsts:
         # To and from this stage: from the begin of its forward, until the end of its backward;
         # below 0: there is no way.
         there, back = [-1.0] * stages, [-1.0] * stages
@@ -270,9 +282,7 @@ def filled_and_drained_s(pipeline: Pipeline) -> float:
                     busy_s += work_s[s]
                     soonest_s, latest_s = min(soonest_s, there[s]), min(latest_s, back[s])
             if soonest_s < inf:
-                after_s = pipeline.update_op_s(first) if pipeline.update_every == 1 else 0.0
-                after_s += pipeline.weight_op_s(first) * paces[first]
-                most = max(most, busy_s + soonest_s + latest_s + after_s)
+                most = max(most, busy_s + soonest_s + latest_s + after_s[first])
     return most
 
 

@@ -11,7 +11,7 @@ from math import lcm
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.costs.layout import StageTimes, make_pipeline
+from timeprest.planner.costs.layout import LinkMaker, StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.simulator.pipeline import Link, Pipeline
@@ -130,7 +130,7 @@ def laid_out(draw, most_stages=4, variants=ALL):
         limits.insert(0, draw(st.integers(max(least, limits[0] if limits else 1), most)))
     seconds = st.sampled_from([0.5, 1.0, 1.25, 3.0])
     return make_pipeline(
-        variant,
+        LinkMaker(variant, draw(clusters(sum(replicas)))),
         n,
         [
             StageTimes(
@@ -146,7 +146,6 @@ def laid_out(draw, most_stages=4, variants=ALL):
             Transfer(f"t{a}{b}", a, b, draw(st.sampled_from([12, 48])), draw(st.integers(0, 5)) > 0)
             for a, b in pairs
         ],
-        draw(clusters(sum(replicas))),
         devices,
         limits,
     )

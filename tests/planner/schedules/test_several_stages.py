@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device
 from timeprest.planner.cluster.links import Network
-from timeprest.planner.costs.layout import StageTimes, make_pipeline
+from timeprest.planner.costs.layout import LinkMaker, StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.check import check_schedule, deadlocks
 from timeprest.planner.schedules.interleaved import rows_of
@@ -139,11 +139,10 @@ def test_replicas_of_devices_with_several_stages(variant, overlap):
         network=Network(bandwidth_bytes_per_s=8.0, latency_s=0.0, overlap=overlap),
     )
     pipeline = make_pipeline(
-        system,
+        LinkMaker(system, cluster),
         n,
         [StageTimes(1.0, 1.0, 0.5, 0.0, 0.0)] * 4,
         [Transfer(f"t{a}{b}", a, b, 16, True) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))],
-        cluster,
         [((0, 1), (2,))[d] for d in placement],
         limits,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 from helpers.by_hand.unit_pipelines import steady_period_s
@@ -19,7 +20,12 @@ from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.clock import SimulatedClock
 from timeprest.planner.simulator.executor import ContendedExecutor, ListExecutor, codes
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
-from timeprest.planner.simulator.timeline import least_period_s, round_trip_s, simulate
+from timeprest.planner.simulator.timeline import (
+    filled_and_drained_s,
+    least_period_s,
+    round_trip_s,
+    simulate,
+)
 from timeprest.planner.systems.operations import FORWARDS, UPDATES, numbered_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions
@@ -79,6 +85,35 @@ def test_nothing_starts_before_its_messages(pipeline, mini_batches):
                 if event.op.kind == "F":
                     earliest = min(ended[link.source][event.op]) + takes_s
                     assert event.start_s >= earliest - 1e-9
+
+
+@given(laid_out(), st.sampled_from([1, 2]))
+def test_a_pipeline_fills_and_drains_from_whichever_stage_takes_longest(pipeline, every):
+    """Beside each stage's work its way from any other one, and back, by all ways between them."""
+    pipeline = replace(pipeline, update_every=every)
+    paces = [min(mine) for mine in pipeline.paces] or [1.0] * pipeline.stages
+
+    def way_s(source, target, both):
+        if source == target:
+            return 0.0
+        ways = [-inf]
+        for link in pipeline.links:
+            if link.source == source and (link.has_gradient or not both):
+                each = (pipeline.forward_s[source], pipeline.backward_op_s(source))[both]
+                took_s = each * paces[source] + link.fastest_s[both]
+                ways.append(took_s + way_s(link.target, target, both))
+        return max(ways)
+
+    most = 0.0
+    for first in range(pipeline.stages):
+        after_s = pipeline.weight_op_s(first) * paces[first]
+        after_s += pipeline.update_op_s(first) * (every == 1)
+        for s in range(pipeline.stages):
+            each_s = pipeline.forward_s[s] + pipeline.backward_op_s(s)
+            work_s = each_s * pipeline.micro_batches_per_replica(s)
+            ways_s = way_s(first, s, both=False) + way_s(first, s, both=True)
+            most = max(most, work_s + ways_s + after_s)
+    assert filled_and_drained_s(pipeline) == pytest.approx(most)
 
 
 @given(laid_out(), st.sampled_from([1, 2, 3]))
