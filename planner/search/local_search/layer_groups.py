@@ -32,6 +32,7 @@ class LayerGroups:
     def __init__(self, question: Question, relaxation: Relaxation) -> None:
         self.question, self.relaxation = question, relaxation
         self._seconds: dict[int, list[float]] = {}
+        self._inside: dict[int, list[int]] = {}
 
     @cached_property
     def groups(self) -> list[int]:
@@ -45,6 +46,13 @@ class LayerGroups:
         """Of each layer, the number of its group, [n]."""
         numbers = {layer: g for g, mask in enumerate(self.groups) for layer in members(mask)}
         return np.array([numbers[layer] for layer in range(len(numbers))], dtype=np.intp)
+
+    def inside(self, mask: int) -> list[int]:
+        """Numbers of the groups that some layers are in, ascending."""
+        if mask not in self._inside:
+            number_of = self.number_of
+            self._inside[mask] = sorted({int(number_of[layer]) for layer in members(mask)})
+        return self._inside[mask]
 
     def downsets(self, ends: Iterable[int]) -> tuple[int, ...]:
         """Of stages that end after so many groups."""

@@ -311,7 +311,7 @@ class Neighbours:
         for border in order:
             low, mine, high = sets[border - 1], sets[border], sets[border + 1]
             inside = high & ~mine if by > 0 else mine & ~low
-            groups = sorted({self.layers.number_of[layer] for layer in members(inside)})
+            groups = self.layers.inside(inside)
             if at_most:
                 by = max(1 - len(groups), min(by, len(groups) - 1))
             if len(groups) <= abs(by) or not by:

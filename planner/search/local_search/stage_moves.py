@@ -70,8 +70,7 @@ def _work_s(near: Neighbours, point: Point) -> list[float]:
 def _in_proportion(near: Neighbours, point: Point, wanted_s: Sequence[float]) -> tuple[int, ...]:
     """Downsets of stages whose work is about in this proportion, layers in the sequence in
     which the point's stages have them."""
-    inside = [members(b & ~a) for a, b in pairwise(point.downsets)]
-    sequence = [g for mine in inside for g in sorted({near.layers.number_of[j] for j in mine})]
+    sequence = [g for a, b in pairwise(point.downsets) for g in near.layers.inside(b & ~a)]
     groups = [near.layers.groups[g] for g in sequence]
     seconds = near.layers.seconds(point.micro_batches)
     work_s = [sum(seconds[j] for j in members(mask)) for mask in groups]
@@ -98,7 +97,7 @@ def stage_moves(near: Neighbours, point: Point) -> Iterator[Point]:
     groups, sets = near.layers.groups, point.downsets
     for s in range(point.stages if point.stages < most else 0):
         inside = sets[s + 1] & ~sets[s]
-        within = sorted({near.layers.number_of[layer] for layer in members(inside)})
+        within = near.layers.inside(inside)
         if len(within) < 2:
             continue
         ways = (*point.recompute[: s + 1], *point.recompute[s:])
