@@ -160,8 +160,12 @@ def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
     if question.tied != "split" or devices < 2:
         return
     sums = AllReduceTimes(question.cluster)
+    # Of more devices than were measured the fewest take least.
+    measured = [each.processes for each in question.cluster.sums]
+    known = {*range(2, 3 + len(measured)), *measured}
     for shared in question.profile.shared:
-        counts = range(2, max(min(len(shared.layers), devices), 2) + 1)
+        most = devices if relaxation.freedom.replicas else min(len(shared.layers), devices)
+        counts = [count for count in known if count <= max(most, 2)]
         fixed_s, per_byte_s = map(min, zip(*map(sums.least, counts), strict=True))
         # Those that the same stages have copies of are summed in one.
         seconds = fixed_s / len(question.profile.shared) + per_byte_s * shared.parameter_bytes

@@ -18,7 +18,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, uniform_cluster
 from timeprest.planner.cluster.headroom import Headroom
-from timeprest.planner.cluster.links import Network
+from timeprest.planner.cluster.links import AllReduce, Network
 from timeprest.planner.evaluate import Evaluation
 from timeprest.planner.partition.dp import critical_cycles as dp
 from timeprest.planner.partition.dp.critical_cycles import CriticalCycles, CycleStep
@@ -30,6 +30,8 @@ from timeprest.planner.search.branching import SearchRequest, explore
 from timeprest.planner.search.choices import Freedom
 from timeprest.planner.search.critical_cycles import CycleSearch, _Way
 from timeprest.planner.search.local_search.improve import LocalSearch
+from timeprest.planner.search.relaxed.cycles import exchanges
+from timeprest.planner.search.relaxed.relaxation import Relaxation
 from timeprest.planner.search.relaxed.turns import turns_of
 from timeprest.planner.search.solve import solve
 from timeprest.planner.search.state import OutOfBudget, SearchState
@@ -430,6 +432,18 @@ def test_bounds_have_sums_of_tied_parameters_between_mini_batches(system, latenc
     asked = {"mini_batch": 4, "micro_batches": 4, "stages": 3, "time_limit_s": None}
     plan = solve(apart, cluster, system, tied="split", **asked)
     assert 0.99 * plan.predicted.period_s <= bound_s <= plan.predicted.period_s * SAME
+
+
+def test_bounds_have_the_least_that_sums_over_any_replicas_of_copies_take():
+    """A ring of three may be faster than two devices are that were measured."""
+    slow = AllReduce(processes=2, latency_s=1.0, bandwidth_bytes_per_s=1e3)
+    cluster = msgspec.structs.replace(uniform_cluster(4, None, 1e5, 1e-4), all_reduce=slow)
+    shared = SharedParameters(layers=("n0", "n5"), parameter_bytes=500)
+    profile = msgspec.structs.replace(chain(6), tied=(shared.layers,), shared=(shared,))
+    question = Question(profile, cluster, "gpipe", 4, 0.0, 1, "split")
+    for replicas, takes_s in ((False, 1.5), (True, cluster.all_reduce_s(range(3), 500))):
+        ((_, found_s),) = exchanges(Relaxation(question, Freedom(replicas=replicas)))
+        assert found_s == pytest.approx(takes_s)
 
 
 def test_bounds_of_gpipe_have_its_longest_forwards_and_its_longest_backwards():
