@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -93,7 +94,11 @@ def task_optimizer(
             f"the task's optimizer gave {described(found)}; return one of torch.optim's, made "
             "over the parameters that it is given"
         )
-    if needed := needed_arguments(found.step):
+    step: Any = found.step
+    if getattr(step, "__wrapped__", None) is type(found).step:
+        # A scheduler that was made with it has wrapped the method as a function.
+        step = partial(type(found).step, found)
+    if needed := needed_arguments(step):
         raise TargetError(
             f"the task's optimizer gave {described(found)}, whose step() needs {needed[0]}: "
             "optimizers are stepped without arguments here, since no stage can compute the loss "

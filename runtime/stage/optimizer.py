@@ -302,6 +302,12 @@ def make_scheduler(
     begun = options_of(optimizer.param_groups)
     found = task_scheduler(task, optimizer, length)
     if found is None:
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise TargetError(
+                "the task's optimizer has a learning-rate scheduler that nothing here knows of, so "
+                "that a run which goes on would begin it anew: return it from the task's "
+                "scheduler(optimizer), and leave its steps to the run"
+            )
         return None
     if settings.stagewise_momentum and getattr(found, "cycle_momentum", False):
         raise TargetError(

@@ -251,13 +251,12 @@ class TrainingInPieces:
             give_own_memory(trained)
             frozen = [p for p in self._parameters.values() if not p.requires_grad]
             self._versions = WeightVersions(trained, frozen)
-            optimizers = list(self._optimizers())
-            length = case.length
-            schedulers = [
-                made
-                for optimizer in optimizers
-                if (made := make_scheduler(case.task, self._settings, optimizer, length))
-            ]
+            optimizers, schedulers = [], []
+            # One after the other: a task may make both at once.
+            for optimizer in self._optimizers():
+                optimizers.append(optimizer)
+                made = make_scheduler(case.task, self._settings, optimizer, case.length)
+                schedulers += [made] if made else []
             for b, plain in enumerate(wanted):
                 losses = self._mini_batch(b)
                 gradients = _gradients(case.model)

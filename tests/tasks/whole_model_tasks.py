@@ -130,6 +130,30 @@ class Stepped(MLPTask):
         return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
 
 
+class MadeTogether(Stepped):
+    """Its optimizer and its schedule are made at once."""
+
+    scheduler_step = "update"
+
+    def optimizer(self, parameters):
+        optimizer = super().optimizer(parameters)
+        self.made = super().scheduler(optimizer)
+        return optimizer
+
+    def scheduler(self, optimizer):
+        return self.made
+
+
+class Concealed(MLPTask):
+    """Its optimizer steps a schedule that nobody else has."""
+
+    def optimizer(self, parameters):
+        optimizer = super().optimizer(parameters)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+
 class NoScheduler(MLPTask):
     """Forgets to return it."""
 

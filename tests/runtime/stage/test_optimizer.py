@@ -41,6 +41,7 @@ from timeprest.runtime.stage.optimizer import (
     squared_norm,
     total_norm,
 )
+from timeprest.runtime.verify.trial import try_plan
 from timeprest.runtime.weights.outside import context_at
 from timeprest.runtime.weights.prediction import Predictor
 from timeprest.runtime.weights.stash import WeightVersions
@@ -343,6 +344,7 @@ def test_decay_of_matrices_in_a_task_without_groups(mlp_target):
         ("Strange", "isn't one of the parameters"),
         ("NoParams", r"parameter_groups failed: .*Error"),
         ("NoScheduler", "scheduler gave None"),
+        ("Concealed", r"return it from the task's scheduler\(optimizer\)"),
     ],
 )
 def test_bad_groups_and_schedulers_are_one_line(name, message, mlp_profile, tmp_path):
@@ -354,11 +356,13 @@ def test_bad_groups_and_schedulers_are_one_line(name, message, mlp_profile, tmp_
 # Optimizers and schedules ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_a_tasks_own_scheduler(stages, mlp_profile, tmp_path):
+@pytest.mark.parametrize(("name", "stages"), [("Stepped", 1), ("Stepped", 3), ("MadeTogether", 3)])
+def test_a_tasks_own_scheduler(name, stages, mlp_profile, tmp_path):
     target = f"{TASKS}:Stepped"
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", stages, 2)
-    summary = run(plan, settings_of(target), tmp_path / "run", inline=True)
+    settings = settings_of(f"{TASKS}:{name}")
+    assert not try_plan(prepare(plan, settings))
+    summary = run(plan, settings, tmp_path / "run", inline=True)
     task = resolve(target).task
     assert_trained_as(tmp_path / "run", train(target, schedule=task.scheduler))
     # The last of eight updates is the second after the second halving.
