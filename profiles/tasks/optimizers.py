@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import RunError, TargetError, TimeprestError
@@ -132,7 +132,15 @@ def task_optimizer(
             "optimizer(parameters) is given and no others; what is to be trained must be a "
             "parameter of the model"
         )
+    own_options(found)
     return found
+
+
+def own_options(optimizer: Optimizer) -> None:
+    """Have it options of its own where they are tensors, into which schedulers write: a rate that
+    the task keeps may be other stages' optimizers', too."""
+    for group in getattr(optimizer, "param_groups", ()):
+        group.update({k: v.clone() for k, v in group.items() if isinstance(v, Tensor)})
 
 
 def of_empty_groups(groups: Sequence[Any], owner: str) -> str:

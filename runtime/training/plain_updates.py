@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...profiles.tasks.hooks import RunLength, totals_asked
-from ...profiles.tasks.optimizers import for_use
+from ...profiles.tasks.optimizers import for_use, own_options
 from ...profiles.tasks.task import Task
 from ..settings import RunSettings
 from ..stage.optimizer import make_optimizer, make_scheduler
@@ -27,6 +27,7 @@ def plain_optimizer(
     groups = getattr(task, "parameter_groups", None)
     given = [p for _, p in named] if groups is None else groups(named)
     made: Any = task.optimizer(given) if named else None
+    own_options(made)
     if all(callable(getattr(made, mode, None)) for mode in ("train", "eval")):
         made.train()
     return made

@@ -130,6 +130,16 @@ class Stepped(MLPTask):
         return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
 
 
+class SharedRate(Stepped):
+    """Its rate is a tensor, the same for all optimizers, into which schedules write."""
+
+    scheduler_step = "update"
+    rate = torch.tensor(0.05, dtype=torch.float64)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9)
+
+
 class MadeTogether(Stepped):
     """Its optimizer and its schedule are made at once."""
 

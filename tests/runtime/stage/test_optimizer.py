@@ -356,7 +356,9 @@ def test_bad_groups_and_schedulers_are_one_line(name, message, mlp_profile, tmp_
 # Optimizers and schedules ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "stages"), [("Stepped", 1), ("Stepped", 3), ("MadeTogether", 3)])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("Stepped", 1), ("Stepped", 3), ("MadeTogether", 3), ("SharedRate", 3)]
+)
 def test_a_tasks_own_scheduler(name, stages, mlp_profile, tmp_path):
     target = f"{TASKS}:Stepped"
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", stages, 2)
