@@ -262,9 +262,10 @@ def _in_parts(asked: _Asked, sizes: Sequence[int]) -> LossInParts | None:
             fails = shorten(describe_error(error), _MOST_CHARACTERS, placeholder=" …")
             return LossInParts(float(together), math.nan, same=False, fails=fails)
         found = LossInParts(float(together), float(mean), same=True)
-        if not (math.isfinite(found.together) and math.isfinite(found.in_parts)):
+        if not math.isfinite(found.together):
             return None
-        if abs(found.together - found.in_parts) <= asked.tolerance * max(most, largest):
+        # In a part without any that counts, a mean over something else isn't a number.
+        if abs(found.together - found.in_parts) <= asked.tolerance * max(most, largest) < math.inf:
             return found
         if float(asked.mean([every])[0]) != found.together:
             raise RandomLossError
@@ -302,9 +303,11 @@ def _weighs(asked: _Asked, samples: Sequence[int]) -> bool:
         return float(asked.of(some).value)
 
     alone = {k: of([k]) for k in samples[:_MOST_FITTED]}
-    # A sample in which nothing counts has no mean.
-    alone = {k: loss for k, loss in alone.items() if math.isfinite(loss)}
-    if len(alone) < _FEWEST_FITTED:
+    finite = sum(map(math.isfinite, alone.values()))
+    if 0 < finite < len(alone):
+        # A sample in which nothing counts has no mean.
+        return True
+    if finite < _FEWEST_FITTED:
         return False
     first, *others = alone
     least = 10 * asked.tolerance * max(map(abs, alone.values()))

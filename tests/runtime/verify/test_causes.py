@@ -254,6 +254,17 @@ def test_weights_are_told_where_all_losses_are_alike():
     assert (found.same, found.weighs) == (False, True)
 
 
+def test_a_part_in_which_nothing_counts_tells_that_something_else_does():
+    class Task:
+        def loss(self, output, target):
+            return torch.nn.functional.cross_entropy(output, target)
+
+    scores = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([-100, -100, 0, 1, -100, 2, 0, 1])
+    found = loss_in_parts(Task(), scores, target, 8, (2, 2, 2, 2))
+    assert (found.same, found.weighs) == (False, True)
+
+
 def test_float32_rounds_no_loss_apart():
     """Nor do losses that take no float64."""
 
