@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tracing.pieces import fill, items_in, take_apart
+from ..tracing.random_states import same_states, set_states, states
 from .hooks import describe_error, is_ctrl_c
 from .samples import pick
 from .task import Loss, Task, read_loss
@@ -57,6 +58,8 @@ class LossInParts(NamedTuple):
         weighs: it is a mean all the same, by weights of its own, such as numbers of words.
         takes: names of the outputs that it can't be taken apart in, where others are none of them.
         fails: why it fails on parts, though not on all samples together; empty: it doesn't.
+        remembers: asked of the same samples again it gives something else, which `in_parts` has,
+            and draws nothing at random for that.
     """
 
     together: float
@@ -65,10 +68,11 @@ class LossInParts(NamedTuple):
     weighs: bool = False
     takes: tuple[str, ...] = ()
     fails: str = ""
+    remembers: bool = False
 
 
 class RandomLossError(Exception):
-    """The loss draws random numbers, or depends on what it was asked before."""
+    """The loss draws random numbers."""
 
 
 def own_copy(task: Task) -> Task:
@@ -102,7 +106,7 @@ def loss_in_parts(
     Returns None where that can't be told: the loss fails on all samples together, or what is which
     sample's can't be told.
 
-    Raises RandomLossError for a loss that gives something else each time.
+    Raises RandomLossError for a loss that draws random numbers.
     """
     try:
         asked = _Asked(own_copy(task), result, target, samples, fixed)
@@ -145,6 +149,13 @@ def described(found: LossInParts, samples: int, parts: int) -> str:
         return (
             f"the task's loss takes {samples} samples together, and fails on their {parts} parts "
             f"({found.fails}): {_COMPARES}"
+        )
+    if found.remembers:
+        return (
+            f"the task's loss gives {found.together:.6g}, and {found.in_parts:.6g} where it is "
+            "asked of the same samples again: it goes by what it was asked before, and it is asked "
+            "of each micro-batch, of evaluations' too, and begins anew in a run that goes on; have "
+            "the model's forward count its calls in training in a buffer, and return that"
         )
     of = f" in {' and '.join(found.takes)}" if found.takes else ""
     if found.weighs:
@@ -224,13 +235,13 @@ class _Asked:
         if self._exact:
             leaves = list(map(_exact, leaves))
         target = pick(self._target, mine, self.samples)
-        before = torch.get_rng_state()
+        before = states()
         try:
             loss = read_loss(self._task.loss(fill(self._structure, leaves), target))
-            if not torch.equal(before, torch.get_rng_state()):
+            if not same_states(before, states()):
                 raise RandomLossError
         finally:
-            torch.set_rng_state(before)
+            set_states(before)
         return loss
 
     def mean(self, parts: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
@@ -254,6 +265,10 @@ def _in_parts(asked: _Asked, sizes: Sequence[int]) -> LossInParts | None:
     parts = [range(start, start + n) for start, n in zip(starts, sizes, strict=True)]
     with torch.no_grad():
         together, most = asked.mean([every])
+        if not math.isfinite(together):
+            return None
+        if (again := float(asked.mean([every])[0])) != float(together):
+            return LossInParts(float(together), again, same=False, remembers=True)
         try:
             mean, largest = asked.mean(parts)
         except RandomLossError:
@@ -262,13 +277,9 @@ def _in_parts(asked: _Asked, sizes: Sequence[int]) -> LossInParts | None:
             fails = shorten(describe_error(error), _MOST_CHARACTERS, placeholder=" …")
             return LossInParts(float(together), math.nan, same=False, fails=fails)
         found = LossInParts(float(together), float(mean), same=True)
-        if not math.isfinite(found.together):
-            return None
         # In a part without any that counts, a mean over something else isn't a number.
         if abs(found.together - found.in_parts) <= asked.tolerance * max(most, largest) < math.inf:
             return found
-        if float(asked.mean([every])[0]) != found.together:
-            raise RandomLossError
         weighs = False
         with suppress(Exception):  # the user's code, which may not take single samples
             weighs = asked.of(every).weight is None and _weighs(asked, every)

@@ -37,7 +37,7 @@ def warnings_of_going_on(where):
 
 def test_a_run_that_goes_on_names_what_begins_anew(tmp_path):
     trained(TASK, tmp_path)
-    (line,) = [w for w in warnings_of_going_on(tmp_path) if "begins anew" in w]
+    (line,) = [w for w in warnings_of_going_on(tmp_path) if "changed in training" in w]
     for name in ("optimizer's (stage 0) steps", "task's center.calls", "task's center.mean"):
         assert name in line
     assert "task's history" in line

@@ -98,6 +98,7 @@ def test_what_takes_samples_together_differs_and_is_named(name, why):
         ("Centered", "pipedream", 1, {"replicas": (2, 1)}, True),
         ("Noisy", "gpipe", 4, {}, False),
         ("Moving", "gpipe", 4, {}, False),
+        ("Annealed", "gpipe", 4, {}, True),
         ("Spectral", "gpipe", 4, {}, False),
     ],
 )
@@ -107,7 +108,7 @@ def test_what_cant_be_taken_apart_is_told_before_the_run(
     plan = plan_for(name, variant, n, **more)
     settings = RunSettings(task=f"{FILE}:{name}", steps=1, evaluate=False)
     run(plan, settings, tmp_path / "run", inline=True)
-    words = "can't be taken apart|has nothing of each sample|mixes the samples"
+    words = "can't be taken apart|has nothing of each sample|mixes the samples|same samples again"
     lines = [str(w.message) for w in recwarn if issubclass(w.category, TaskWarning)]
     lines = [line for line in lines if re.search(words, line)]
     assert len(lines) == told
