@@ -267,19 +267,27 @@ def try_loss(task: Task, output: Any, target: Any) -> None:
 
 def try_figures(task: Task, output: Any, target: Any, *, metrics: bool = True) -> list[str]:
     """Call the loss, and the metrics unless left out, as an evaluation does. Returns a line for
-    each figure that seems to be a sum over the samples: it doubles where each is there twice.
+    each figure that seems to be a sum over the samples: it doubles where each is there twice; and
+    one where the task's `figures` divides by zero, as a precision without any positives.
 
     Raises as the hooks do, and TargetError for a figure that isn't a number.
     """
-    once = _figures(task, output, target, metrics)
-    if metrics:
-        task_figures(task, {name: _mean(name, value) for name, value in once.items()})
+    once, lines = _figures(task, output, target, metrics), list[str]()
+    try:
+        if metrics:
+            task_figures(task, {name: _mean(name, value) for name, value in once.items()})
+    except RunError as error:
+        if not isinstance(error.__cause__, ArithmeticError):
+            raise
+        lines = [
+            f"{error}, of a few samples before training: such means in an evaluation end a run"
+        ]
     try:
         twice = _figures(task, *_each_twice(output, target), metrics)
     except (TimeprestError, ValueError):
         # Of what can't be doubled, nothing can be told.
-        return []
-    return [
+        return lines
+    return lines + [
         f"the task's {name if name == 'loss' else f'metric {name!r}'} doubles where every sample "
         "is there twice: it seems to be a sum, and must be a mean over the samples, or (sum, "
         "weight) (docs/training.md)"

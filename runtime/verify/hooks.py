@@ -107,7 +107,13 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
 
 
 class _Trial:
-    """A task with a few test samples, that notes what its loss was last called with."""
+    """A task with a few test samples, that notes what its loss was last called with.
+
+    Attributes:
+        figures: none: of a few samples `try_figures` tries them.
+    """
+
+    figures = None
 
     def __init__(self, task: Task, test_samples: int, length: RunLength) -> None:
         """`length`: of the run, whatever the trial's is."""

@@ -290,6 +290,15 @@ def test_sums_in_place_of_means_get_a_warning(name, sums, large, plan, tmp_path,
     ]
 
 
+def test_figures_that_divide_by_nothing_among_a_few_samples_get_a_warning(plan, tmp_path):
+    """In all of them there may be some."""
+    task, said = f"{TASKS}:FiguresOfNone", r"figures failed: .*ZeroDivisionError.* a few samples"
+    with pytest.warns(TaskWarning, match=said):
+        measure(resolve(task), batch_size=2, seconds=0)
+    found = dry_run(plan, RunSettings(task=task, steps=2), str(tmp_path / "run"))
+    assert any(re.search(said, line) for line in found.warnings)
+
+
 def test_a_loss_among_the_metrics_may_be_a_float(plan, tmp_path):
     """It takes the place of the task's own in evaluations, as a tensor of that name does."""
     summary = run(plan, RunSettings(task=f"{TASKS}:MetricsLoss", epochs=1), tmp_path, inline=True)

@@ -324,6 +324,16 @@ class MetricsOfEach(MLPTask):
         return {"error": (output - target).abs().mean(1)}
 
 
+class FiguresOfNone(MLPTask):
+    """A precision: in the first samples there are no positives."""
+
+    def metrics(self, output, target):
+        return {"positives": (target > 2).double().mean()}
+
+    def figures(self, means):
+        return {"precision": 0.0 / means["positives"]}
+
+
 class MetricsLoss(MLPTask):
     """The loss among them, as a float: a habit of many loops."""
 
