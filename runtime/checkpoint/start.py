@@ -111,23 +111,29 @@ def check_task(prepared: Prepared, where: RunDir) -> list[str]:
 
 def _other_options(updates: StageUpdates, state: WorkerState) -> Iterator[str]:
     # Classes of the user's may change theirs as they step.
-    torchs = type(updates.optimizer).__module__.startswith("torch.optim.")
-    if updates.optimizer is None or state.groups is None or not torchs:
+    if updates.optimizer is None or state.groups is None or not _is_torchs(updates.optimizer):
         return
     # What a scheduler sets goes by the rate that it began with.
-    rate = "lr" if updates.scheduler is None else "initial_lr"
+    scheduler = updates.scheduler
+    compared = [("lr", "lr" if scheduler is None else "initial_lr")]
+    if scheduler is None or _is_torchs(scheduler.rule):
+        compared.append(("weight_decay", "weight_decay"))
     # A rate may be a tensor.
     with suppress(KeyError):
         for had, group in zip(
             unpack(state.groups, {}), updates.optimizer.param_groups, strict=True
         ):
-            for name, key in (("lr", rate), ("weight_decay", "weight_decay")):
+            for name, key in compared:
                 if had.get(key) != group.get(key):
                     yield (
                         f"the task's optimizer has {name} {group.get(key)} now, and the run goes "
                         f"on with its checkpoint's, {had.get(key)}; with another one: tp-run PLAN "
                         "--from RUN"
                     )
+
+
+def _is_torchs(found: Any) -> bool:
+    return type(found).__module__.startswith("torch.optim.")
 
 
 def _not_its_state(saved: Saved, name: str, why: Exception) -> FileError:

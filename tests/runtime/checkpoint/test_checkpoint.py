@@ -636,6 +636,25 @@ def falling(self, parameters):
     return Falling(parameters, lr=0.05)
 
 
+class Decays:
+    def __init__(self, optimizer):
+        self.group, self.updates = optimizer.param_groups[0], 0
+
+    def step(self):
+        self.updates += 1
+        self.group["weight_decay"] = 0.01 * self.updates
+
+    def state_dict(self):
+        return {{"updates": self.updates}}
+
+    def load_state_dict(self, state):
+        self.updates = state["updates"]
+
+
+def decays(self, optimizer):
+    return Decays(optimizer)
+
+
 def waves(self, optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 + np.cos(update))
 
@@ -692,9 +711,10 @@ def test_a_task_that_was_changed_since(before, after, message, tmp_path):
     assert load_weights(tmp_path / "run")
 
 
-def test_a_rate_that_steps_change_is_no_other_one(tmp_path):
+@pytest.mark.parametrize("hook", ["optimizer = falling", "scheduler = decays"])
+def test_a_rate_or_decay_that_steps_change_is_no_other_one(hook, tmp_path):
     path, target = tmp_path / "changing.py", f"{tmp_path / 'changing.py'}:Changing"
-    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook="optimizer = falling"))
+    path.write_text(CHANGING.format(tasks=str(TESTS / "tasks"), hook=hook))
     run(plan_for(target, "gpipe", 2), settings_for(target, steps=4), tmp_path / "run", inline=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", TaskWarning)
