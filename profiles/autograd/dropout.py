@@ -47,6 +47,7 @@ class Traits:
         random: it draws random numbers besides dropout.
         loss_random: the loss does.
         loss_hides: it draws by NumPy's or Python's own generators.
+        step_random: the optimizer's steps draw random numbers.
     """
 
     drops: bool = False
@@ -54,6 +55,7 @@ class Traits:
     random: bool = False
     loss_random: bool = False
     loss_hides: bool = False
+    step_random: bool = False
 
 
 class _InBackwards(TorchFunctionMode):

@@ -150,7 +150,9 @@ class PlainTraining:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         # As the stages do, so that rounding alone tells the two apart by as little as can be.
         self._fused = self._fused or fuse(self.optimizer)
+        before = random_state(self._device)
         self.optimizer.step()
+        self.traits.step_random |= not torch.equal(before, random_state(self._device))
         if self.scheduler is not None and (ends_epoch or not steps_by_epoch(self.task, settings)):
             self.scheduler.step()
         self.model.zero_grad()

@@ -64,6 +64,10 @@ _LOSS_DRAWS = (
     "the task's loss draws random numbers{why}, others for each micro-batch and in one process: "
     "differences can come from that"
 )
+_STEP_DRAWS = (
+    "the task's optimizer draws random numbers (noise on gradients), each stage its own: weights "
+    "differ by that after the first update, and losses after it"
+)
 _HIDDEN = " by NumPy's or Python's own generators"
 
 
@@ -242,6 +246,7 @@ def _against_plain(
 def _random_numbers(plain: PlainTraining, prepared: Prepared) -> list[str]:
     traits, numbers = plain.traits, plain.numbers
     notes = [_LOSS_DRAWS.format(why=_HIDDEN)] if traits.loss_hides else []
+    notes += [_STEP_DRAWS] if traits.step_random else []
     if numbers is not None and not numbers.beyond:
         who = "the model draws" if numbers.calls.in_forward else "the task's loss draws"
         return [_SAME_NUMBERS.format(who=who), *notes]

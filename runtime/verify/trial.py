@@ -311,7 +311,7 @@ _IN_NO_LAYER = (
 )
 _OPTIMIZER = (
     "a stage's optimizer has its own parameters alone, and this one's steps go by all of them "
-    "together, so that stages train otherwise than one process"
+    "together, or by what the task keeps for all, so that stages train otherwise than one process"
 )
 _UNKNOWN = "micro-batches in flight and other weights together make the difference"
 

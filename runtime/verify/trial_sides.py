@@ -262,8 +262,9 @@ class TrainingInPieces:
                 gradients = _gradients(case.model)
                 buffers = dict(case.model.named_buffers())
                 self._set_gradients(plain.gradients)
+                # What they draw one after another, one over all parameters draws.
+                self._random.begin(b, 0, _UPDATE)
                 for optimizer in optimizers:
-                    self._random.begin(b, 0, _UPDATE)
                     step_optimizer(optimizer)
                 self._versions.keep_memory()
                 for scheduler in schedulers:

@@ -823,3 +823,17 @@ class HiddenLoss(DropPath):
     def loss(self, output, target):
         noise = torch.from_numpy(np.random.standard_normal(tuple(output.shape)))
         return functional.cross_entropy(output + noise, target)
+
+
+class NoisySteps(HiddenLoss):
+    def loss(self, output, target):
+        return functional.cross_entropy(output, target)
+
+    def optimizer(self, parameters):
+        def add_noise(optimizer, *_):
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad.add_(torch.randn_like(p))
+
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(add_noise)
+        return optimizer

@@ -71,10 +71,17 @@ def test_processes_draw_the_same():
     assert report.mode == "processes"
 
 
-def test_what_is_not_seen_is_named():
-    report = check(plan_for("HiddenLoss"), RunSettings(task=here("HiddenLoss")), inline=True)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("HiddenLoss", "loss draws random numbers by NumPy's or Python's own"),
+        ("NoisySteps", "the task's optimizer draws random numbers"),
+    ],
+)
+def test_what_is_not_seen_is_named(name, said):
+    report = check(plan_for(name), RunSettings(task=here(name)), inline=True)
     assert report.verdict == "differs"
-    assert "loss draws random numbers by NumPy's or Python's own" in report.notes[0]
+    assert said in report.notes[0]
 
 
 def test_a_run_draws_as_it_did():

@@ -257,6 +257,25 @@ def test_an_optimizer_that_goes_by_all_parameters_is_named():
 # No false alarms --------------------------------------------------------------------------------
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise to the gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad.add_(torch.randn_like(p))
+        return super().step(closure)
+
+
+class NoisyTask(Task):
+    def optimizer(self, parameters):
+        return Noisy(parameters, lr=0.1)
+
+
+def test_noise_that_an_optimizer_adds_is_none_of_all_parameters_together():
+    assert not try_in_pieces(case_of(NoisyTask())).lines
+
+
 class Drawing(nn.Module):
     """Dropout, a batch norm, and numbers drawn by itself; frozen and tied weights."""
 
