@@ -243,7 +243,8 @@ def why_not_evaluated(trained: TracedModel, evaluated: TracedModel) -> str:
         "the model's forward has other layers in evaluation mode than in training mode"
         f"{odd and f' ({odd})'}, and can't be evaluated "
         "with the pipeline it is trained with: have it do the same in both (return all outputs in "
-        "both, drop out by torch's dropouts), or train with --no-evaluate"
+        "both, drop out by torch's dropouts), keep modules whole that don't (tp-profile "
+        "--granularity NAME-PATTERN), or train with --no-evaluate"
     )
 
 
