@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from ...planner.plan import Plan
-from ...profiles.errors import RunError, TargetError, TraceError
+from ...profiles.errors import RunError, TargetError, TaskWarning, TraceError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.samples import (
     alike,
@@ -91,10 +92,20 @@ class Segment:
 def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
     """Samples in the training data that data("train") gave; where nobody can know, as many as the
     run's steps take. Raises TargetError for batches of another size than the plan's, and where
-    nobody can know how long a run of epochs would be."""
+    nobody can know how long a run of epochs would be. Warns of samples that no epoch has."""
     check_batches(given, "train", plan.mini_batch)
     size = size_of(given, "train", plan.mini_batch)
     if size is not None:
+        over = size % plan.mini_batch
+        if over and settings.ragged == "drop" and type(_sampler(given)) is SequentialSampler:
+            warnings.warn(
+                f"{settings.task}: the last {over} of {size} training samples don't fill a "
+                f"mini-batch of {plan.mini_batch}, and are never trained on, since the DataLoader "
+                "has the same sequence each epoch: fill it up (--ragged pad), give the loader "
+                "shuffle=True, or drop_last=True where that is meant",
+                TaskWarning,
+                stacklevel=2,
+            )
         return size
     if settings.steps is None:
         raise TargetError(
@@ -102,6 +113,10 @@ def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
             "mini-batches to train with --steps, or give the data set a __len__"
         )
     return settings.steps * plan.mini_batch
+
+
+def _sampler(given: Any) -> Any:
+    return getattr(getattr(given, "batch_sampler", None), "sampler", None)
 
 
 def run_length(segments: Sequence[Segment]) -> RunLength:

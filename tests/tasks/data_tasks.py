@@ -396,6 +396,19 @@ class ChosenByEpoch(MLPTask):
         return ByEpoch(self, split)
 
 
+class Unshuffled(FewSamples):
+    """A loader of batches of 8 of 21 samples, the same ones each epoch."""
+
+    drop_last = False
+
+    def data(self, split):
+        return DataLoader(super().data(split), batch_size=8, drop_last=self.drop_last)
+
+
+class UnshuffledWithoutRest(Unshuffled):
+    drop_last = True
+
+
 class KeptByEpoch(ChosenByEpoch):
     def data(self, split):
         samples = super().data(split)

@@ -30,6 +30,7 @@ from timeprest.runtime.prepare.data import (
     real_samples,
     segments,
 )
+from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
@@ -81,6 +82,23 @@ def train_in_whole_mini_batches(name, mini_batch, *, last):
     size = len(resolve(f"{FILE}:{name}").task.data("train"))
     each = -(-size // mini_batch) if last else size // mini_batch
     return train_plainly(f"{FILE}:{name}", mini_batch, EPOCHS * each, last=last)
+
+
+@pytest.mark.parametrize(
+    ("name", "ragged", "told"),
+    [
+        ("Unshuffled", "drop", 1),
+        ("Unshuffled", "pad", 0),
+        ("UnshuffledWithoutRest", "drop", 0),
+        ("FewSamples", "drop", 0),
+    ],
+)
+def test_samples_that_no_epoch_has_are_told(name, ragged, told, few_profile, recwarn):
+    settings = RunSettings(task=f"{FILE}:{name}", ragged=ragged)
+    prepare(plan_by_hand(few_profile, "gpipe", 2, 2, mini_batch=8), settings)
+    lines = [str(w.message) for w in recwarn if "never trained on" in str(w.message)]
+    assert len(lines) == told
+    assert all("the last 5 of 21 training samples" in line for line in lines)
 
 
 @pytest.mark.choice(12)
