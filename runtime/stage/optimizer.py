@@ -284,6 +284,9 @@ def learning_rate_factor(shape: str, warmup: int, updates: int, update: int) -> 
     return _AFTER_WARMUP[shape](min(done, 1.0))
 
 
+_SPLIT = " ({by} makes several groups of each that the task has)"
+
+
 def make_scheduler(
     task: Task, settings: RunSettings, optimizer: torch.optim.Optimizer | None, length: RunLength
 ) -> Scheduler | None:
@@ -300,7 +303,13 @@ def make_scheduler(
         rule = partial(learning_rate_factor, settings.lr_schedule, settings.warmup, length.steps)
         return Scheduler(LambdaLR(optimizer, rule), length=length)
     begun = options_of(optimizer.param_groups)
-    found = task_scheduler(task, optimizer, length)
+    try:
+        found = task_scheduler(task, optimizer, length)
+    except TargetError as error:
+        muon = settings.optimizer is not None and settings.optimizer.name == "muon"
+        by = "--optimizer muon" if muon else "--decay-only matrices"
+        splits = muon or settings.decay_only == "matrices"
+        raise TargetError(f"{error}{_SPLIT.format(by=by) if splits else ''}") from error
     if found is None:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise TargetError(

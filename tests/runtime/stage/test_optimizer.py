@@ -33,6 +33,7 @@ from timeprest.runtime.stage.optimizer import (
     Scheduler,
     _nesterov,
     check_choice,
+    check_updates,
     clip,
     hook_warnings,
     learning_rate_factor,
@@ -354,6 +355,15 @@ def test_bad_groups_and_schedulers_are_one_line(name, message, mlp_profile, tmp_
 
 
 # Optimizers and schedules ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option", [{"decay_only": "matrices"}, {"optimizer": OptimizerChoice(name="muon", lr=0.1)}]
+)
+def test_a_schedule_by_group_of_groups_that_an_option_splits(option, mlp_profile):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 1, 2)
+    with pytest.raises(TargetError, match=r"lr_lambdas.* \(--\S+ \S+ makes several groups of each"):
+        check_updates(prepare(plan, settings_of(f"{TASKS}:GroupSchedule", **option)))
 
 
 @pytest.mark.parametrize(
