@@ -313,7 +313,8 @@ def _weighs(asked: _Asked, samples: Sequence[int]) -> bool:
     def of(some: Sequence[int]) -> float:
         return float(asked.of(some).value)
 
-    alone = {k: of([k]) for k in samples[:_MOST_FITTED]}
+    # From all parts: labels that don't count may be in later ones alone.
+    alone = {k: of([k]) for k in samples[:: -(-len(samples) // _MOST_FITTED)]}
     finite = sum(map(math.isfinite, alone.values()))
     if 0 < finite < len(alone):
         # A sample in which nothing counts has no mean.

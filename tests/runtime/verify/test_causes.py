@@ -255,14 +255,19 @@ def test_weights_are_told_where_all_losses_are_alike():
     assert (found.same, found.weighs) == (False, True)
 
 
-def test_a_part_in_which_nothing_counts_tells_that_something_else_does():
+@pytest.mark.parametrize(
+    ("ignored", "sizes"), [((0, 1, 4), (2, 2, 2, 2)), ((10, 11, 12, 13), (8, 8))]
+)
+def test_samples_in_which_nothing_counts_tell_that_something_else_does(ignored, sizes):
     class Task:
         def loss(self, output, target):
             return torch.nn.functional.cross_entropy(output, target)
 
-    scores = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-    target = torch.tensor([-100, -100, 0, 1, -100, 2, 0, 1])
-    found = loss_in_parts(Task(), scores, target, 8, (2, 2, 2, 2))
+    n = sum(sizes)
+    scores = torch.randn(n, 3, generator=torch.Generator().manual_seed(4))
+    target = torch.arange(n) % 3
+    target[list(ignored)] = -100
+    found = loss_in_parts(Task(), scores, target, n, sizes)
     assert (found.same, found.weighs) == (False, True)
 
 
