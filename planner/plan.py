@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from ..profiles.errors import FileError, OrderError, PlanError, TaskWarning
 from ..profiles.files import (
-    MAX_LISTED,
+    MAX_SCHEDULED,
     Count,
     Factor,
-    Listed,
     Predicted,
+    ScheduleCount,
     Shown,
     TaggedFile,
     Tally,
@@ -55,7 +55,7 @@ class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     nodes: Annotated[tuple[str, ...], Meta(min_length=1)]
     devices: Annotated[tuple[Index, ...], Meta(min_length=1)]
     """Positions in the cluster's list of devices. More than one: replicas, which share the work."""
-    in_flight: Listed
+    in_flight: ScheduleCount
     """Mini-batches that may be in flight here."""
     recompute: Recompute = False
     """Run the forward again before the backward; or these of the stage's layers (files.md)."""
@@ -358,7 +358,7 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """TotalBytes of optimizer state per byte of parameters."""
     matrix_state_factor: Factor | msgspec.UnsetType = msgspec.UNSET
     """The same of matrices of hidden layers, where it is another, as Muon's is."""
-    update_every: Listed = 1
+    update_every: ScheduleCount = 1
     """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
     tied: Tied = "together"
     """"split": layers that share parameters may be on several devices, each with a copy."""
@@ -540,8 +540,8 @@ def check_stages(
             evenly, or limits that rise along the pipeline or that the system doesn't have.
     """
     _check_order(variant, micro_batches, stages)
-    if micro_batches > MAX_LISTED:
-        raise PlanError(f"micro_batches: {micro_batches} are more than {MAX_LISTED}")
+    if micro_batches > MAX_SCHEDULED:
+        raise PlanError(f"micro_batches: {micro_batches} are more than {MAX_SCHEDULED}")
     if micro_batches > mini_batch:
         raise PlanError(
             f"micro_batches: {micro_batches} are more than the mini-batch's {mini_batch} samples"

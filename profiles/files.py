@@ -44,7 +44,7 @@ MIN_SECONDS = 1e-30
 """What is shorter and not 0 has too few digits left to reckon with."""
 MAX_COUNT = 2**40
 """Of samples, mini-batches, updates."""
-MAX_LISTED = 4096
+MAX_SCHEDULED = 4096
 """Of what schedules list or simulate one by one: micro-batches, mini-batches until an update."""
 MAX_THREADS = 1024
 """Torch starts as many as it is told, however few cores there are."""
@@ -57,7 +57,7 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 BytesPerSample = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-Listed = Annotated[int, Meta(ge=1, le=MAX_LISTED)]
+ScheduleCount = Annotated[int, Meta(ge=1, le=MAX_SCHEDULED)]
 Tally = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Threads = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
 Factor = Annotated[float, Meta(ge=0, le=MAX_FACTOR)]

@@ -241,7 +241,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.distributed.device_mesh import init_device_mesh
 <imported>
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -348,7 +347,7 @@ def inline(traced):
     """Put what a traced graph runs under torch.no_grad into it, cut off from gradients."""
     graph = traced.graph
     for call in list(graph.nodes):
-        if call.target is not wrap_with_set_grad_enabled:
+        if call.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         enabled, held, *given = call.args
         inner = getattr(traced, held.target)

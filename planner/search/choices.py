@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...profiles.errors import PlanError
-from ...profiles.files import MAX_LISTED
+from ...profiles.files import MAX_SCHEDULED
 from ..costs.recomputation import Recompute, of_stage
 from ..costs.tied_parameters import gradient_links, not_behind
 from ..partition.problem import Cut, StageProblem, members
@@ -389,8 +389,9 @@ def micro_batch_counts(question: Question, asked: int | None) -> list[int]:
             f"measure: it has {has} samples; profile again with --batch-size "
             "and --micro-batch-sizes that reach them"
         )
-    if counts[0] > MAX_LISTED:
+    if counts[0] > MAX_SCHEDULED:
         raise PlanError(
-            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_LISTED} are the most"
+            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_SCHEDULED} are "
+            "the most"
         )
-    return [n for n in counts if n <= MAX_LISTED]
+    return [n for n in counts if n <= MAX_SCHEDULED]

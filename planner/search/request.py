@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from ...profiles.errors import UserError
-from ...profiles.files import MAX_FACTOR, Count, Factor, Listed, Tally
+from ...profiles.files import MAX_FACTOR, Count, Factor, ScheduleCount, Tally
 from ...profiles.options import Option, Spelled, auto_or_whole, read_record
 from ...profiles.profile import Profile
 from ...profiles.units import number, parse_share, shown, texts, truth, whole
@@ -141,7 +141,8 @@ class PlanRequest(EqualDevices):
     ] = "auto"
     """In a mini-batch; auto: the best."""
     update_every: Annotated[
-        Listed | None, Option(SYSTEM, usual="1; with --study any that it trained with", metavar="K")
+        ScheduleCount | None,
+        Option(SYSTEM, usual="1; with --study any that it trained with", metavar="K"),
     ] = None
     """Update the weights after every K mini-batches: smaller version differences."""
     optimizer_state: Annotated[

@@ -267,8 +267,9 @@ def _in_parts(asked: _Asked, sizes: Sequence[int]) -> LossInParts | None:
         together, most = asked.mean([every])
         if not math.isfinite(together):
             return None
-        if (again := float(asked.mean([every])[0])) != float(together):
-            return LossInParts(float(together), again, same=False, remembers=True)
+        second = float(asked.mean([every])[0])
+        if second != float(together):
+            return LossInParts(float(together), second, same=False, remembers=True)
         try:
             mean, largest = asked.mean(parts)
         except RandomLossError:

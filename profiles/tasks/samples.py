@@ -19,6 +19,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -65,6 +66,12 @@ def may_vary(given: Given) -> bool:
     if isinstance(given, DataLoader):
         return given.batch_size is None or given.collate_fn is not default_collate
     return collates(given)
+
+
+def has_one_sequence(given: Given) -> bool:
+    """Whether its samples come in the same sequence in each epoch: a DataLoader's without
+    shuffle."""
+    return isinstance(given, DataLoader) and type(_sampler(given)) is SequentialSampler
 
 
 def batch_size_of(given: Given) -> int | None:
@@ -120,6 +127,11 @@ def check_batches(given: Given, split: Split, mini_batch: int) -> None:
         )
 
 
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What chooses samples one by one; it may be in a batch sampler."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
 def _size(given: Given, mini_batch: int) -> int | None:
     if not isinstance(given, DataLoader):
         return length_of(given)
@@ -131,8 +143,7 @@ def _size(given: Given, mini_batch: int) -> int | None:
         if given.batch_size is None:
             return count * each
         return count - count % each if given.drop_last else count
-    sampler = getattr(given.batch_sampler, "sampler", given.sampler)
-    if alike(given) and (count := length_of(sampler)) is not None:
+    if alike(given) and (count := length_of(_sampler(given))) is not None:
         drops = given.drop_last or getattr(given.batch_sampler, "drop_last", False)
         return count - count % each if drops else count
     chooses = given.batch_sampler if given.batch_sampler is not None else given.sampler

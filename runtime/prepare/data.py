@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TaskWarning, TraceError
@@ -21,6 +21,7 @@ from ...profiles.tasks.samples import (
     check_batches,
     collates,
     comes_in_batches,
+    has_one_sequence,
     size_of,
 )
 from ...profiles.tasks.task import Task
@@ -97,7 +98,7 @@ def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
     size = size_of(given, "train", plan.mini_batch)
     if size is not None:
         over = size % plan.mini_batch
-        if over and settings.ragged == "drop" and type(_sampler(given)) is SequentialSampler:
+        if over and settings.ragged == "drop" and has_one_sequence(given):
             warnings.warn(
                 f"{settings.task}: the last {over} of {size} training samples don't fill a "
                 f"mini-batch of {plan.mini_batch}, and are never trained on, since the DataLoader "
@@ -113,10 +114,6 @@ def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
             "mini-batches to train with --steps, or give the data set a __len__"
         )
     return settings.steps * plan.mini_batch
-
-
-def _sampler(given: Any) -> Any:
-    return getattr(getattr(given, "batch_sampler", None), "sampler", None)
 
 
 def run_length(segments: Sequence[Segment]) -> RunLength:

@@ -85,7 +85,7 @@ def _made(plan: Plan) -> str:
 
 
 def _signature(report: SolverReport, part: slice) -> str:
-    """A part of its checksum; nothing in plans of before that was written."""
+    """A part of its checksum; nothing in older plans, which lack it."""
     return report.checksum[part] if isinstance(report.checksum, str) else ""
 
 

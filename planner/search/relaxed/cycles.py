@@ -160,7 +160,7 @@ def exchanges(relaxation: Relaxation) -> Iterator[tuple[int, float]]:
     if question.tied != "split" or devices < 2:
         return
     sums = AllReduceTimes(question.cluster)
-    # Of more devices than were measured the fewest take least.
+    # Of numbers of devices that weren't measured the smallest takes least.
     measured = [each.processes for each in question.cluster.sums]
     known = {*range(2, 3 + len(measured)), *measured}
     for shared in question.profile.shared:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from timeprest.planner.schedules.nf1b_together import SETTLING
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.schedules.together import periods_s, simulates_together
 from timeprest.planner.simulator.pipeline import Link, Pipeline
-from timeprest.planner.simulator.timeline import round_trip_s
+from timeprest.planner.simulator.timeline import round_trip_s, simulate
 from timeprest.planner.systems.operations import BACKWARDS, FORWARDS
 from timeprest.planner.systems.variants import VARIANTS
 
@@ -52,6 +55,31 @@ def test_pipelines_that_settle_have_their_period(stages, n, every):
     assert at_once.sum() >= 2
     assert found[at_once] == pytest.approx(exact[at_once])
     assert np.abs(found / exact - 1).max() < 0.5
+
+
+@pytest.mark.parametrize(("stages", "n"), [(2, 3), (4, 2), (5, 3)])
+@pytest.mark.parametrize("slower", [1, 6])
+def test_what_is_simulated_at_once_runs_as_its_own_list_schedule(stages, n, slower):
+    """Operation by operation, settled or not, however long messages take."""
+    rng = random.Random(10 * stages + slower)
+    pipelines = []
+    for _ in range(30):
+        each = drawn_pipeline(rng, stages, n, 1)
+        slow = (
+            replace(link, forward_s=slower * link.forward_s, latency_s=slower * link.latency_s)
+            for link in each.links
+        )
+        pipelines.append(replace(each, links=tuple(slow)))
+    deep = max(max(each.limits) for each in pipelines)
+    span = max(deep, 2)
+    last = 2 * deep + span + SETTLING - 1
+    for found_s, each in zip(periods_s(pipelines), pipelines, strict=True):
+        timeline = simulate(each, make_schedule(each, last + 1 + deep))
+        ends = [
+            {e.op.mini_batch: e.start_s for e in mine if e.op.kind == "U"}
+            for mine in timeline.stages
+        ]
+        assert found_s == pytest.approx(max(mine[last] - mine[last - span] for mine in ends) / span)
 
 
 def most_kept(kinds: bytes, n: int) -> int:
